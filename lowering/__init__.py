@@ -1,0 +1,26 @@
+"""Lowerings: what each ATen operation computes, as pure JAX functions in families.
+
+This folder is a leaf: it imports JAX and nothing of torch or of the rest of the package.
+"""
+
+from xla_amp.lowering import (  # noqa: F401  (importing a family fills the table)
+    activation,
+    amp,
+    contraction,
+    convolution,
+    elementwise,
+    factory,
+    foreach,
+    indexing,
+    loss,
+    normalization,
+    optim,
+    pooling,
+    random_numbers,
+    reduction,
+    shape,
+)
+from xla_amp.lowering.operand import Permuted
+from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table
+
+__all__ = ["SUPPLIES", "Lowering", "Permuted", "find", "register", "table"]

@@ -1,0 +1,75 @@
+"""Small helpers that every family of lowerings shares: dtypes, axes, permuted operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether `dtype` is bfloat16 or float16."""
+    return np.dtype(dtype) in _HALF
+
+
+def opmath(dtype: Any) -> np.dtype:
+    """The dtype in which torch's kernels compute on `dtype`: float32 for the half types, else `dtype` itself.
+
+    Source: ``at::opmath_type`` (ATen/OpMathType.h).
+    """
+    return np.dtype(np.float32) if is_half(dtype) else np.dtype(dtype)
+
+
+def as_dtype(x: Any, dtype: Any) -> jax.Array:
+    """`x` (array or Python number) as an array of `dtype`."""
+    return lax.convert_element_type(x, dtype) if hasattr(x, "dtype") else jnp.asarray(x, dtype)
+
+
+def up(x: jax.Array) -> jax.Array:
+    """`x` in its opmath dtype."""
+    return as_dtype(x, opmath(x.dtype))
+
+
+def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """torch's ``dim`` argument as non-negative axes; ``None`` and ``[]`` mean all of them."""
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return tuple(range(ndim))
+    if ndim == 0:
+        return ()
+    return tuple(d % ndim for d in ([dim] if isinstance(dim, int) else dim))
+
+
+@dataclasses.dataclass(frozen=True)
+class Permuted:
+    """A tensor operand that is a pure transpose of `base`, not yet carried out.
+
+    Contractions fold it into their dimension numbers: on XLA:CPU a bf16 dot whose transpose is only folded later by
+    the compiler has already missed the fast kernel (docs/lowering.md).
+    """
+
+    base: jax.Array
+    permutation: tuple[int, ...]
+    """Axis ``i`` of the operand is axis ``permutation[i]`` of `base`, as in ``numpy.transpose``."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape[axis] for axis in self.permutation)
+
+    @property
+    def ndim(self) -> int:
+        return self.base.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.base.dtype)
+
+    def materialize(self) -> jax.Array:
+        """The transposed array."""
+        return lax.transpose(self.base, self.permutation)

@@ -1,0 +1,1 @@
+"""Lowerings: random_numbers."""

@@ -1,0 +1,127 @@
+"""The table of lowerings: ATen operation name -> pure JAX function.
+
+A lowering is written once, for the functional form of an operation, and knows nothing of torch, tapes or devices::
+
+    @register("lerp.Scalar", "lerp.Tensor")
+    def lerp(start, end, weight, *, common): ...
+
+The engine calls it while tracing under `jax.jit`, with the operation's arguments in the order of its ATen schema
+(keyword-only ones by name), translated as follows:
+
+======================  =========================================================================================
+schema type             what the function receives
+======================  =========================================================================================
+``Tensor``              a JAX array; also the 0-d array of a Python number given in its place
+``Tensor?``             a JAX array or ``None``
+``Tensor[]``            a list of the above
+``Scalar``              a 0-d ``float64``/``int64`` array (*lifted*: its value never forces a new executable), or a
+                        Python number: the schema's default, a bool, a complex, or an argument named in `static`
+``int[]``, ``float[]``  a list of Python numbers
+``ScalarType``          a NumPy dtype, or ``None``
+``Device``, ``Layout``, ``Generator``, ``MemoryFormat``, ``pin_memory``: dropped
+======================  =========================================================================================
+
+Keyword-only parameters with the names in `SUPPLIES` are filled in by the engine.  The function returns the
+operation's fresh results in schema order, then the new values of the arguments in `mutates`; the engine converts each
+to the dtype that torch promises, so a lowering may return a wider type than asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+SUPPLIES: Mapping[str, str] = MappingProxyType(
+    {
+        "out": "jax.ShapeDtypeStruct of the first result",
+        "outs": "tuple of jax.ShapeDtypeStruct (or None), one per result",
+        "common": "NumPy dtype that torch's promotion gives for all tensor and number arguments together",
+        "rng": "a JAX PRNG key of this call's own",
+        "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowering:
+    """One row of the table."""
+
+    name: str
+    """ATen name with overload, ``"add.Tensor"``; the default overload has none, ``"mm"``.  Operators of other
+    libraries carry their namespace, ``"mylib::myop"``."""
+    function: Callable[..., Any]
+    supplies: frozenset[str]
+    """Names from `SUPPLIES` that `function` asks for."""
+    static: frozenset[str]
+    """Number arguments that are constants of the program (a new value compiles anew), e.g. the exponent of ``pow``."""
+    mutates: tuple[str, ...]
+    """Arguments that the operation writes; a list argument stands for all its tensors."""
+    permuted: bool
+    """Whether tensor operands may arrive as `Permuted` (a transpose that the function folds into itself)."""
+
+
+_table: dict[str, Lowering] = {}
+
+
+def register(
+    *names: str, static: Iterable[str] = (), mutates: Iterable[str] = (), permuted: bool = False, override: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: makes a JAX function the lowering of the operations `names`.
+
+    The in-place form (``add_`` of ``add``) and the ``out=`` form are derived by the engine.
+
+    Args:
+        names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.
+        static: number arguments that the function needs as Python constants.
+        mutates: arguments that the operation writes, in the order in which the function returns their new values.
+        permuted: the function accepts `xla_amp.lowering.Permuted` operands.
+        override: replace an existing lowering instead of raising.
+
+    Raises:
+        ValueError: a name is registered already, or no name was given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> @register("mylib::softsign")
+        ... def softsign(x):
+        ...     return x / (1 + jnp.abs(x))
+    """
+    if not names:
+        raise ValueError('register() expects at least one operation name, e.g. register("mylib::softsign")')
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        keyword_only = [
+            parameter.name
+            for parameter in inspect.signature(function).parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+        for name in names:
+            if name in _table and not override:
+                raise ValueError(
+                    f"operation {name!r} already has a lowering ({_table[name].function.__module__}."
+                    f"{_table[name].function.__qualname__}); pass override=True to replace it"
+                )
+            _table[name] = Lowering(
+                name=name,
+                function=function,
+                supplies=frozenset(SUPPLIES).intersection(keyword_only),
+                static=frozenset(static),
+                mutates=tuple(mutates),
+                permuted=permuted,
+            )
+        return function
+
+    return decorate
+
+
+def find(name: str) -> Lowering | None:
+    """The lowering of the operation `name`, or ``None``."""
+    return _table.get(name)
+
+
+def table() -> Mapping[str, Lowering]:
+    """All lowerings by name (read-only)."""
+    return MappingProxyType(_table)
