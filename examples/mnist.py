@@ -1,0 +1,282 @@
+"""Train a small ConvNet on handwritten digits in float32, bfloat16 or float16: on XLA, or on PyTorch's own CPU device.
+
+    python examples/mnist.py --precision bf16
+    python examples/mnist.py --precision fp16 --policy gpu --optimizer adam --plot curve.png
+
+The data are scikit-learn's bundled digits (1797 images of 8x8), so nothing is downloaded; `--data-dir` reads MNIST's
+four IDX files instead.  The loop is an ordinary PyTorch loop: mixed precision adds `autocast` around the forward pass
+and a `GradScaler` around the backward pass, and neither makes the host wait for the device.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
+
+import xla_amp
+from xla_amp import DeviceLoader, GradScaler, autocast, syncfree, xla_device
+
+PRECISION = flags.DEFINE_enum("precision", "bf16", ["fp32", "bf16", "fp16"], "what the forward pass computes in")
+POLICY = flags.DEFINE_string("policy", None, "cast rules: tpu, gpu, ... or a TOML file; default: those of the device")
+OPTIMIZER = flags.DEFINE_enum("optimizer", "sgd", ["sgd", "adam", "adamw"], "which optimizer")
+SYNCFREE = flags.DEFINE_bool("syncfree", True, "take it from xla_amp.syncfree rather than from torch.optim")
+EPOCHS = flags.DEFINE_integer("epochs", 15, "passes over the training data", lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer("batch-size", 64, "images per training step", lower_bound=2)
+LR = flags.DEFINE_float("lr", None, "highest learning rate; default: 0.05 for sgd, 0.003 for adam and adamw")
+DATA_DIR = flags.DEFINE_string("data-dir", None, "folder of MNIST's IDX files; default: scikit-learn's digits")
+DEVICE = flags.DEFINE_enum("device", "xla", ["xla", "cpu"], "xla, or cpu: PyTorch's own kernels, for comparison")
+SEED = flags.DEFINE_integer("seed", 0, "seed of weights, shuffling and dropout")
+PLOT = flags.DEFINE_string("plot", None, "write the learning curve to this image file")
+JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
+
+LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+WARM_UP = 8  # steps before the clock starts: the first ones compile
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array in an IDX file, gzipped when its name ends in .gz."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    zeros, code, ndim = struct.unpack_from(">HBB", data)
+    if zeros != 0 or code != 0x08:
+        raise ValueError(f"reading {path}: expected an IDX file of unsigned bytes (00 00 08 ..), got {data[:4].hex(' ')}")
+    shape = struct.unpack_from(f">{ndim}I", data, 4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
+
+
+def load_mnist(folder: Path) -> list[np.ndarray]:
+    """MNIST's train images (60000, 28, 28), train labels (60000,), test images and test labels."""
+    found = [next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None) for name in MNIST_FILES]
+    paths = [path for path in found if path is not None]
+    if len(paths) < len(MNIST_FILES):
+        missing = [name for name, path in zip(MNIST_FILES, found, strict=True) if path is None]
+        raise FileNotFoundError(
+            f"--data-dir={folder} must hold MNIST's four files, each plain or with .gz: {', '.join(MNIST_FILES)}; "
+            f"missing: {', '.join(missing)}. Leave --data-dir out to train on scikit-learn's digits"
+        )
+    return [read_idx(path) for path in paths]
+
+
+def load_data(folder: str | None) -> tuple[TensorDataset, TensorDataset]:
+    """Training and test set of float32 images (N, 1, side, side), normalised, and int64 labels (N,)."""
+    if folder is None:
+        digits = load_digits()
+        train_x, test_x, train_y, test_y = train_test_split(
+            digits.images, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+        )
+    else:
+        train_x, train_y, test_x, test_y = load_mnist(Path(folder))
+    mean, std = train_x.mean(), train_x.std()
+
+    def dataset(images: np.ndarray, labels: np.ndarray) -> TensorDataset:
+        normal = torch.from_numpy(((images - mean) / std).astype(np.float32))
+        return TensorDataset(normal.unsqueeze(1), torch.from_numpy(labels.astype(np.int64)))
+
+    return dataset(train_x, train_y), dataset(test_x, test_y)
+
+
+# ---- model and optimizer ---------------------------------------------------------------------------------------------
+
+
+def convnet(side: int) -> nn.Module:
+    """Two convolutions and two linear layers: images (N, 1, side, side) -> logits (N, 10)."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.25)),
+        *(nn.Linear(32 * (side // 4) ** 2, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def make_optimizer(model: nn.Module, name: str, lr: float | None, sync_free: bool) -> torch.optim.Optimizer:
+    """`name` from xla_amp.syncfree or torch.optim: the same classes, the same arguments."""
+    library = syncfree if sync_free else torch.optim
+    if name == "sgd":
+        return library.SGD(model.parameters(), lr=lr or 0.05, momentum=0.9, weight_decay=5e-4)
+    if name == "adam":
+        return library.Adam(model.parameters(), lr=lr or 0.003)
+    return library.AdamW(model.parameters(), lr=lr or 0.003, weight_decay=0.01)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """What training steps cost in the steady state: seconds, executables and host syncs, from counter differences."""
+
+    def __init__(self, warm_up: int = WARM_UP) -> None:
+        self.warm_up = warm_up
+        self.steps = 0
+        self.seconds = 0.0
+        self.counts = {"executions": 0, "host_syncs": 0}
+
+    def watch(self, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pass `batches` through, measuring what the caller does with them once the warm-up is over."""
+        before: dict[str, int] = {}
+        began, measured = 0.0, 0
+        for batch in batches:
+            if self.warm_up > 0:
+                self.warm_up -= 1
+            elif not before:
+                xla_amp.sync(wait=True)
+                before, began = xla_amp.metrics(), time.perf_counter()
+            measured += bool(before)
+            yield batch
+        if before:
+            xla_amp.sync()  # start what is still recorded, so that it counts
+            after = xla_amp.metrics()
+            xla_amp.sync(wait=True)
+            self.seconds += time.perf_counter() - began
+            self.steps += measured
+            self.counts = {key: count + after[key] - before[key] for key, count in self.counts.items()}
+
+    def per_step(self, key: str) -> float | None:
+        """A count, or "seconds", per step; None when training ended within the warm-up."""
+        total = self.seconds if key == "seconds" else self.counts[key]
+        return total / self.steps if self.steps else None
+
+
+def train_epoch(
+    model: nn.Module,
+    batches: Batches,
+    optimizer: torch.optim.Optimizer,
+    schedule: LRScheduler,
+    scaler: GradScaler,
+    amp: autocast,
+) -> tuple[float, int]:
+    """One pass over `batches`; returns the mean loss and how many steps the scaler skipped.
+
+    Nothing is read from the device until the pass is over: losses and scales are kept as tensors.
+    """
+    model.train()
+    one = torch.ones((), device=next(model.parameters()).device)
+    losses, scales = [], []
+    for images, labels in batches:
+        optimizer.zero_grad()
+        with amp:
+            loss = nn.functional.cross_entropy(model(images), labels)
+        scales.append(scaler.scale(one))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        losses.append(loss.detach())
+    history = torch.stack([*scales, scaler.scale(one)])
+    skipped = (history[1:] < history[:-1]).sum()  # a skipped step is one that lowered the scale
+    return torch.stack(losses).mean().item(), int(skipped.item())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Batches, amp: autocast) -> float:
+    """The share of images that the model classifies correctly, 0 to 1."""
+    model.eval()
+    right = []
+    for images, labels in batches:
+        with amp:
+            logits = model(images)
+        right.append((logits.argmax(dim=1) == labels).float())
+    return torch.cat(right).mean().item()
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def print_table(results: dict[str, str | float | int | None]) -> None:
+    """The results, one row each, on standard output; "-" where training ended within the warm-up."""
+    table = Table(title="handwritten digits", show_header=False)
+    for name, value in results.items():
+        text = "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), text)
+    Console().print(table)
+
+
+def plot_curve(path: str, losses: list[float], accuracies: list[float]) -> None:
+    """Write an image with the training loss and the test accuracy of every epoch."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
+    epochs = range(1, len(losses) + 1)
+    figure, left = pyplot.subplots(figsize=(7, 4))
+    left.plot(epochs, losses, ".-", color="tab:blue")
+    left.set(xlabel="epoch", ylabel="training loss (blue)", yscale="log")
+    right = left.twinx()
+    right.plot(epochs, accuracies, ".-", color="tab:orange")
+    right.set(ylabel="test accuracy (orange)")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"expected flags only, got {argv[1:]}")
+    torch.manual_seed(SEED.value)
+    device = xla_device() if DEVICE.value == "xla" else torch.device("cpu")
+    train_set, test_set = load_data(DATA_DIR.value)
+    if len(train_set) < BATCH_SIZE.value:
+        raise app.UsageError(f"--batch-size={BATCH_SIZE.value} is more than the {len(train_set)} training images")
+    # Batches of one shape (no remainder, equal test batches), so that XLA compiles one step and one evaluation.
+    train_loader = DataLoader(train_set, BATCH_SIZE.value, shuffle=True, drop_last=True)
+    test_loader = DataLoader(test_set, min(500, len(test_set)))
+
+    model = convnet(side=train_set[0][0].shape[-1]).to(device)
+    optimizer = make_optimizer(model, OPTIMIZER.value, LR.value, SYNCFREE.value)
+    schedule = CosineAnnealingLR(optimizer, T_max=EPOCHS.value * len(train_loader))
+    low = LOW[PRECISION.value]
+    amp = autocast(device, dtype=low, enabled=low is not None, policy=POLICY.value)
+    scaler = GradScaler(device.type, enabled=PRECISION.value == "fp16")  # bfloat16 has the range of float32
+
+    meter = Meter()
+    losses, accuracies, skipped = [], [], 0
+    for epoch in range(1, EPOCHS.value + 1):
+        progress = tqdm(DeviceLoader(train_loader, device), f"epoch {epoch}/{EPOCHS.value}", len(train_loader))
+        loss, skips = train_epoch(model, meter.watch(progress), optimizer, schedule, scaler, amp)
+        losses.append(loss)
+        accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
+        skipped += skips
+
+    results = {
+        "precision": PRECISION.value,
+        "accuracy": accuracies[-1],
+        "executions_per_step": meter.per_step("executions"),
+        "host_syncs_per_step": meter.per_step("host_syncs"),
+        "skipped_steps": skipped,
+        "seconds_per_step": meter.per_step("seconds"),
+    }
+    print_table({"device": str(device), **results, "loss_scale": scaler.get_scale()})
+    if PLOT.value is not None:
+        plot_curve(PLOT.value, losses, accuracies)
+    if JSON.value:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    app.run(main)
