@@ -1,0 +1,122 @@
+"""Environment variables: the only file of the package that reads them.
+
+Each function reads at call time, so a test or a notebook can change a variable; nothing writes one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, TypeVar, cast, get_args
+
+from xla_amp.errors import PolicyError
+from xla_amp.vocab import PLATFORMS, Cast, Platform
+
+EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
+Fallback: TypeAlias = Literal["warn", "error", "allow"]
+
+POLICY_FILE: Final = "XLA_AMP_POLICY"
+RULES: Final = "XLA_AMP_RULES"
+FALLBACK: Final = "XLA_AMP_FALLBACK"
+ENGINE: Final = "XLA_AMP_ENGINE"
+TAPE_LIMIT: Final = "XLA_AMP_TAPE_LIMIT"
+PLATFORM: Final = "XLA_AMP_PLATFORM"
+
+TAPE_LIMIT_DEFAULT: Final = 100_000
+
+HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
+    ("low", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
+    ("fp32", "PT_HPU_AUTOCAST_FP32_OPS_LIST"),
+)
+"""Gaudi's variables, each with the cast whose default list its file replaces."""
+
+_LEGACY_DTYPE_FLAGS: Final = ("XLA_USE_BF16", "XLA_USE_F16")
+_PJRT_PLATFORMS: Final[dict[str, Platform]] = {"CPU": "cpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu", "TPU": "tpu"}
+
+_Choice = TypeVar("_Choice", bound=str)
+
+
+def policy_file() -> Path | None:
+    """Path in ``XLA_AMP_POLICY``: a TOML file of rules that is layered on every policy."""
+    value = os.environ.get(POLICY_FILE)
+    return Path(value).expanduser() if value else None
+
+
+def rules() -> str:
+    """Text of ``XLA_AMP_RULES``: rules for every policy, ``"softmax=fp32;mm=low"``; empty when unset."""
+    return os.environ.get(RULES, "")
+
+
+def hpu_lists() -> tuple[tuple[Cast, str, Path], ...]:
+    """Gaudi's operation lists that are set: (cast, variable, path of a file with one operation per line)."""
+    found = ((which, name, os.environ.get(name)) for which, name in HPU_LISTS)
+    return tuple((which, name, Path(value).expanduser()) for which, name, value in found if value)
+
+
+def fallback() -> Fallback:
+    """``XLA_AMP_FALLBACK``: what happens when an operation without a lowering must run on the host.
+
+    ``warn`` (default) runs it and warns once per operation, ``error`` raises, ``allow`` runs it and only counts.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(FALLBACK, get_args(Fallback), "warn")
+
+
+def engine() -> EngineName:
+    """``XLA_AMP_ENGINE``: ``auto`` (default), ``torch_xla`` or ``jax``.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(ENGINE, get_args(EngineName), "auto")
+
+
+def tape_limit() -> int:
+    """``XLA_AMP_TAPE_LIMIT``: recorded operations after which the lazy engine cuts by itself.
+
+    Raises:
+        PolicyError: not a positive whole number.
+    """
+    value = os.environ.get(TAPE_LIMIT, "").strip()
+    if not value:
+        return TAPE_LIMIT_DEFAULT
+    try:
+        limit = int(value)
+    except ValueError:
+        limit = 0
+    if limit < 1:
+        raise PolicyError(
+            f"{TAPE_LIMIT}={value!r}: expected a positive whole number of operations, e.g. {TAPE_LIMIT_DEFAULT}"
+        )
+    return limit
+
+
+def platform() -> Platform | None:
+    """XLA platform asked for by ``XLA_AMP_PLATFORM``, else by ``PJRT_DEVICE``; None when neither names one.
+
+    ``PJRT_DEVICE`` belongs to torch_xla: its values that name no platform of ours are left to it.
+
+    Raises:
+        PolicyError: ``XLA_AMP_PLATFORM`` is not ``cpu``, ``gpu`` or ``tpu``.
+    """
+    if os.environ.get(PLATFORM, "").strip():
+        return _choice(PLATFORM, PLATFORMS, "cpu")
+    return _PJRT_PLATFORMS.get(os.environ.get("PJRT_DEVICE", "").strip().upper())
+
+
+def legacy_dtype_flags() -> tuple[str, ...]:
+    """Names of torch_xla's process-wide dtype switches that are on; they defeat per-operation casts."""
+    off = ("", "0", "false")
+    return tuple(name for name in _LEGACY_DTYPE_FLAGS if os.environ.get(name, "").strip().lower() not in off)
+
+
+def _choice(variable: str, legal: Sequence[_Choice], default: _Choice) -> _Choice:
+    value = os.environ.get(variable, "").strip().lower()
+    if not value:
+        return default
+    if value not in legal:
+        raise PolicyError(f"{variable}={os.environ[variable]!r}: expected one of {', '.join(legal)}")
+    return cast(_Choice, value)
