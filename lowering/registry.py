@@ -16,6 +16,7 @@ schema type             what the function receives
 ``Tensor[]``            a list of the above
 ``Scalar``              a 0-d ``float64``/``int64`` array (*lifted*: its value never forces a new executable), or a
                         Python number: the schema's default, a bool, a complex, or an argument named in `static`
+``float``               a Python float, or a 0-d ``float64`` array for an argument named in `lifted`
 ``int[]``, ``float[]``  a list of Python numbers
 ``ScalarType``          a NumPy dtype, or ``None``
 ``Device``, ``Layout``, ``Generator``, ``MemoryFormat``, ``pin_memory``: dropped
@@ -57,6 +58,8 @@ class Lowering:
     """Names from `SUPPLIES` that `function` asks for."""
     static: frozenset[str]
     """Number arguments that are constants of the program (a new value compiles anew), e.g. the exponent of ``pow``."""
+    lifted: frozenset[str]
+    """``float`` arguments that are data: a new value never compiles anew, e.g. the learning rate of a fused optimizer."""
     mutates: tuple[str, ...]
     """Arguments that the operation writes; a list argument stands for all its tensors."""
     permuted: bool
@@ -64,10 +67,17 @@ class Lowering:
 
 
 _table: dict[str, Lowering] = {}
+listeners: list[Callable[[Lowering], None]] = []
+"""Called with each new row; a started engine installs a kernel for it."""
 
 
 def register(
-    *names: str, static: Iterable[str] = (), mutates: Iterable[str] = (), permuted: bool = False, override: bool = False
+    *names: str,
+    static: Iterable[str] = (),
+    lifted: Iterable[str] = (),
+    mutates: Iterable[str] = (),
+    permuted: bool = False,
+    override: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: makes a JAX function the lowering of the operations `names`.
 
@@ -76,6 +86,7 @@ def register(
     Args:
         names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.
         static: number arguments that the function needs as Python constants.
+        lifted: ``float`` arguments that arrive as data (``Scalar`` arguments do so by themselves).
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
         permuted: the function accepts `xla_amp.lowering.Permuted` operands.
         override: replace an existing lowering instead of raising.
@@ -109,9 +120,12 @@ def register(
                 function=function,
                 supplies=frozenset(SUPPLIES).intersection(keyword_only),
                 static=frozenset(static),
+                lifted=frozenset(lifted),
                 mutates=tuple(mutates),
                 permuted=permuted,
             )
+            for listener in listeners:
+                listener(_table[name])
         return function
 
     return decorate

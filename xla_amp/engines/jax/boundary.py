@@ -1,0 +1,68 @@
+"""Where a training step ends when nobody says so.
+
+A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
+``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a cut; what springs it is the
+beginning of the next step: a module's forward, an upload, the entry of an autocast region, or the next optimizer step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim
+
+from xla_amp import config
+from xla_amp.engines.jax.cut import cut
+from xla_amp.engines.jax.storage import DEVICE_TYPE
+from xla_amp.engines.jax.tape import tape
+
+_armed = False
+_forward_hook: Any = None
+
+
+def install() -> None:
+    """Listens to optimizer steps, through PyTorch's public global hooks."""
+    optim.register_optimizer_step_pre_hook(_before_step)
+    optim.register_optimizer_step_post_hook(_after_step)
+
+
+def step_begins() -> None:
+    """Cuts if an optimizer step was recorded since the last cut; also keeps a loop without optimizer in bounded memory."""
+    if _armed or len(tape.code) > config.tape_limit():
+        _disarm()
+        cut()
+
+
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return parameter.device.type == DEVICE_TYPE
+    return False
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _armed and _on_device(optimizer):
+        step_begins()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _on_device(optimizer) and tape.code:
+        _arm()
+
+
+def _arm() -> None:
+    global _armed, _forward_hook
+    _armed = True
+    if _forward_hook is None:
+        # A global module hook slows every module call down, so it stays in only until it has fired.
+        _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
+
+
+def _disarm() -> None:
+    global _armed, _forward_hook
+    _armed = False
+    if _forward_hook is not None:
+        _forward_hook.remove()
+        _forward_hook = None

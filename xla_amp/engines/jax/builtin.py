@@ -1,0 +1,216 @@
+"""The operations that are about tensors rather than arithmetic: memory, views, copies, values to the host.
+
+Each is a kernel for one ATen overload, called by the dispatcher with the schema's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp.engines.jax import compat, infer, storage, transfer
+from xla_amp.engines.jax.storage import DEVICE_TYPE
+from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
+from xla_amp.errors import DeviceError
+
+aten = torch.ops.aten
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""ATen name -> kernel."""
+
+_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+# torch's meta kernels make the alias without touching (or bounds-checking) the storage, which holds no bytes here.
+_as_strided = aten.as_strided.default._handle.redispatch_boxed
+_view = aten.view.default._handle.redispatch_boxed
+
+
+def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        KERNELS.update(dict.fromkeys(names, function))
+        return function
+
+    return decorate
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@_kernel("empty.memory_format")
+def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    of = spec(tuple(size), dtype or torch.get_default_dtype())
+    tensor = compat.create_tensor(of.shape, of.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(of)
+    return tensor
+
+
+@_kernel("empty_strided")
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+    # Fresh tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts by itself.
+    return _empty(size, dtype=dtype)
+
+
+@_kernel("resize_")
+def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    with tape.lock:
+        return self if tuple(self.shape) == tuple(size) else storage.resize(self, size)
+
+
+@_kernel("set_.source_Storage_storage_offset")
+def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+    buffer = source._xla_amp
+    if buffer is not None and buffer.raw:
+        # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
+        buffer.raw = False
+        raw = transfer.download(buffer.array)
+        buffer.array = transfer.upload(raw.view(self.dtype))
+        buffer.spec = spec((raw.numel() // self.element_size(),), self.dtype)
+    return storage.set_geometry(self, source, storage_offset, size, stride or infer.contiguous_strides(size))
+
+
+@_kernel("set_.source_Storage")
+def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
+    size = source._xla_amp.spec.size if source._xla_amp is not None else 0
+    return _set_storage(self, source, 0, [size], [1])
+
+
+@_kernel("set_.source_Tensor")
+def _set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    store = source.untyped_storage()
+    return storage.set_geometry(self, store, source.storage_offset(), source.shape, source.stride())
+
+
+@_kernel("set_")
+def _set_empty(self: torch.Tensor) -> torch.Tensor:
+    return _set_tensor(self, _empty((0,), dtype=self.dtype))
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+
+
+@_kernel("as_strided")
+def _as_strided_view(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    return _as_strided(_META, self, size, stride, storage_offset)
+
+
+@_kernel("_reshape_alias")
+def _reshape_alias(self: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
+    return _as_strided(_META, self, size, stride, self.storage_offset())
+
+
+@_kernel("view")
+def _view_as(self: torch.Tensor, size: Any) -> torch.Tensor:
+    return _view(_META, self, size)
+
+
+@_kernel("unfold")
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    shape, strides = list(self.shape), list(self.stride())
+    if not shape:
+        return _as_strided(_META, self, [size], [1], self.storage_offset())
+    dim = dimension % len(shape)
+    if not 0 <= size <= shape[dim]:
+        raise RuntimeError(f"maximum size for tensor at dimension {dim} is {shape[dim]} but size is {size}")
+    if step <= 0:
+        raise RuntimeError(f"step is {step} but must be > 0")
+    windows = (shape[dim] - size) // step + 1
+    shape, strides = [*shape, size], [*strides, strides[dim]]
+    shape[dim], strides[dim] = windows, strides[dim] * step
+    return _as_strided(_META, self, shape, strides, self.storage_offset())
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@_kernel("clone")
+def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
+    with tape.lock:
+        number, of = storage.read(self)
+        return storage.new_tensor(of, number)  # values on the tape never change: sharing one is copying it
+
+
+@_kernel("_to_copy")
+def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    dtype = dtype or self.dtype
+    if device is not None and device.type != DEVICE_TYPE:
+        if device.type == "meta":
+            return torch.empty(self.shape, dtype=dtype, device="meta")
+        return storage.to_host(self).to(device, dtype)
+    if self.device.type != DEVICE_TYPE:
+        return transfer.wrap(transfer.upload(self.to("cpu", dtype)))
+    with tape.lock:
+        number, of = storage.read(self)
+        number, of = cast(number, of, dtype)
+        return storage.new_tensor(of, number)
+
+
+@_kernel("copy_")
+def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if self.device.type != DEVICE_TYPE:
+        return self.copy_(storage.to_host(src))
+    with tape.lock:
+        storage.copy(self, src)
+    return self
+
+
+@_kernel("_copy_from")
+def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return _copy_(dst, self)
+
+
+@_kernel("_copy_from_and_resize")
+def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+    if dst.shape != self.shape:
+        dst.resize_(self.shape)
+    return _copy_(dst, self)
+
+
+# -- values that Python asks for --------------------------------------------------------------------------------------
+
+
+@_kernel("_local_scalar_dense")
+def _item(self: torch.Tensor) -> Any:
+    return storage.to_host(self).item()
+
+
+@_kernel("equal")
+def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    if self.device != other.device:
+        raise DeviceError(f"torch.equal expects both tensors on one device, got {self.device} and {other.device}")
+    return self.shape == other.shape and bool((self == other).all().item())
+
+
+@_kernel("nonzero")
+def _nonzero(self: torch.Tensor) -> torch.Tensor:
+    return transfer.to_device(torch.nonzero(storage.to_host(self)))
+
+
+@_kernel("masked_select")
+def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    self, mask = torch.broadcast_tensors(self, mask)
+    return self.reshape(-1).index_select(0, _nonzero(mask.reshape(-1)).view(-1))
+
+
+@_kernel("is_pinned")
+def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    return False
+
+
+@_kernel("record_stream")
+def _record_stream(self: torch.Tensor, s: Any) -> None:
+    return None
+
+
+def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``index.Tensor`` kernel `index`, with boolean masks turned into positions (their count is a host sync)."""
+
+    def indexed(self: torch.Tensor, indices: Any) -> torch.Tensor:
+        positions: list[Any] = []
+        for i in indices:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                positions += _nonzero(i.to(self.device)).unbind(1)
+            else:
+                positions.append(i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device))
+        return index(self, positions)
+
+    return indexed

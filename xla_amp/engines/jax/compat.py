@@ -1,0 +1,73 @@
+"""The private torch interfaces that the engine rests on, checked once and wrapped here, and JAX version differences."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import torch
+
+from xla_amp.errors import DeviceError, EngineError
+
+
+def require_python_backend() -> None:
+    """Raises unless this torch can host a device written in Python.
+
+    Raises:
+        EngineError: torch is older than 2.10 or has dropped the interface.
+    """
+    from torch.utils import backend_registration
+
+    missing = [
+        name
+        for name, found in (
+            (
+                "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
+                hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+            ),
+            ("torch._C._acc.create_empty_tensor", hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor")),
+        )
+        if not found
+    ]
+    if missing:
+        raise EngineError(
+            f"the lazy XLA device needs {' and '.join(missing)}, which torch {torch.__version__} does not have; "
+            "install torch 2.10 to 2.15, or torch 2.9 with torch_xla 2.9 for the torch_xla engine"
+        )
+
+
+def require_free_slot(name: str) -> None:
+    """Raises when another library has taken torch's one slot for an out-of-tree device.
+
+    Raises:
+        DeviceError: naming the backend that holds the slot.
+    """
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != "privateuseone" or hasattr(torch, "privateuseone"):
+        raise DeviceError(
+            f"cannot start the device {name!r}: torch has one slot for an out-of-tree device (PrivateUse1) and the "
+            f"backend {taken!r} has taken it in this process. Run XLA work in a process that does not import {taken!r}; "
+            "xla_amp.autocast('cpu') and autocast('cuda') go on working here"
+        )
+
+
+def register_device(name: str, module: Any) -> None:
+    """Registers `module` as ``torch.<name>`` and the device type `name` with a kernel-less Python backend."""
+    from torch.utils import backend_registration
+
+    class Guard(torch._C._acc.DeviceGuard):
+        # C++ asks for the type several times per backward node; a C-implemented callable costs no Python frame.
+        type_ = staticmethod(itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__)
+
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=Guard())
+
+
+def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor on the device whose storage holds no bytes (`shape` in elements)."""
+    return torch._C._acc.create_empty_tensor(shape, dtype)
+
+
+def x64() -> Any:
+    """Context manager: JAX keeps 64-bit types inside, whatever the user's own switch says."""
+    return jax.enable_x64(True)

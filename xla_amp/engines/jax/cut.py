@@ -1,0 +1,128 @@
+"""The cut: runs everything recorded so far as one executable and gives live buffers their arrays."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from xla_amp.engines.jax import compat, random, runtime
+from xla_amp.engines.jax.metrics import metrics
+from xla_amp.engines.jax.program import Key, Program, build
+from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
+from xla_amp.errors import StepFailedError, XlaAmpError
+
+_programs: dict[Key, Program] = {}
+_newest: list[weakref.ref[Buffer]] = []
+"""Buffers that the newest program gave values to."""
+
+
+def cut() -> None:
+    """Runs the tape, asynchronously; does nothing when nothing was recorded.
+
+    Raises:
+        StepFailedError: an operation could not be lowered or XLA refused the program.  Every tensor that had a value
+            before the first operation of the tape has that value again.
+    """
+    with tape.lock:
+        if tape.code:
+            _run()
+
+
+def sync(wait: bool = False) -> None:
+    """Ends the step: runs what was recorded as one executable.
+
+    Args:
+        wait: also wait until the device has finished (one host sync).
+    """
+    with tape.lock:
+        cut()
+        if wait:
+            metrics.host_syncs += 1
+            # Programs run in the order of their data, so the newest values are ready only after the older ones.
+            jax.block_until_ready([buffer.array for reference in _newest if (buffer := reference()) is not None])
+
+
+def _run() -> None:
+    leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
+    fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
+    overwritten = [
+        buffer for buffer, number in zip(leaves, tape.leaf_numbers, strict=True) if buffer.number != number
+    ]
+    # Overwritten leaves come first and in order: JAX gives the n-th donated input of a spec to the n-th output of it,
+    # so that a parameter's new value lands in the old one's memory.
+    targets = overwritten + fresh
+    try:
+        spent = _spent(arrays)
+        key = Key(code=tuple(tape.code), wanted=tuple(buffer.number for buffer in targets), spent=spent)
+        program = _programs.get(key)
+        streams = tape.streams or [random.stream()]
+        with compat.x64():
+            if program is None:
+                program = build(key, tape.leaf_numbers, [b.spec for b in leaves], len(streams), runtime.platform())
+            floats = np.array(tape.floats, np.float64)
+            ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
+            outputs = _execute(program, arrays, jax.device_put((floats, ints), runtime.jax_device()))
+    except BaseException as error:
+        _restore(targets, arrays, error)
+        raise
+    if key not in _programs:
+        _programs[key] = program
+        metrics.compilations += 1
+    metrics.executions += 1
+    metrics.operations += program.operations
+    random.advance(tape.draws)
+    for buffer, place in zip(targets, program.outputs, strict=True):
+        buffer.array = outputs[place] if place >= 0 else arrays[~place]
+    _newest[:] = map(new_weakref, targets)
+    _forget(targets)
+
+
+def _execute(program: Program, arrays: list[Any], scalars: tuple[Any, Any]) -> list[Any]:
+    donated = [arrays[index] for index in program.donated]
+    kept = [arrays[index] for index in program.kept]
+    return program.call(donated, kept, *scalars)
+
+
+def _forget(targets: list[Buffer]) -> None:
+    for buffer in targets:
+        buffer.number = -1
+    for buffer in tape.leaves:
+        buffer.number = -1
+    tape.clear()
+
+
+def _restore(targets: list[Buffer], arrays: list[Any], error: BaseException) -> None:
+    """Takes back the tape: buffers keep the arrays from before it, values that never came to be say why."""
+    reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
+    for buffer, array in zip(tape.leaves, arrays, strict=True):
+        if array.is_deleted():
+            buffer.array = Lost(f"this tensor's memory was handed to a step that then failed: {reason}")  # type: ignore[assignment]
+    for buffer in targets:
+        if buffer.array is None:
+            buffer.array = Lost(f"this tensor was to be computed by a step that failed: {reason}")  # type: ignore[assignment]
+    _forget(targets)
+
+
+def _counts(items: list[Any]) -> list[int]:
+    count = sys.getrefcount
+    return [count(item) for item in items]
+
+
+# References that a list holds and `_counts` adds while it looks; Python versions differ in the second part.
+_ALONE = _counts([object()])[0]
+
+
+def _spent(arrays: list[Any]) -> tuple[int, ...]:
+    """Leaves whose array can be overwritten: nothing holds it but its buffer, and nobody will read that buffer again."""
+    buffers = tape.leaves
+    array_counts = _counts(arrays)
+    buffer_counts = _counts(buffers)
+    return tuple(
+        index
+        for index, (buffer, number) in enumerate(zip(buffers, tape.leaf_numbers, strict=True))
+        if array_counts[index] == _ALONE + 1 and (buffer.number != number or buffer_counts[index] == _ALONE)
+    )

@@ -1,0 +1,52 @@
+"""torch dtype <-> NumPy dtype, as JAX stores them."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+
+TO_NUMPY: dict[torch.dtype, np.dtype] = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: np.dtype(ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: np.dtype(ml_dtypes.float8_e5m2),
+    torch.complex64: np.dtype(np.complex64),
+    torch.complex128: np.dtype(np.complex128),
+    torch.int64: np.dtype(np.int64),
+    torch.int32: np.dtype(np.int32),
+    torch.int16: np.dtype(np.int16),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.uint16: np.dtype(np.uint16),
+    torch.uint32: np.dtype(np.uint32),
+    torch.uint64: np.dtype(np.uint64),
+    torch.bool: np.dtype(np.bool_),
+}
+TO_TORCH: dict[np.dtype, torch.dtype] = {numpy: torch_ for torch_, numpy in TO_NUMPY.items()}
+
+# NumPy has no type of its own for these; torch hands their bits over under another name.
+_BITS: dict[torch.dtype, torch.dtype] = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+}
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as a NumPy array of the same dtype, sharing its memory."""
+    bits = _BITS.get(tensor.dtype)
+    if bits is None:
+        return tensor.numpy()
+    return tensor.view(bits).numpy().view(TO_NUMPY[tensor.dtype])
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """A writable NumPy array as a CPU tensor of the same dtype, sharing its memory."""
+    dtype = TO_TORCH[array.dtype]
+    bits = _BITS.get(dtype)
+    if bits is None:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(TO_NUMPY[bits])).view(dtype)

@@ -1,0 +1,93 @@
+"""The few places in torch that the lazy device cannot do without, each with its reason.
+
+They go in when the device is first used, once, and change nothing for tensors of other devices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_amp.engines.jax import storage, transfer
+from xla_amp.engines.jax.storage import DEVICE_TYPE
+
+
+def mark_storages() -> None:
+    """A class default, so that asking any storage for its buffer is a plain attribute read.
+
+    Reason: the value of a lazy tensor hangs on its storage, and kernels ask for it several times per operation.
+    """
+    torch.UntypedStorage._xla_amp = None  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Puts all hooks in."""
+    _copy_without_bytes()
+    _load_checkpoints()
+    _print_through_the_host()
+    _pin_nothing()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    # Reason: a CPU parameter cannot become a lazy one in place, so Module.to would make a new Parameter: tied weights
+    # would part and an optimizer built before `.to` would keep the CPU ones.  Swapping keeps the objects.
+
+
+def _copy_without_bytes() -> None:
+    """Reason: copy.deepcopy and torch.save would copy the storage's bytes, of which there are none (a crash)."""
+    has_storage = torch._C._has_storage
+
+    def has_bytes(tensor: torch.Tensor) -> bool:
+        return tensor.device.type != DEVICE_TYPE and has_storage(tensor)
+
+    torch._C._has_storage = has_bytes
+
+
+def _load_checkpoints() -> None:
+    """Reason: torch.load(map_location="jax") would move a storage byte by byte to a device without bytes (a crash)."""
+
+    def location(store: Any) -> str | None:
+        return DEVICE_TYPE if store.device.type == DEVICE_TYPE else None
+
+    def restore(store: Any, where: str) -> Any:
+        if where.split(":")[0] != DEVICE_TYPE:
+            return None
+        raw = torch.empty(0, dtype=torch.uint8).set_(store if hasattr(store, "nbytes") else store.untyped())
+        tensor = transfer.to_device(raw)
+        loaded = tensor.untyped_storage()
+        loaded._xla_amp.raw = True
+        return loaded
+
+    torch.serialization.register_package(5, location, restore)
+
+
+def _print_through_the_host() -> None:
+    """Reason: torch prints a tensor through about fourteen small reads, each of which would cut the tape."""
+    from torch import _tensor_str
+
+    original = _tensor_str._str_intern
+
+    def through_the_host(inp: Any, *, tensor_contents: Any = None) -> str:
+        plain = type(inp) in (torch.Tensor, torch.nn.Parameter)
+        if tensor_contents is not None or not plain or inp.device.type != DEVICE_TYPE:
+            return original(inp, tensor_contents=tensor_contents)
+        text = original(storage.to_host(inp)).removesuffix(")")
+        text += f", device='{inp.device}'"
+        if inp.grad_fn is not None:
+            text += f", grad_fn=<{type(inp.grad_fn).__name__}>"
+        elif inp.requires_grad:
+            text += ", requires_grad=True"
+        return f"Parameter containing:\n{text})" if isinstance(inp, torch.nn.Parameter) else f"{text})"
+
+    _tensor_str._str_intern = through_the_host
+
+
+def _pin_nothing() -> None:
+    """Reason: DataLoader(pin_memory=True) asks the accelerator for a pinned allocator, which a Python device has not."""
+    original = torch.Tensor.pin_memory
+
+    def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return self if device is None or str(device).startswith(DEVICE_TYPE) else original(self, device)
+
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+
+

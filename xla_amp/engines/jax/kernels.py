@@ -1,0 +1,437 @@
+"""One Python kernel per ATen overload, generated from the operation's schema.
+
+A kernel does four things: it finds its operands' value numbers, looks its `Instruction` up by the specs and constants
+that it was called with, appends a few integers to the tape, and wraps the result's number in a fresh tensor.  Python is
+the cost of tracing, so the source of each kernel is written out for its schema and compiled; nothing is looped over or
+looked up by name when it runs.  Only the first call with new specs takes the slow path (`_Operation.specialize`).
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from xla_amp.engines.jax import compat, infer, random, storage
+from xla_amp.engines.jax.dtypes import TO_NUMPY
+from xla_amp.engines.jax.program import Context
+from xla_amp.engines.jax.tape import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
+from xla_amp.lowering import Lowering, Permuted
+
+Form = Literal["functional", "inplace", "out"]
+"""How a lowering is called: as registered, writing its first argument, or writing ``out=`` arguments."""
+
+DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
+_DROPPED_NAMES = frozenset(("pin_memory",))
+
+
+class Argument:
+    """One schema argument: how the kernel names it, what kind it is."""
+
+    def __init__(self, position: int, argument: Any, lowering: Lowering) -> None:
+        self.name: str = argument.name
+        self.keyword = bool(argument.kwarg_only)
+        usable = self.keyword and not keyword.iskeyword(self.name)
+        self.variable = self.name if usable else f"a{position}"
+        self.is_out = bool(argument.is_out)
+        self.has_default = argument.has_default_value()
+        self.default = argument.default_value if self.has_default else None
+        text = str(argument.real_type)
+        base = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
+        self.optional = base != text
+        self.kind = self._kind(base, lowering)
+
+    def _kind(self, base: str, lowering: Lowering) -> str:
+        if base in DROPPED or self.name in _DROPPED_NAMES:
+            return "dropped"
+        if base == "Tensor":
+            return "tensor"
+        if base in ("List[Tensor]", "List[Optional[Tensor]]"):
+            return "tensors"
+        if base == "number":
+            return "constant" if self.name in lowering.static else "number"
+        if base == "List[number]":
+            return "numbers"
+        if base == "float" and self.name in lowering.lifted:
+            return "number"
+        if base == "ScalarType":
+            return "dtype"
+        return "list" if base.startswith("List[") else "constant"
+
+
+class _Operation:
+    """A lowering bound to one torch operator; makes instructions and the kernel's source."""
+
+    def __init__(self, lowering: Lowering, operator: Any, form: Form) -> None:
+        self.lowering = lowering
+        self.operator = operator
+        self.form = form
+        self.name = str(operator).removeprefix("aten.").removesuffix(".default")
+        schema = operator._schema
+        self.arguments = [Argument(i, argument, lowering) for i, argument in enumerate(schema.arguments)]
+        self.inputs = [argument for argument in self.arguments if not argument.is_out]
+        self.returns = list(schema.returns)
+        self.mutated = tuple(
+            argument for name in lowering.mutates for argument in self.arguments if argument.name == name
+        )
+        if form == "inplace":
+            self.mutated = (self.arguments[0],)
+
+    # -- the slow path: a new combination of specs and constants ------------------------------------------------
+
+    def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
+        """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
+        storage.notice_foreign_autocast()
+        fresh = self._fresh(values)
+        written = tuple(
+            spec(tuple(tensor.shape), tensor.dtype)
+            for argument in self.mutated
+            for tensor in _tensors(values[self.inputs.index(argument)])
+        )
+        plan = _Plan()
+        slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
+        outs = fresh + written
+        return Instruction(
+            self.name,
+            self._emitter(slots, outs, infer.common_dtype(values)),
+            outs,
+            plan.inputs,
+            plan.floats,
+            plan.ints,
+            random="rng" in self.lowering.supplies,
+        )
+
+    def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
+        """Specs of the results that are new tensors, checked by torch's own meta kernel where the operation has one."""
+        positional = [v for a, v in zip(self.inputs, values, strict=True) if not a.keyword]
+        keywords = {a.name: v for a, v in zip(self.inputs, values, strict=True) if a.keyword}
+        if self.form == "out":
+            return infer.results(_functional(self.operator), positional, keywords)
+        if self.mutated and not any(r.alias_info is None for r in self.returns):
+            if not any(a.kind == "tensors" for a in self.mutated) and infer.has_meta_kernel(self.operator):
+                infer.results(self.operator, positional, keywords)  # raises torch's own error for a bad shape or dtype
+            return ()
+        return infer.results(self.operator, positional, keywords)
+
+    def _emitter(self, slots: list[Any], outs: tuple[Spec | None, ...], common: torch.dtype | None) -> Callable[..., Any]:
+        lowering, arguments = self.lowering, self.inputs
+        structs = tuple(None if out is None else out.struct() for out in outs)
+        constant = {
+            "out": structs[0] if structs else None,
+            "outs": structs,
+            "common": TO_NUMPY[common] if common is not None else None,
+        }
+        wanted = {name: value for name, value in constant.items() if name in lowering.supplies}
+
+        def emit(context: Context, inputs: list[Any], floats: list[Any], ints: list[Any], rng: Any) -> Any:
+            if not lowering.permuted:
+                inputs = [x.materialize() if isinstance(x, Permuted) else x for x in inputs]
+            supplies = dict(wanted)
+            if "platform" in lowering.supplies:
+                supplies["platform"] = context.platform
+            if "rng" in lowering.supplies:
+                supplies["rng"] = rng
+            positional, keywords = [], {}
+            for argument, slot in zip(arguments, slots, strict=True):
+                if argument.kind == "dropped":
+                    continue
+                value = _fill(slot, inputs, floats, ints)
+                if argument.keyword:
+                    keywords[argument.name] = value
+                else:
+                    positional.append(value)
+            results = lowering.function(*positional, **keywords, **supplies)
+            return results if isinstance(results, (tuple, list)) else (results,)
+
+        return emit
+
+    # -- the fast path: the kernel's source ----------------------------------------------------------------------
+
+    def kernel(self) -> Callable[..., Any]:
+        """The compiled kernel."""
+        source = _Source(self).text()
+        scope: dict[str, Any] = {
+            "_cache": {},
+            "_operation": self,
+            "_plain": frozenset((torch.Tensor, torch.nn.Parameter)),
+            "_lock": tape.lock,
+            "_tape": tape,
+            "_code": tape.code,
+            "_fresh": tape.fresh,
+            "_floats": tape.floats,
+            "_ints": tape.ints,
+            "_leaf": leaf,
+            "_Buffer": Buffer,
+            "_ref": new_weakref,
+            "_create": compat.create_tensor,
+            "_dtype": torch.dtype,
+            "_default_dtype": torch.get_default_dtype,
+            "_read_view": storage.read_view,
+            "_operand": storage.operand,
+            "_operands": storage.operands,
+            "_write": storage.write,
+            "_write_out": storage.write_out,
+            "_new": storage.new_tensor,
+            "_draw": random.draw,
+            "_number_key": number_key,
+            "_lift": lift,
+        }
+        scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
+        exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
+        return scope["kernel"]
+
+
+def number_key(value: Any) -> Any:
+    """Cache key of a Python number: lifted ones by type alone, the others by value."""
+    kind = type(value)
+    if kind is float:
+        return torch.get_default_dtype()
+    return int if kind is int else (kind, value)
+
+
+def lift(value: Any) -> None:
+    """Appends a Python number that stands in a tensor's place to the tape's data."""
+    if type(value) is float:
+        tape.floats.append(value)
+    elif type(value) is int:
+        tape.ints.append(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _functional(operator: Any) -> Any:
+    """The functional overload behind an ``out=`` overload."""
+    packet = operator.overloadpacket
+    names = [argument.name for argument in operator._schema.arguments if not argument.is_out]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [argument.name for argument in candidate._schema.arguments] == names:
+            return candidate
+    raise LookupError(f"{operator} has no functional form")
+
+
+class _Plan:
+    """Hands out places among an instruction's inputs, floats and ints."""
+
+    def __init__(self) -> None:
+        self.inputs = self.floats = self.ints = 0
+
+    def slot(self, argument: Argument, value: Any) -> Any:
+        """Where the emitter finds the argument: ("input", i), ("float", i), ("int", i), ("constant", value) or a list."""
+        match argument.kind:
+            case "tensor":
+                index, self.inputs = self.inputs, self.inputs + 1
+                if value is None or isinstance(value, torch.Tensor):
+                    return "input", index
+                return self._number(value)
+            case "tensors":
+                if value is None:
+                    return "constant", None
+                first, self.inputs = self.inputs, self.inputs + len(value)
+                return [("input", first + i) for i in range(len(value))]
+            case "number":
+                return ("constant", value) if value is argument.default else self._number(value)
+            case "numbers":
+                return [self._number(item) for item in value]
+            case "dtype":
+                return "constant", TO_NUMPY[value] if isinstance(value, torch.dtype) else None
+            case _:
+                return "constant", list(value) if isinstance(value, (list, tuple)) else value
+
+    def _number(self, value: Any) -> Any:
+        if type(value) is float:
+            index, self.floats = self.floats, self.floats + 1
+            return "float", index
+        if type(value) is int:
+            index, self.ints = self.ints, self.ints + 1
+            return "int", index
+        return "constant", value
+
+
+def _fill(slot: Any, inputs: list[Any], floats: list[Any], ints: list[Any]) -> Any:
+    if isinstance(slot, list):
+        return [_fill(item, inputs, floats, ints) for item in slot]
+    kind, value = slot
+    match kind:
+        case "input":
+            return inputs[value]
+        case "float":
+            return floats[value]
+        case "int":
+            return ints[value]
+    return list(value) if isinstance(value, list) else value
+
+
+class _Source:
+    """Writes the source of one kernel."""
+
+    def __init__(self, operation: _Operation) -> None:
+        self.operation = operation
+        self.lines: list[str] = []
+        self.keys: list[str] = []
+        self.inputs: list[tuple[str, bool]] = []
+        """(variable holding a number or a list of numbers, whether it is a list)"""
+        self.lifts: list[str] = []
+
+    def text(self) -> str:
+        operation = self.operation
+        for index, argument in enumerate(operation.arguments):
+            if argument.kind != "dropped" and not argument.is_out:
+                getattr(self, f"_{argument.kind}")(argument, index)
+        self._instruction()
+        self._append()
+        self._results()
+        body = "\n".join(f"        {line}" for line in self.lines)
+        return f"def kernel({self._signature()}):\n    with _lock:\n{body}\n"
+
+    def _signature(self) -> str:
+        parts, starred = [], False
+        for index, argument in enumerate(self.operation.arguments):
+            if argument.keyword and not starred:
+                parts.append("*")
+                starred = True
+            parts.append(argument.variable + (f"=_d{index}" if argument.has_default or argument.is_out else ""))
+        return ", ".join(parts)
+
+    def _tensor(self, argument: Argument, index: int) -> None:
+        name, value, key = argument.variable, f"_v{index}", f"_k{index}"
+        self.lines += [
+            f"if type({name}) in _plain and (_b{index} := {name}.untyped_storage()._xla_amp) is not None:",
+            f"    {key} = _b{index}.spec",
+            f"    if {name}.shape == {key}.shape and {name}.is_contiguous() and {name}.dtype is {key}.dtype:",
+            f"        {value} = _b{index}.number",
+            f"        if {value} < 0: {value} = _leaf(_b{index})",
+            "    else:",
+            f"        {value}, {key} = _read_view({name}, _b{index})",
+            f"        _b{index} = None",
+            *([f"elif {name} is None: {value} = -1; {key} = None"] if argument.optional else []),
+            "else:",
+            f"    {value}, {key} = _operand({name})",
+            f"    _b{index} = None",
+        ]
+        self.keys.append(key)
+        self.inputs.append((value, False))
+        self.lifts.append(f"if {value} < 0: _lift({name})")
+
+    def _tensors(self, argument: Argument, index: int) -> None:
+        self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable})")
+        self.keys.append(f"_k{index}")
+        self.inputs.append((f"_v{index}", True))
+
+    def _number(self, argument: Argument, index: int) -> None:
+        name, key = argument.variable, f"_k{index}"
+        self.lines += [
+            *([f"if {name} is _d{index}: {key} = None"] if argument.has_default else []),
+            f"{'elif' if argument.has_default else 'if'} type({name}) is float: {key} = _default_dtype()",
+            f"elif type({name}) is int: {key} = int",
+            f"else: {key} = (type({name}), {name})",
+        ]
+        self.keys.append(key)
+        self.lifts += [
+            f"if {key} is int: _ints.append({name})",
+            f"elif type({key}) is _dtype: _floats.append({name})",
+        ]
+
+    def _numbers(self, argument: Argument, index: int) -> None:
+        name, key = argument.variable, f"_k{index}"
+        self.lines.append(f"{key} = tuple([_number_key(_n) for _n in {name}])")
+        self.keys.append(key)
+        self.lifts.append(f"for _n in {name}: _lift(_n)")
+
+    def _list(self, argument: Argument, index: int) -> None:
+        name = argument.variable
+        self.keys.append(f"tuple({name})" if not argument.optional else f"(tuple({name}) if {name} is not None else None)")
+
+    def _constant(self, argument: Argument, index: int) -> None:
+        # 1, 1.0 and True are equal as keys; the type tells them apart.
+        base = argument.variable
+        self.keys.append(base if argument.name not in self.operation.lowering.static else f"(type({base}), {base})")
+
+    def _dtype(self, argument: Argument, index: int) -> None:
+        name = argument.variable
+        self.keys.append(f"(_default_dtype() if {name} is None else {name})" if argument.optional else name)
+
+    def _instruction(self) -> None:
+        arguments = self.operation.inputs
+        values = ", ".join(argument.variable for argument in arguments)
+        keys = ", ".join(self.keys)
+        self.lines += [
+            f"_key = ({keys}{',' if len(self.keys) == 1 else ''})",
+            "_i = _cache.get(_key)",
+            f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},), _key)",
+            *self.lifts,
+        ]
+
+    def _append(self) -> None:
+        head = "_i.id"
+        if "rng" in self.operation.lowering.supplies:
+            self.lines.append("_stream, _index = _draw()")
+            head += ", _stream, _index"
+        if any(is_list for _, is_list in self.inputs):
+            self.lines.append(f"_code.extend(({head},))")
+            self.lines += [f"_code.extend({v})" if is_list else f"_code.append({v})" for v, is_list in self.inputs]
+        else:
+            self.lines.append(f"_code.extend(({', '.join([head, *(v for v, _ in self.inputs)])},))")
+
+    def _results(self) -> None:
+        operation = self.operation
+        fresh = [r for r in operation.returns if r.alias_info is None] if operation.form == "functional" else []
+        single = len(operation.returns) == 1 and not operation.mutated and operation.form == "functional"
+        self.lines.append("_n = _tape.count")
+        if single and str(operation.returns[0].type) == "Tensor":
+            self.lines += [
+                "_tape.count = _n + 1",
+                "_t = _create(_i.shape, _i.dtype)",
+                "_t.untyped_storage()._xla_amp = _b = _Buffer(_i.outs[0], _n)",
+                "_fresh.append(_ref(_b))",
+                "return _t",
+            ]
+            return
+        self.lines.append("_tape.count = _n + len(_i.outs)")
+        if operation.form == "out":
+            outs = [argument for argument in operation.arguments if argument.is_out]
+            self.lines += [f"_write_out({a.variable}, _i.outs[{i}], _n + {i})" for i, a in enumerate(outs)]
+            self.lines.append(f"return {', '.join(a.variable for a in outs)}")
+            return
+        if fresh and str(fresh[0].type).startswith("List["):
+            self.lines.append("return [_new(_s, _n + _j) for _j, _s in enumerate(_i.outs)]")
+            return
+        if fresh:
+            self.lines += [
+                f"_r = [_new(_s, _n + _j) if _s is not None else None for _j, _s in enumerate(_i.outs[:{len(fresh)}])]",
+                f"_n += {len(fresh)}",
+            ]
+        for argument in operation.mutated:
+            index = operation.arguments.index(argument)
+            name = argument.variable
+            if argument.kind == "tensors":
+                self.lines += [f"for _t in {name} or (): _write(_t, _n); _n += 1"]
+            elif operation.mutated == (argument,):
+                self.lines += [
+                    f"if _b{index} is not None: _b{index}.number = _n",
+                    f"elif {name} is not None: _write({name}, _n)",
+                ]
+            else:
+                self.lines.append(f"if {name} is not None: _write({name}, _n); _n += 1")
+        self._return(fresh)
+
+    def _return(self, fresh: list[Any]) -> None:
+        operation = self.operation
+        aliased = operation.returns and operation.returns[0].alias_info is not None
+        if aliased:
+            self.lines.append(f"return {operation.arguments[0].variable}")
+        elif fresh:
+            self.lines.append("return _r[0]" if len(fresh) == 1 else "return tuple(_r)")
+        else:
+            self.lines.append("return None")
+
+
+def make_kernel(lowering: Lowering, operator: Any, form: Form) -> Callable[..., Any]:
+    """The kernel of `operator` under `lowering`."""
+    return _Operation(lowering, operator, form).kernel()

@@ -1,0 +1,248 @@
+"""The tape: what has been recorded since the last cut, as a flat list of integers.
+
+Four nouns carry the engine:
+
+* a `Spec` is a shape and a dtype, interned, so that comparing and hashing it is comparing addresses;
+* a `Buffer` is the value behind one torch storage: an array on the device, or the number of a value on the tape;
+* an `Instruction` is one operation specialised to the specs and constants it was called with;
+* the `Tape` holds, per recorded operation, an instruction id followed by the numbers of its inputs.
+
+Tensors hold no value of their own.  Views share their base's storage and therefore its buffer, so aliasing, ``.data =``,
+``set_`` and ``swap_tensors`` are PyTorch's own; a tensor whose geometry is not its buffer's is read and written through
+one strided instruction.  An in-place write gives the buffer a new value number, nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.engines.jax.dtypes import TO_NUMPY
+from xla_amp.errors import DeviceError, StepFailedError
+
+Numbers = tuple[int, ...]
+
+
+class Spec:
+    """Shape and dtype of a value; one object per pair."""
+
+    __slots__ = ("dtype", "leaf", "numpy_dtype", "shape", "size", "zeros")
+
+    def __init__(self, shape: Numbers, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.numpy_dtype = TO_NUMPY[dtype]
+        size = 1
+        for extent in shape:
+            size *= extent
+        self.size = size
+        self.leaf = Instruction("leaf", None, (self,), 0)
+        self.zeros: Instruction | None = None
+
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The spec in JAX's words (call with 64-bit types enabled)."""
+        return jax.ShapeDtypeStruct(self.shape, self.numpy_dtype)
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+_specs: dict[tuple[Numbers, torch.dtype], Spec] = {}
+
+
+def spec(shape: Any, dtype: torch.dtype) -> Spec:
+    """The one `Spec` of this shape and dtype."""
+    found = _specs.get((shape, dtype))
+    if found is None:
+        if dtype not in TO_NUMPY:
+            raise DeviceError(f"dtype {dtype} does not exist on the device 'jax'; legal: {', '.join(map(str, TO_NUMPY))}")
+        shape = tuple(shape)
+        found = _specs[shape, dtype] = Spec(shape, dtype)
+    return found
+
+
+class Instruction:
+    """An operation with everything that shapes its program; its id stands for all of that on the tape."""
+
+    __slots__ = ("dtype", "emit", "floats", "id", "inputs", "ints", "name", "outs", "random", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        emit: Callable[..., Any] | None,
+        outs: tuple[Spec | None, ...],
+        inputs: int,
+        floats: int = 0,
+        ints: int = 0,
+        random: bool = False,
+    ) -> None:
+        self.name = name
+        self.emit = emit
+        """``emit(context, inputs, floats, ints, rng)`` gives one array per result; ``None`` marks a leaf."""
+        self.outs = outs
+        self.inputs = inputs
+        self.floats = floats
+        self.ints = ints
+        self.random = random
+        if outs and outs[0] is not None:
+            self.shape = outs[0].shape
+            self.dtype = outs[0].dtype
+        self.id = len(instructions)
+        instructions.append(self)
+
+
+instructions: list[Instruction] = []
+"""Every instruction ever made, by id."""
+
+
+class Buffer:
+    """The value behind one storage."""
+
+    __slots__ = ("__weakref__", "array", "number", "raw", "spec")
+
+    def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
+        self.spec = spec
+        self.number = number
+        """Number of its value on the tape, or -1: then `array` is the value (``None``: memory never written)."""
+        self.array = array
+        self.raw = False
+        """Bytes from a checkpoint that take the dtype of the first tensor set on them."""
+
+
+class Lost:
+    """Stands in a buffer for a value that a failed step should have computed."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class Tape:
+    """Operations recorded since the last cut."""
+
+    __slots__ = ("code", "count", "draws", "floats", "fresh", "ints", "leaf_numbers", "leaves", "lock", "streams")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held while one operation is recorded, and during a cut: autograd records from a thread of its own."""
+        self.code: list[int] = []
+        self.count = 0
+        """Values so far; the next one's number."""
+        self.fresh: list[weakref.ref[Buffer]] = []
+        """Buffers that got a value here without being leaves."""
+        self.leaves: list[Buffer] = []
+        """Buffers whose array is an input, in the order of first use."""
+        self.leaf_numbers: list[int] = []
+        self.floats: list[float] = []
+        """Python numbers lifted out of the program: a new learning rate is new data, not a new executable."""
+        self.ints: list[int] = []
+        self.streams: list[tuple[int, int]] = []
+        """(seed, offset) pairs from which random operations of this tape draw."""
+        self.draws = 0
+        """Random operations since the last stream began."""
+
+    def clear(self) -> None:
+        """Forgets everything recorded (the lists stay the same objects: kernels hold them)."""
+        for record in (self.code, self.fresh, self.leaves, self.leaf_numbers, self.floats, self.ints, self.streams):
+            record.clear()
+        self.count = 0
+        self.draws = 0
+
+
+tape = Tape()
+new_weakref = weakref.ref
+
+
+def leaf(buffer: Buffer) -> int:
+    """Makes the buffer's array an input of the tape (or zeros, for memory never written); returns its number."""
+    array = buffer.array
+    if array is None:
+        instruction = buffer.spec.zeros or _zeros(buffer.spec)
+        tape.fresh.append(new_weakref(buffer))
+    elif type(array) is Lost:
+        raise StepFailedError(array.reason)
+    else:
+        instruction = buffer.spec.leaf
+        tape.leaves.append(buffer)
+        tape.leaf_numbers.append(tape.count)
+    tape.code.append(instruction.id)
+    buffer.number = number = tape.count
+    tape.count = number + 1
+    return number
+
+
+def _zeros(spec: Spec) -> Instruction:
+    def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+        return [jax.numpy.zeros(spec.shape, spec.numpy_dtype)]
+
+    spec.zeros = Instruction("zeros", emit, (spec,), 0)
+    return spec.zeros
+
+
+def record(instruction: Instruction, *inputs: int) -> int:
+    """Appends an instruction; returns the number of its first result."""
+    tape.code.append(instruction.id)
+    tape.code.extend(inputs)
+    number = tape.count
+    tape.count = number + len(instruction.outs)
+    return number
+
+
+def assign(buffer: Buffer, number: int) -> None:
+    """Gives the whole buffer the value `number`."""
+    if buffer.number < 0:
+        tape.fresh.append(new_weakref(buffer))
+    buffer.number = number
+
+
+_casts: dict[tuple[Spec, torch.dtype], Instruction] = {}
+
+
+def cast(number: int, source: Spec, dtype: torch.dtype) -> tuple[int, Spec]:
+    """Records a conversion of value `number` to `dtype`, rounding as an eager torch cast does."""
+    if source.dtype is dtype:
+        return number, source
+    instruction = _casts.get((source, dtype))
+    if instruction is None:
+        target = spec(source.shape, dtype)
+        instruction = _casts[source, dtype] = Instruction(
+            "_to_copy", lambda context, inputs, *_: [rounding_cast(inputs[0], target.numpy_dtype)], (target,), 1
+        )
+    return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
+
+
+def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """`x` in `dtype`.  XLA deletes a convert pair such as f32 -> bf16 -> f32, so narrowing rounds explicitly."""
+    if dtype == np.bool_:
+        return x != 0
+    if jax.numpy.issubdtype(x.dtype, np.complexfloating) and not jax.numpy.issubdtype(dtype, np.complexfloating):
+        x = jax.numpy.real(x)
+    if dtype.itemsize == 2 and x.dtype.itemsize > 2 and jax.numpy.issubdtype(x.dtype, np.floating):
+        if jax.numpy.issubdtype(dtype, np.floating):
+            # With float16's own 5 exponent bits reduce_precision would flush its subnormals, where small gradients live.
+            x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=jax.numpy.finfo(dtype).nmant)
+            largest = float(jax.numpy.finfo(dtype).max)
+            x = jax.numpy.where(abs(x) > largest, jax.numpy.copysign(jax.numpy.inf, x), x) if dtype == np.float16 else x
+    return jax.lax.convert_element_type(x, dtype)
+
+
+_broadcasts: dict[tuple[Spec, Numbers], Instruction] = {}
+
+
+def broadcast(number: int, source: Spec, shape: Any) -> tuple[int, Spec]:
+    """Records a broadcast of value `number` to `shape`."""
+    if source.shape == shape:
+        return number, source
+    shape = tuple(shape)
+    instruction = _broadcasts.get((source, shape))
+    if instruction is None:
+        target = spec(shape, source.dtype)
+        instruction = _broadcasts[source, shape] = Instruction(
+            "broadcast_to", lambda context, inputs, *_: [jax.numpy.broadcast_to(inputs[0], shape)], (target,), 1
+        )
+    return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]

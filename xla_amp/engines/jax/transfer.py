@@ -1,0 +1,42 @@
+"""Values between the host and the device."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.engines.jax import compat, runtime
+from xla_amp.engines.jax.dtypes import TO_TORCH, to_numpy, to_torch
+from xla_amp.engines.jax.metrics import metrics
+from xla_amp.engines.jax.tape import Buffer, spec
+
+
+def upload(tensor: torch.Tensor) -> jax.Array:
+    """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
+    # On CPU JAX may adopt the memory that it is given, so it gets a private copy.
+    private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
+    metrics.host_to_device += 1
+    with compat.x64():
+        return jax.device_put(private, runtime.jax_device())
+
+
+def download(array: jax.Array) -> torch.Tensor:
+    """A device array's values as a CPU tensor of its own memory; waits for them."""
+    metrics.host_syncs += 1
+    metrics.device_to_host += 1
+    return to_torch(np.array(array, copy=True))
+
+
+def wrap(array: jax.Array) -> torch.Tensor:
+    """A device array as a tensor on the lazy device, without a copy."""
+    of = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
+    tensor = compat.create_tensor(of.shape, of.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(of, array=array)
+    return tensor
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` (CPU) on the lazy device.  Records nothing, so a loader's thread may call it at any time."""
+    result = wrap(upload(tensor))
+    return result.requires_grad_() if tensor.requires_grad else result
