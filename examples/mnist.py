@@ -65,7 +65,7 @@ def read_idx(path: Path) -> np.ndarray:
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     zeros, code, ndim = struct.unpack_from(">HBB", data)
     if zeros != 0 or code != 0x08:
-        raise ValueError(f"reading {path}: expected an IDX file of unsigned bytes (00 00 08 ..), got {data[:4].hex(' ')}")
+        raise ValueError(f"reading {path}: an IDX file of unsigned bytes begins 00 00 08, got {data[:4].hex(' ')}")
     shape = struct.unpack_from(f">{ndim}I", data, 4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * ndim).reshape(shape)
 

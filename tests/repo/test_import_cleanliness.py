@@ -1,0 +1,104 @@
+"""Importing the package loads no library, prints nothing, patches nothing and starts no device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAVY = ("jax", "jaxlib", "numpy", "torch", "torch_xla")
+
+
+def after(statement: str, question: str) -> str:
+    """What a fresh interpreter prints for `question` after `statement`, together with whatever that printed.
+
+    It runs with a JAX platform that does not exist, so that starting any JAX device is an error.
+    """
+    program = f"import sys, os\n{textwrap.dedent(statement)}\n{textwrap.dedent(question)}"
+    environment = {**os.environ, "JAX_PLATFORMS": "none_shall_start"}
+    command = [sys.executable, "-W", "error", "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
+def loaded(statement: str, names: tuple[str, ...]) -> str:
+    return after(statement, f"print(*[name for name in {names!r} if name in sys.modules])").strip()
+
+
+def test_the_package_loads_no_library_and_prints_nothing():
+    assert loaded("import xla_amp", HEAVY) == ""
+
+
+def test_lowerings_load_no_torch():
+    assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.engines")) == ""
+
+
+@pytest.mark.parametrize(
+    ("statement", "names", "answer"),
+    [
+        ("import xla_amp, jax", HEAVY, "jax jaxlib numpy"),
+        ("import xla_amp; print('hello')", HEAVY, "hello"),
+        ("import xla_amp.lowering, torch", ("torch", "torch_xla"), "torch"),
+    ],
+)
+def test_the_load_check_can_fail(statement, names, answer):
+    assert loaded(statement, names) == answer
+
+
+# Everything a library could leave changed behind: functions and classes of torch and JAX by identity, the
+# environment, and global switches by value.
+SNAPSHOT = """
+    import torch, torch.nn, torch.optim, torch.amp, torch.utils.data, torch.serialization, jax, jax.numpy
+
+    def snapshot():
+        state = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("torch", "jax") and module is not None:
+                for key, value in list(vars(module).items()):
+                    if callable(value):
+                        state[name, key] = id(value)
+        for kind in (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, torch.UntypedStorage):
+            state.update({(kind, key): id(value) for key, value in list(vars(kind).items())})
+            state[kind] = sorted(vars(kind))
+        state["environ"] = dict(os.environ)
+        state["x64"] = jax.config.jax_enable_x64
+        state["swap"] = torch.__future__.get_swap_module_params_on_conversion()
+        state["privateuse1"] = torch._C._get_privateuse1_backend_name()
+        state["dtype"] = torch.get_default_dtype()
+        return state
+
+    before = snapshot()
+"""
+CHANGED = """
+    after = snapshot()
+    print(sorted(str(key) for key in before if before[key] != after.get(key)))
+"""
+PUBLIC = "import xla_amp; [getattr(xla_amp, name) for name in dir(xla_amp) if not name.startswith('_')]"
+
+
+def test_loading_every_public_name_patches_nothing():
+    assert after(f"{textwrap.dedent(SNAPSHOT)}\n{PUBLIC}", CHANGED).strip() == "[]"
+
+
+def test_a_started_device_is_noticed():
+    with pytest.raises(AssertionError, match="none_shall_start"):
+        after("import jax; jax.devices()", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("torch.mm = lambda *a: None", "('torch', 'mm')"),
+        ("torch.Tensor.__repr__ = None", "'__repr__'"),
+        ("torch.Tensor.cuda = None", "<class 'torch.Tensor'>"),
+        ("os.environ['XLA_USE_BF16'] = '1'", "environ"),
+        ("jax.config.update('jax_enable_x64', True)", "x64"),
+        ("torch.__future__.set_swap_module_params_on_conversion(True)", "swap"),
+    ],
+)
+def test_the_patch_check_can_fail(change, named):
+    assert named in after(f"{textwrap.dedent(SNAPSHOT)}\n{change}", CHANGED)
