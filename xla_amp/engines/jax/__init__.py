@@ -1,10 +1,12 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
+from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.device import device, is_started
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.random import get_rng_state, manual_seed, set_rng_state
 from xla_amp.engines.jax.runtime import platform
+from xla_amp.engines.jax.select import restore_where, snapshot
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.transfer import to_device
 
@@ -16,7 +18,10 @@ __all__ = [
     "manual_seed",
     "metrics",
     "platform",
+    "restore_where",
     "set_rng_state",
+    "snapshot",
+    "step_begins",
     "sync",
     "to_device",
 ]

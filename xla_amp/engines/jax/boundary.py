@@ -13,12 +13,12 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp import config
 from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import tape
 
-_armed = False
+_armed = -1
+"""Generation of the tape on which an optimizer step was recorded; stale once that tape was cut."""
 _forward_hook: Any = None
 
 
@@ -29,9 +29,10 @@ def install() -> None:
 
 
 def step_begins() -> None:
-    """Cuts if an optimizer step was recorded since the last cut; also keeps a loop without optimizer in bounded memory."""
-    if _armed or len(tape.code) > config.tape_limit():
-        _disarm()
+    """Cuts if an optimizer step was recorded since the last cut."""
+    armed = _armed == tape.generation
+    _disarm()
+    if armed:
         cut()
 
 
@@ -43,7 +44,7 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _armed and _on_device(optimizer):
+    if _armed == tape.generation and _on_device(optimizer):
         step_begins()
 
 
@@ -54,7 +55,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _arm() -> None:
     global _armed, _forward_hook
-    _armed = True
+    _armed = tape.generation
     if _forward_hook is None:
         # A global module hook slows every module call down, so it stays in only until it has fired.
         _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
@@ -62,7 +63,7 @@ def _arm() -> None:
 
 def _disarm() -> None:
     global _armed, _forward_hook
-    _armed = False
+    _armed = -1
     if _forward_hook is not None:
         _forward_hook.remove()
         _forward_hook = None

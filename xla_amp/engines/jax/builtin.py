@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xla_amp.engines.jax import compat, infer, storage, transfer
+from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
 from xla_amp.errors import DeviceError
@@ -137,6 +138,7 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
             return torch.empty(self.shape, dtype=dtype, device="meta")
         return storage.to_host(self).to(device, dtype)
     if self.device.type != DEVICE_TYPE:
+        step_begins()
         return transfer.wrap(transfer.upload(self.to("cpu", dtype)))
     with tape.lock:
         number, of = storage.read(self)
@@ -148,6 +150,8 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if self.device.type != DEVICE_TYPE:
         return self.copy_(storage.to_host(src))
+    if src.device.type != DEVICE_TYPE:
+        step_begins()
     with tape.lock:
         storage.copy(self, src)
     return self

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from xla_amp import config
-from xla_amp.engines.jax import builtin, compat, hooks, random, runtime, storage, transfer
+from xla_amp.engines.jax import boundary, builtin, compat, hooks, random, runtime, storage, transfer
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.kernels import Form, make_kernel
 from xla_amp.engines.jax.metrics import metrics
@@ -114,6 +114,8 @@ def device() -> torch.device:
             compat.register_device(DEVICE_TYPE, BackendModule())
             random.manual_seed(torch.initial_seed())
             hooks.install()
+            boundary.install()
+            tape.limit = config.tape_limit()
             _install_kernels()
             _started = True
     return torch.device(DEVICE_TYPE, 0)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from xla_amp.engines.jax import compat, infer, random, storage
+from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.program import Context
 from xla_amp.engines.jax.tape import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
@@ -162,6 +163,7 @@ class _Operation:
             "_fresh": tape.fresh,
             "_floats": tape.floats,
             "_ints": tape.ints,
+            "_cut": cut,
             "_leaf": leaf,
             "_Buffer": Buffer,
             "_ref": new_weakref,
@@ -288,7 +290,8 @@ class _Source:
         self._append()
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
-        return f"def kernel({self._signature()}):\n    with _lock:\n{body}\n"
+        head = "    with _lock:\n        if _tape.count > _tape.limit: _cut()\n"
+        return f"def kernel({self._signature()}):\n{head}{body}\n"
 
     def _signature(self) -> str:
         parts, starred = [], False

@@ -14,6 +14,7 @@ one strided instruction.  An in-place write gives the buffer a new value number,
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -125,7 +126,20 @@ class Lost:
 class Tape:
     """Operations recorded since the last cut."""
 
-    __slots__ = ("code", "count", "draws", "floats", "fresh", "ints", "leaf_numbers", "leaves", "lock", "streams")
+    __slots__ = (
+        "code",
+        "count",
+        "draws",
+        "floats",
+        "fresh",
+        "generation",
+        "ints",
+        "leaf_numbers",
+        "leaves",
+        "limit",
+        "lock",
+        "streams",
+    )
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -145,6 +159,10 @@ class Tape:
         """(seed, offset) pairs from which random operations of this tape draw."""
         self.draws = 0
         """Random operations since the last stream began."""
+        self.generation = 0
+        """Counts the tapes: a new one begins at each cut."""
+        self.limit = sys.maxsize
+        """Values after which the tape is cut whatever comes, so that a loop without end runs in bounded memory."""
 
     def clear(self) -> None:
         """Forgets everything recorded (the lists stay the same objects: kernels hold them)."""
@@ -152,6 +170,7 @@ class Tape:
             record.clear()
         self.count = 0
         self.draws = 0
+        self.generation += 1
 
 
 tape = Tape()
