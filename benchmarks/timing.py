@@ -1,0 +1,48 @@
+"""How the benchmarks measure: interleaved runs, medians, and what machine it was."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import torch
+
+
+def interleaved(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Median of what each contestant returns (seconds), one call of each per round, garbage collection off.
+
+    A shared machine drifts; contestants that alternate drift together, so their ratio holds.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in contestants}
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, contestant in contestants.items():
+                samples[name].append(contestant())
+    finally:
+        gc.enable()
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def machine() -> str:
+    """Processor, cores in use and versions, as one line."""
+    model = platform.processor() or platform.machine()
+    flags: set[str] = set()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                model = value.strip()
+            elif name.strip() == "flags":
+                flags.update(value.split())
+    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return (
+        f"{model} ({', '.join(features)}), {torch.get_num_threads()} threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}"
+    )
