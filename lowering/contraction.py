@@ -1,1 +1,198 @@
-"""Lowerings: contraction."""
+"""Contractions: matrix products and their fused forms.
+
+Everything that multiplies matrices goes through `contract`, so the forms that a platform needs stand here and nowhere
+else (docs/lowering.md has the figures):
+
+=========  ================================================================================================
+platform   float16 and bfloat16 operands
+=========  ================================================================================================
+cpu        ``low x low -> float32``, rounded afterwards; transposes folded into the dimension numbers; a left
+           operand whose contracted axis is not its last is transposed first, in blocks
+gpu, tpu   ``low x low -> low``; the accumulator is float32 in the hardware
+=========  ================================================================================================
+
+float32 operands are contracted at `lax.Precision.HIGHEST` everywhere: float32 then means float32, as in torch, where
+TPU would otherwise round the operands to bfloat16 and GPU to TF32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_amp.lowering.operand import Permuted, as_dtype, is_half, opmath, up
+from xla_amp.lowering.registry import register
+
+_BLOCKS = (64, 32, 16, 8)
+"""Tile edges of the blocked transpose, best first."""
+_PADDED_BLOCK = 32
+"""Tile edge where no edge in `_BLOCKS` divides both extents; the operand is padded up to it."""
+
+Operand = jax.Array | Permuted
+Axes = tuple[int, ...]
+
+
+def precision(dtype: Any) -> lax.Precision | None:
+    """The precision of dots and convolutions over `dtype`: full for float32, the platform's own for the rest."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def contract(
+    left: Operand,
+    right: Operand,
+    contracting: tuple[Axes, Axes],
+    batch: tuple[Axes, Axes] = ((), ()),
+    *,
+    platform: str,
+    wide: bool = False,
+) -> jax.Array:
+    """`lax.dot_general` in the form that `platform` runs fast.
+
+    Args:
+        left, right: operands of one dtype, each with at most one axis that is neither contracted nor a batch axis.
+        contracting, batch: axes of the left and of the right operand, as torch sees them (after a permutation).
+        platform: "cpu", "gpu" or "tpu".
+        wide: return the float32 accumulator of half operands on every platform.
+
+    Returns:
+        The batch axes, then the free axis of each operand.  dtype: that of the operands, but float32 for half
+        operands with `wide` or on CPU.
+    """
+    left, left_contracting, left_batch = _base(left, contracting[0], batch[0])
+    right, right_contracting, right_batch = _base(right, contracting[1], batch[1])
+    half = is_half(left.dtype)
+    if half and platform == "cpu" and len(left_contracting) == 1 and len(left_batch) == left.ndim - 2:
+        left, left_contracting, left_batch = _contracted_last(left, left_contracting[0], left_batch)
+    return lax.dot_general(
+        left,
+        right,
+        ((left_contracting, right_contracting), (left_batch, right_batch)),
+        precision=precision(left.dtype),
+        preferred_element_type=jnp.float32 if half and (wide or platform == "cpu") else None,
+    )
+
+
+def _base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
+    if not isinstance(operand, Permuted):
+        return operand, contracting, batch
+    order = operand.permutation
+    return operand.base, tuple(order[axis] for axis in contracting), tuple(order[axis] for axis in batch)
+
+
+def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
+    """`x`, a batch of matrices, with its contracted axis last and not as a transpose that XLA could fold back.
+
+    XLA:CPU's low-precision kernels want the left operand's contracted axis last, and its own transpose of two axes is
+    slow: tiles are moved as units instead.  The barrier keeps the compiler from undoing it.
+    """
+    last = x.ndim - 1
+    if contracted == last or batch != tuple(range(last - 1)):
+        return x, (contracted,), batch
+    depth, rows = x.shape[-2:]
+    lead = x.shape[:-2]
+    block = next((edge for edge in _BLOCKS if depth % edge == 0 and rows % edge == 0), _PADDED_BLOCK)
+    pad_depth, pad_rows = -depth % block, -rows % block
+    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, pad_depth), (0, pad_rows)]) if pad_depth or pad_rows else x
+    tiles = x.reshape(*lead, (depth + pad_depth) // block, block, (rows + pad_rows) // block, block)
+    n = len(lead)
+    tiles = tiles.transpose(*range(n), n + 2, n + 3, n, n + 1)
+    x = tiles.reshape(*lead, rows + pad_rows, depth + pad_depth)[..., :rows, :depth]
+    return lax.optimization_barrier(x), (last,), batch
+
+
+def materialize(x: Operand) -> jax.Array:
+    """`x` as an array."""
+    return x.materialize() if isinstance(x, Permuted) else x
+
+
+def scaled(x: jax.Array, factor: Any) -> jax.Array:
+    """``factor * x`` in the dtype of `x`; nothing for the Python number 1."""
+    return x if isinstance(factor, (int, float)) and factor == 1 else as_dtype(factor, x.dtype) * x
+
+
+def accumulate(start: Operand, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
+    """``beta * start + alpha * product`` in the opmath of `dtype`; `start` may hold anything where beta is 0."""
+    product = scaled(as_dtype(product, opmath(dtype)), alpha)
+    if isinstance(beta, (int, float)) and beta == 0:
+        return product
+    start = scaled(as_dtype(materialize(start), product.dtype), beta)
+    if not isinstance(beta, (int, float)):
+        start = jnp.where(beta == 0, jnp.zeros((), start.dtype), start)
+    return start + product
+
+
+@register("mm", permuted=True)
+def mm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
+    return contract(left, right, ((1,), (0,)), platform=platform)
+
+
+@register("bmm", permuted=True)
+def bmm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
+    return contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform)
+
+
+@register("mv", permuted=True)
+def mv(matrix: Operand, vector: Operand, *, platform: str) -> jax.Array:
+    return contract(matrix, vector, ((1,), (0,)), platform=platform)
+
+
+@register("dot", permuted=True)
+def dot(left: Operand, right: Operand, *, platform: str) -> jax.Array:
+    return contract(left, right, ((0,), (0,)), platform=platform)
+
+
+@register("vdot")
+def vdot(left: jax.Array, right: jax.Array, *, platform: str) -> jax.Array:
+    return contract(jnp.conj(left), right, ((0,), (0,)), platform=platform)
+
+
+@register("addmm", permuted=True)
+def addmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
+    return accumulate(start, mm(left, right, platform=platform), beta, alpha, left.dtype)
+
+
+@register("addmv", permuted=True)
+def addmv(
+    start: Operand, matrix: Operand, vector: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
+) -> jax.Array:
+    return accumulate(start, mv(matrix, vector, platform=platform), beta, alpha, matrix.dtype)
+
+
+@register("baddbmm", permuted=True)
+def baddbmm(
+    start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
+) -> jax.Array:
+    return accumulate(start, bmm(left, right, platform=platform), beta, alpha, left.dtype)
+
+
+@register("addbmm", permuted=True)
+def addbmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
+    products = contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform, wide=True)
+    return accumulate(start, jnp.sum(products, axis=0, dtype=products.dtype), beta, alpha, left.dtype)
+
+
+@register("addr")
+def addr(
+    start: jax.Array, left: jax.Array, right: jax.Array, *, beta: Any = 1, alpha: Any = 1, common: Any
+) -> jax.Array:
+    product = up(as_dtype(left, common))[:, None] * up(as_dtype(right, common))[None, :]
+    return accumulate(start, product, beta, alpha, common)
+
+
+@register("_addmm_activation", permuted=True)
+def addmm_activation(
+    start: Operand,
+    left: Operand,
+    right: Operand,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    use_gelu: bool = False,
+    platform: str,
+) -> jax.Array:
+    # torch rounds the sum before the activation, except where cuBLASLt fuses the two
+    y = addmm(start, left, right, beta=beta, alpha=alpha, platform=platform)
+    return jax.nn.gelu(y, approximate=False) if use_gelu else jax.nn.relu(y)

@@ -1,1 +1,290 @@
-"""Lowerings: pooling."""
+"""Pooling: max, average and adaptive, with gradients, in two and three dimensions (torch's 1-d forms go through 2-d).
+
+Inputs are ``(N, C, *spatial)`` or ``(C, *spatial)``.  Windows come from the shape of the result that torch promises, so
+``ceil_mode`` needs no formula of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering import resampling  # noqa: F401  (interpolation shares this family's axis maps; fills the table)
+from xla_amp.lowering.axis_map import AxisMap, adaptive_windows, along, apply_maps, windows
+from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.registry import register
+
+_TAPS = 64
+"""Places in a window up to which the gradient of max pooling is a sum over them, and no scatter."""
+
+
+def _lowest(dtype: np.dtype) -> object:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _spread(values: Sequence[int], rank: int) -> list[int]:
+    return list(values) * rank if len(values) == 1 else list(values)
+
+
+def _window_maps(
+    spatial: Sequence[int],
+    rows: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int] = (1,),
+) -> list[AxisMap]:
+    rank = len(spatial)
+    kernel = _spread(kernel, rank)
+    stride = _spread(stride, rank) if len(stride) else kernel
+    sizes = zip(spatial, rows, kernel, stride, _spread(padding, rank), _spread(dilation, rank), strict=True)
+    return [windows(*size) for size in sizes]
+
+
+def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: object) -> jax.Array:
+    """`lax.reduce_window` over regular windows along the last axes."""
+    lead = x.ndim - len(maps)
+    strides, dilations = zip(*(axis_map.stride for axis_map in maps), strict=True)
+    edges = [
+        (-int(axis_map.index[0, 0]), int(axis_map.index[-1, -1]) + 1 - axis_map.extent) for axis_map in maps
+    ]
+    ones = (1,) * lead
+    # XLA wants windows inside the array plus its padding: negative padding cuts off what no window sees
+    x = lax.pad(x, np.asarray(initial, x.dtype)[()], [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges])
+    return lax.reduce_window(
+        x,
+        np.asarray(initial, x.dtype)[()],
+        reduce,
+        ones + tuple(axis_map.index.shape[1] for axis_map in maps),
+        ones + strides,
+        "valid",
+        window_dilation=ones + dilations,
+    )
+
+
+def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
+    """The flat spatial position of each window's maximum: the first among equals, the last of several NaN.
+
+    One axis after the other, innermost first, which gives the order of torch's loop over the window.  XLA drops all
+    of it where no one reads the positions.
+    """
+    position: jax.Array | None = None
+    inner = 1
+    for axis, axis_map in reversed(list(enumerate(maps, x.ndim - len(maps)))):
+        values = axis_map.taps(x, axis, _lowest(x.dtype))
+        inner_positions = axis_map.taps(position, axis, 0) if position is not None else [None] * len(values)
+        best: jax.Array | None = None
+        for tap, (value, inner_position) in enumerate(zip(values, inner_positions, strict=True)):
+            present = along(axis_map.present[:, tap], axis, x.ndim)
+            here = along(axis_map.index[:, tap] * inner, axis, x.ndim)
+            candidate = jnp.broadcast_to(here if inner_position is None else here + inner_position, value.shape)
+            candidate = jnp.where(present, candidate, -1)
+            if best is None:
+                best, position_next = value, candidate
+                continue
+            better = present & ((position_next < 0) | (value > best) | (value != value))
+            best, position_next = jnp.where(better, value, best), jnp.where(better, candidate, position_next)
+        assert best is not None
+        x, position, inner = best, position_next, inner * axis_map.extent
+    assert position is not None
+    return position
+
+
+def _scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
+    """`grad` added up at flat spatial `indices` of an array shaped like `x`."""
+    planes, places = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
+    empty = jnp.zeros((planes, places), opmath(grad.dtype))
+    rows = np.arange(planes)[:, None]
+    return empty.at[rows, indices.reshape(planes, -1)].add(up(grad).reshape(planes, -1)).reshape(x.shape)
+
+
+@register("max_pool2d_with_indices")
+def max_pool2d_with_indices(
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+    *,
+    out: jax.ShapeDtypeStruct,
+    rank: int = 2,
+) -> tuple[jax.Array, jax.Array]:
+    maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding, dilation)
+    x = up(x)
+    return _reduced(x, maps, _lowest(x.dtype), lax.max), _first_maximum(x, maps)
+
+
+@register("max_pool3d_with_indices")
+def max_pool3d_with_indices(
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+    *,
+    out: jax.ShapeDtypeStruct,
+) -> tuple[jax.Array, jax.Array]:
+    return max_pool2d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode, out=out, rank=3)
+
+
+def _max_pool_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    indices: jax.Array,
+    rank: int,
+) -> jax.Array:
+    maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding, dilation)
+    if math.prod(axis_map.index.shape[1] for axis_map in maps) > _TAPS:
+        return _scattered(grad, x, indices, rank)
+    grad = up(grad)
+    total = jnp.zeros(x.shape, grad.dtype)
+    for taps in np.ndindex(*(axis_map.index.shape[1] for axis_map in maps)):
+        place: np.ndarray | int = 0
+        config = [(0, 0, 0)] * x.ndim
+        for axis, (tap, axis_map) in enumerate(zip(taps, maps, strict=True), x.ndim - rank):
+            index = axis_map.index[:, tap]
+            place = place * axis_map.extent + along(index, axis, x.ndim)
+            step = int(index[1] - index[0]) if index.size > 1 else 1
+            config[axis] = (int(index[0]), axis_map.extent - 1 - int(index[-1]), step - 1)
+        total += lax.pad(jnp.where(indices == place, grad, 0), np.zeros((), grad.dtype), config)
+    return total
+
+
+@register("max_pool2d_with_indices_backward")
+def max_pool2d_with_indices_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: jax.Array,
+) -> jax.Array:
+    return _max_pool_backward(grad, x, kernel_size, stride, padding, dilation, indices, 2)
+
+
+@register("max_pool3d_with_indices_backward")
+def max_pool3d_with_indices_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: jax.Array,
+) -> jax.Array:
+    return _max_pool_backward(grad, x, kernel_size, stride, padding, dilation, indices, 3)
+
+
+def _divisor(
+    maps: Sequence[AxisMap], padding: Sequence[int], count_include_pad: bool, divisor_override: int | None
+) -> np.ndarray:
+    """What each window's sum is divided by, shaped like the spatial axes."""
+    if divisor_override is not None:
+        return np.full((1,) * len(maps), divisor_override)
+    divisor = np.ones((1,) * len(maps), np.int64)
+    for axis, (axis_map, amount) in enumerate(zip(maps, _spread(padding, len(maps)), strict=True)):
+        # with padding counted, a window still ends where the padded input does
+        counted = axis_map.index < axis_map.extent + amount if count_include_pad else axis_map.present
+        divisor = divisor * along(counted.sum(axis=1), axis, len(maps))
+    return divisor
+
+
+def _divided(total: jax.Array, divisor: np.ndarray) -> jax.Array:
+    return total / as_dtype(divisor, total.dtype) if jnp.issubdtype(total.dtype, jnp.floating) else total // divisor
+
+
+@register("avg_pool2d", "avg_pool3d")
+def avg_pool(
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    *,
+    out: jax.ShapeDtypeStruct,
+    rank: int | None = None,
+) -> jax.Array:
+    rank = len(kernel_size) if rank is None else rank
+    maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding)
+    return _divided(_reduced(up(x), maps, 0, lax.add), _divisor(maps, padding, count_include_pad, divisor_override))
+
+
+@register("avg_pool2d_backward", "avg_pool3d_backward")
+def avg_pool_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> jax.Array:
+    rank = len(kernel_size)
+    maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding)
+    grad = _divided(up(grad), _divisor(maps, padding, count_include_pad, divisor_override))
+    return apply_maps([axis_map.transpose() for axis_map in maps], grad)
+
+
+def _adaptive_maps(x: jax.Array, rows: Sequence[int]) -> list[AxisMap]:
+    return [adaptive_windows(n, m) for n, m in zip(x.shape[-len(rows) :], rows, strict=True)]
+
+
+@register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
+def adaptive_avg_pool(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
+    maps = _adaptive_maps(x, output_size)
+    return _divided(apply_maps(maps, up(x)), _divisor(maps, (0,), False, None))
+
+
+def _adaptive_avg_pool_backward(grad: jax.Array, x: jax.Array, rank: int) -> jax.Array:
+    maps = _adaptive_maps(x, grad.shape[-rank:])
+    grad = _divided(up(grad), _divisor(maps, (0,), False, None))
+    return apply_maps([axis_map.transpose() for axis_map in maps], grad)
+
+
+@register("_adaptive_avg_pool2d_backward")
+def adaptive_avg_pool2d_backward(grad: jax.Array, x: jax.Array) -> jax.Array:
+    return _adaptive_avg_pool_backward(grad, x, 2)
+
+
+@register("_adaptive_avg_pool3d_backward")
+def adaptive_avg_pool3d_backward(grad: jax.Array, x: jax.Array) -> jax.Array:
+    return _adaptive_avg_pool_backward(grad, x, 3)
+
+
+@register("adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    maps = _adaptive_maps(x, output_size)
+    y = x = up(x)
+    for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
+        taps = axis_map.taps(y, axis, _lowest(x.dtype))
+        y = taps[0]
+        for tap in taps[1:]:
+            y = jnp.maximum(y, tap)
+    return y, _first_maximum(x, maps)
+
+
+@register("adaptive_max_pool2d_backward")
+def adaptive_max_pool2d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
+    return _scattered(grad, x, indices, 2)
+
+
+@register("adaptive_max_pool3d_backward")
+def adaptive_max_pool3d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
+    return _scattered(grad, x, indices, 3)

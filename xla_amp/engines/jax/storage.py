@@ -243,11 +243,13 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
     """The tensor's value as a concrete array of its shape; cuts the tape where it must."""
     with tape.lock:
         buffer = buffer_of(tensor)
-        of = buffer.spec
-        if not (tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype) or buffer.array is None:
+        whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
+        if not whole:
             number, of = read(tensor)
             buffer = Buffer(of, number)
             tape.fresh.append(new_weakref(buffer))
+        elif buffer.array is None and buffer.number < 0:
+            leaf(buffer)  # memory never written reads as zeros
         if buffer.number >= 0:
             cut()
         if type(buffer.array) is Lost:
