@@ -1,0 +1,142 @@
+"""The main example, run as a user runs it: a new process, small epochs, the JSON on its last line."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from source_tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "mnist.py"
+
+
+def run(*flags: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, EXAMPLE, *flags], capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode == 0) == ok, done.stderr
+    return done
+
+
+def results(*flags: str) -> dict[str, object]:
+    found = json.loads(run("--json", *flags).stdout.splitlines()[-1])
+    assert list(found) == [
+        "precision",
+        "accuracy",
+        "executions_per_step",
+        "host_syncs_per_step",
+        "skipped_steps",
+        "seconds_per_step",
+    ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("fp32", ["--optimizer=adamw", "--nosyncfree"]),
+        ("bf16", ["--optimizer=sgd"]),
+        ("fp16", ["--optimizer=adam", "--policy=gpu"]),
+        ("fp16", ["--optimizer=sgd", "--policy=gpu", "--nosyncfree"]),
+    ],
+)
+def test_one_executable_and_no_host_sync_per_step(precision, flags):
+    found = results(f"--precision={precision}", "--epochs=3", *flags)
+    assert found["precision"] == precision
+    assert found["executions_per_step"] == 1
+    assert found["host_syncs_per_step"] == 0
+    assert found["seconds_per_step"] > 0
+    assert found["skipped_steps"] <= (2 if precision == "fp16" else 0)
+    assert found["accuracy"] > 0.9  # three of fifteen epochs
+
+
+def test_on_pytorch_itself(tmp_path):
+    found = results("--device=cpu", "--precision=bf16", "--epochs=3", f"--plot={tmp_path / 'curve.png'}")
+    assert found["accuracy"] > 0.9
+    assert found["executions_per_step"] == 0  # nothing ran on XLA
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_within_the_warm_up_measures_nothing():
+    found = results("--device=cpu", "--epochs=1", "--batch-size=1024")
+    assert found["seconds_per_step"] is None
+
+
+@pytest.fixture(scope="module")
+def mnist() -> ModuleType:
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("mnist_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """The IDX format: 00 00, type code (08: unsigned byte), rank, then the sizes as big-endian 32 bits, then data."""
+    data = struct.pack(f">HBB{array.ndim}I", 0, 0x08, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+@pytest.fixture
+def mnist_folder(tmp_path: Path) -> Path:
+    """MNIST's four files, some gzipped: images of 28x28 in which the bright column gives the class away."""
+    random = np.random.default_rng(0)
+    for part, count in [("train", 256), ("t10k", 64)]:
+        labels = random.integers(0, 10, count)
+        images = random.integers(0, 40, (count, 28, 28))
+        images[np.arange(count), :, 2 * labels + 4] = 255
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte.gz", images)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte", labels)
+    return tmp_path
+
+
+def test_idx_files(mnist, mnist_folder):
+    train, test = mnist.load_data(str(mnist_folder))
+    assert (len(train), len(test)) == (256, 64)
+    images, labels = train.tensors
+    assert images.shape == (256, 1, 28, 28)
+    assert abs(images.mean().item()) < 1e-5
+    assert abs(images.std(correction=0).item() - 1) < 1e-5
+    bright = images[:, 0].sum(dim=1).argmax(dim=1)
+    assert bright.tolist() == (2 * labels + 4).tolist()
+
+
+def test_training_on_idx_files(mnist_folder):
+    flags = ["--device=cpu", "--precision=fp32", "--optimizer=adam", "--epochs=4", "--batch-size=16"]
+    assert results(f"--data-dir={mnist_folder}", *flags)["accuracy"] > 0.9
+
+
+def test_missing_files_are_named(mnist_folder):
+    (mnist_folder / "t10k-images-idx3-ubyte.gz").unlink()
+    error = run("--device=cpu", f"--data-dir={mnist_folder}", ok=False).stderr
+    assert "must hold MNIST's four files" in error
+    assert "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-labels-idx1-ubyte" in error
+    assert "missing: t10k-images-idx3-ubyte." in error
+
+
+def test_another_kind_of_file_is_refused(mnist, tmp_path):
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(b"\x00\x00\x0d\x03" + bytes(12))
+    with pytest.raises(ValueError, match=r"begins 00 00 08, got 00 00 0d 03"):
+        mnist.read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch-size=100000"], "more than the 1437 training images"),
+        (["typo"], "expected flags only"),
+        (["--precision=int8"], "value should be one of <fp32|bf16|fp16>"),
+    ],
+)
+def test_wrong_flags_are_explained(flags, message):
+    done = run("--device=cpu", *flags, ok=False)
+    assert message in done.stdout + done.stderr

@@ -1,0 +1,76 @@
+"""pyproject.toml, constraints.txt and README.md say what the tree says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import readme_commands
+import source_tree
+from source_tree import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_folder_of_the_package_is_installed():
+    folders = {path.rpartition("/")[0] for path in source_tree.modules().values()}
+    folders = {folder for folder in folders if (ROOT / folder / "__init__.py").exists()}
+    assert {source_tree.module_name(f"{folder}/__init__.py") for folder in folders} == set(
+        PROJECT["tool"]["setuptools"]["packages"]
+    )
+
+
+def test_no_folder_of_the_package_lacks_an_init():
+    folders = {path.rpartition("/")[0] for path in source_tree.modules().values()}
+    assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
+
+
+def test_one_version():
+    found = subprocess.run(
+        [sys.executable, "-c", "import xla_amp; print(xla_amp.__version__)"], capture_output=True, text=True, check=True
+    )
+    version = PROJECT["project"]["version"]
+    assert found.stdout.strip() == version
+    assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_constraints_pin_every_requirement():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    extras = PROJECT["project"]["optional-dependencies"]
+    required = [*PROJECT["project"]["dependencies"], *extras["examples"], *extras["tests"]]
+    names = {re.match(r"[\w-]+", requirement)[0].lower().replace("_", "-") for requirement in required}
+    assert names - pinned == {"xla-amp"}
+
+
+@pytest.mark.parametrize("name", ["example", "tests"])
+def test_readme_commands_make_an_environment_and_use_it(name):
+    command = readme_commands.command(name)
+    assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
+    assert "-c constraints.txt" in command
+    assert all(os.path.exists(ROOT / path) for path in re.findall(r"examples/\S+\.py|constraints\.txt", command))
+
+
+@pytest.mark.parametrize("text", ["", "```\npython3 -m venv .venv && .venv/bin/python -m pytest\n```\n" * 2])
+def test_a_missing_or_double_command_is_an_error(text):
+    with pytest.raises(ValueError, match="expected one line, got"):
+        readme_commands.command("tests", text)
+
+
+def test_readme_python_runs_as_printed():
+    """README's training snippet is a whole program."""
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    run = subprocess.run([sys.executable, "-W", "error", "-c", snippet], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+def test_readme_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
