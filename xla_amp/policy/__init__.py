@@ -1,0 +1,26 @@
+"""Policies: which dtype an operation computes in, and why.
+
+`load` reads a policy, `resolve` adds what file, environment and overrides say, `Policy.decide` answers for one
+operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
+"""
+
+from xla_amp.policy.context import Region as Region
+from xla_amp.policy.context import Token as Token
+from xla_amp.policy.context import current as current
+from xla_amp.policy.context import on_push as on_push
+from xla_amp.policy.context import pop as pop
+from xla_amp.policy.context import push as push
+from xla_amp.policy.load import BUILTIN as BUILTIN
+from xla_amp.policy.load import PolicyLike as PolicyLike
+from xla_amp.policy.load import default_name as default_name
+from xla_amp.policy.load import load as load
+from xla_amp.policy.names import equivalent as equivalent
+from xla_amp.policy.names import extend_known_operations as extend_known_operations
+from xla_amp.policy.names import operation_class as operation_class
+from xla_amp.policy.resolve import override as override
+from xla_amp.policy.resolve import resolve as resolve
+from xla_amp.policy.resolve import unused_rules as unused_rules
+from xla_amp.policy.rules import Decision as Decision
+from xla_amp.policy.rules import Policy as Policy
+from xla_amp.policy.rules import Rule as Rule
+from xla_amp.policy.rules import RuleLayer as RuleLayer

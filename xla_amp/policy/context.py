@@ -1,0 +1,117 @@
+"""Which region is open: a stack per thread and device type, changed by tokens.
+
+A token restores what was there before it whatever happened in between, so the same ``autocast`` object can be
+entered again inside itself, an exception leaves nothing behind, and generators may close out of order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy.rules import Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """What one ``autocast`` block asks for."""
+
+    policy: Policy
+    """The effective policy (`xla_amp.policy.resolve`)."""
+    low: str
+    """The low dtype of this block, ``"bfloat16"``."""
+    enabled: bool = True
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Token:
+    """Proof of one `push`, for `pop`."""
+
+    device_type: str
+    region: Region
+    stack: list[Token]
+    """The stack that holds it: that of the thread and device type of the push."""
+
+
+class _Thread(threading.local):
+    """Stacks of one thread."""
+
+    def __init__(self) -> None:
+        self.stacks: dict[str, list[Token]] = {}
+        self.pushed = False
+        """Whether this thread opens regions of its own, and so never sees another thread's."""
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_open: dict[str, list[Token]] = {}
+"""All open regions of the process by device type, newest last."""
+_newest: dict[str, Region] = {}
+"""The last of each, for reading without the lock."""
+
+
+_listeners: tuple[Callable[[str, Region], object], ...] = ()
+
+
+def on_push(listener: Callable[[str, Region], object]) -> None:
+    """Calls ``listener(device_type, region)`` before every region that opens from now on, on the thread that opens it.
+
+    For a front that installs one kernel per operation: an override inside an open region may add operations.
+    """
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+
+def push(device_type: str, region: Region) -> Token:
+    """Opens `region` for `device_type` on this thread; `pop` the token to close it."""
+    for listener in _listeners:
+        listener(device_type, region)
+    stack = _thread.stacks.setdefault(device_type, [])
+    token = Token(device_type, region, stack)
+    if not _thread.pushed:
+        # A thread that Python did not start (autograd's) runs work on behalf of others: re-entering a region there,
+        # as custom_bwd does, must not cut it off from theirs.
+        _thread.pushed = not isinstance(threading.current_thread(), threading._DummyThread)
+    with _lock:
+        stack.append(token)
+        _open.setdefault(device_type, []).append(token)
+        _newest[device_type] = region
+    return token
+
+
+def pop(token: Token) -> None:
+    """Closes the region of `token`; regions opened after it and still open stay as they are.
+
+    Raises:
+        PolicyError: it was closed before.
+    """
+    with _lock:
+        if token not in token.stack:
+            raise PolicyError(f"this region of {token.device_type!r} is closed already; pop() each token once")
+        token.stack.remove(token)
+        everywhere = _open[token.device_type]
+        everywhere.remove(token)
+        if everywhere:
+            _newest[token.device_type] = everywhere[-1].region
+        else:
+            del _newest[token.device_type]
+
+
+def current(device_type: str) -> Region | None:
+    """The innermost region of `device_type` that is open on this thread, or None.
+
+    A thread that never opened one (autograd runs the backward pass on such threads) sees the newest region that is
+    open anywhere in the process.
+    """
+    stack = _thread.stacks.get(device_type)
+    if stack:
+        return stack[-1].region
+    return None if _thread.pushed else _newest.get(device_type)
+
+
+def open_here() -> Mapping[str, Region]:
+    """The innermost open region of each device type on this thread."""
+    return {device_type: stack[-1].region for device_type, stack in _thread.stacks.items() if stack}

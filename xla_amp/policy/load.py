@@ -1,0 +1,282 @@
+"""Reads policies from TOML: the built-in tables and a user's own file have one format and one reader.
+
+Header: ``name``, ``low``, ``dtypes``, ``extends``, ``summary``, ``source``.  Rows: ``[[rule]]`` with ``operations``,
+``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table must give all of them, sorted, with exact
+names; in a user's file only ``operations`` and ``cast`` are needed (docs/policy.md).
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+import tomllib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeAlias
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import names
+from xla_amp.policy.rules import Policy, Rule, RuleLayer
+from xla_amp.vocab import CASTS, LOW_DTYPES, Layer, LowDtype
+
+BUILTIN: Final = ("cpu", "cuda", "gpu", "hpu", "mps", "tpu", "xpu")
+"""Names of the built-in policies."""
+
+_HEADER: Final = ("dtypes", "extends", "low", "name", "source", "summary")
+_ROW: Final = ("cast", "note", "operations", "source", "why")
+_CAST_SPELLINGS: Final = {
+    "lower": "low",
+    "lower_precision_fp": "low",
+    "bf16": "low",
+    "bfloat16": "low",
+    "fp16": "low",
+    "float16": "low",
+    "float32": "fp32",
+    "f32": "fp32",
+    "fp32_set_opt_dtype": "fp32_out",
+    "fp32_append_dtype": "fp32_append",
+    "widest": "promote",
+    "none": "keep",
+    "banned": "ban",
+}
+"""What people write for a cast; used for the hint only."""
+
+PolicyLike: TypeAlias = "str | os.PathLike[str] | Policy"
+
+
+def load(policy: PolicyLike) -> Policy:
+    """A policy by built-in name or from a TOML file; a `Policy` is returned as it is.
+
+    Files are read again only when they change.
+
+    Raises:
+        PolicyError: an unknown name, or a file that cannot be followed.
+
+    Example:
+        >>> load("tpu").low
+        'bfloat16'
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str | os.PathLike):
+        raise PolicyError(
+            f"load() expects the name of a policy, a path to a TOML file or a Policy, got {policy!r} "
+            f"({type(policy).__name__})"
+        )
+    if policy in BUILTIN:
+        return _builtin(str(policy))
+    path = Path(policy).expanduser()
+    if isinstance(policy, str) and path.suffix != ".toml" and path.name == policy and not path.is_file():
+        close = difflib.get_close_matches(policy.lower(), BUILTIN, n=2, cutoff=0.3)
+        hint = f"; nearest: {', '.join(close)}" if close else ""
+        raise PolicyError(
+            f"unknown policy {policy!r}{hint}. Policies: {', '.join(BUILTIN)}, or a path that ends in .toml"
+        )
+    return _from_file(*signature(path))
+
+
+def default_name(platform: str) -> str:
+    """Policy for an XLA platform: ``tpu`` for ``cpu`` and ``tpu``, ``gpu`` for ``gpu``, ``cuda`` and ``rocm``.
+
+    XLA:CPU takes the TPU's rules: like them it computes in bfloat16, and a program can be rehearsed on it.
+
+    Raises:
+        PolicyError: another platform.
+    """
+    defaults = {"cpu": "tpu", "tpu": "tpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu"}
+    try:
+        return defaults[platform.lower()]
+    except (KeyError, AttributeError):
+        raise PolicyError(
+            f"no default policy for XLA platform {platform!r}; expected one of {', '.join(defaults)}, or pass "
+            f"policy= with one of {', '.join(BUILTIN)}"
+        ) from None
+
+
+def signature(path: Path) -> tuple[Path, int, int]:
+    """`path` with what changes when the file does (modification time in ns, size in bytes).
+
+    Raises:
+        PolicyError: there is no such file.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise PolicyError(f"policy file {str(path)!r} cannot be read: {error.strerror}") from error
+    return path, status.st_mtime_ns, status.st_size
+
+
+@functools.cache
+def _builtin(name: str) -> Policy:
+    return _policy(f"tables/{name}.toml", names.read_table(name), "builtin")
+
+
+@functools.lru_cache(maxsize=64)
+def _from_file(path: Path, _mtime: int, _size: int) -> Policy:
+    return _policy(str(path), read_file(path), "file")
+
+
+@functools.lru_cache(maxsize=64)
+def rules_from_file(path: Path, _mtime: int, _size: int) -> RuleLayer:
+    """The rows of a file that is laid on whatever policy is in force; it may not bring a low dtype of its own."""
+    file = str(path)
+    header, layer = _parse(file, read_file(path), "file")
+    for key in ("dtypes", "extends", "low"):
+        if key in header:
+            _fail(file, f"{key} has no effect in a file laid on other policies; remove it, or pass the file as policy=")
+    return layer
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"policy file {str(path)!r} cannot be read: {error}") from error
+
+
+def _fail(where: str, problem: str) -> NoReturn:
+    raise PolicyError(f"{where}: {problem}")
+
+
+def _policy(file: str, text: str, layer: Layer) -> Policy:
+    header, rules = _parse(file, text, layer)
+    parent = None
+    if (extends := header.get("extends")) is not None:
+        if extends not in BUILTIN:
+            _fail(file, f"extends = {extends!r} is no built-in policy; expected one of {', '.join(BUILTIN)}")
+        parent = _builtin(extends)
+    low = header.get("low", parent.low if parent else None)
+    if low is None:
+        _fail(file, 'low is missing: add low = "bfloat16" or low = "float16", or extends = "tpu"')
+    dtypes = header.get("dtypes", parent.dtypes if parent and low in parent.dtypes else (low,))
+    if low not in dtypes:
+        _fail(file, f"low = {low!r} is not in dtypes = {list(dtypes)}; add it there")
+    return Policy(
+        name=header.get("name", Path(file).stem),
+        low=low,
+        dtypes=tuple(dtypes),
+        layers=(*parent.layers, rules) if parent else (rules,),
+        summary=header.get("summary", ""),
+        source=header.get("source", file),
+    )
+
+
+def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLayer]:
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        _fail(file, f"not TOML: {error}")
+    rows = data.pop("rule", [])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        _fail(file, "rules must be written as tables under [[rule]], with two brackets")
+    _check_header(file, data, complete=layer == "builtin")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*]]", line)]
+    if len(lines) != len(rows):  # rules written inline: count them, there is no line to name
+        lines = [0] * len(rows)
+    rules = []
+    for number, (line, row) in enumerate(zip(lines, rows, strict=True), 1):
+        rules.append(_rule(f"{file}:{line} (rule {number})" if line else f"{file} (rule {number})", row, file, layer))
+    return data, check(RuleLayer(layer=layer, origin=file, rules=tuple(rules)))
+
+
+def _check_header(file: str, header: dict[str, Any], *, complete: bool) -> None:
+    _check_keys(file, header, _HEADER, what="header key")
+    if complete and (missing := [key for key in _HEADER if key not in header and key != "extends"]):
+        _fail(file, f"the header lacks {', '.join(missing)}")
+    for key in ("extends", "name", "source", "summary"):
+        if key in header and not isinstance(header[key], str):
+            _fail(file, f"{key} must be a string, got {header[key]!r}")
+    if "low" in header:
+        _check_dtype(file, "low", header["low"])
+    if "dtypes" in header:
+        if not isinstance(header["dtypes"], list) or not header["dtypes"]:
+            _fail(file, f'dtypes must be a list, e.g. ["bfloat16"], got {header["dtypes"]!r}')
+        for dtype in header["dtypes"]:
+            _check_dtype(file, "dtypes", dtype)
+
+
+def _check_dtype(file: str, key: str, dtype: Any) -> LowDtype:
+    if dtype not in LOW_DTYPES:
+        _fail(file, f"{key} names {dtype!r}; a low dtype is one of {', '.join(LOW_DTYPES)}")
+    found: LowDtype = dtype
+    return found
+
+
+def _check_keys(where: str, given: Iterable[str], legal: Collection[str], *, what: str) -> None:
+    for key in given:
+        if key not in legal:
+            close = difflib.get_close_matches(key, legal, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            _fail(where, f"unknown {what} {key!r}{hint} Legal: {', '.join(legal)}")
+
+
+def _rule(where: str, row: dict[str, Any], file: str, layer: Layer) -> Rule:
+    _check_keys(where, row, _ROW, what="key")
+    needed = ("operations", "cast", "why", "source") if layer == "builtin" else ("operations", "cast")
+    if missing := [key for key in needed if key not in row]:
+        _fail(where, f"{', '.join(missing)} missing; a row has {', '.join(needed)}")
+    operations = row["operations"]
+    if not isinstance(operations, list) or not operations or not all(isinstance(name, str) for name in operations):
+        _fail(where, f'operations must be a non-empty list of names, e.g. ["softmax"], got {operations!r}')
+    for key in ("why", "source", "note"):
+        if not isinstance(row.get(key, ""), str):
+            _fail(where, f"{key} must be a string, got {row[key]!r}")
+    if layer == "builtin":
+        _check_builtin(where, operations)
+    return rule(
+        where,
+        operations,
+        row["cast"],
+        why=row.get("why", f"asked for in {file}"),
+        source=row.get("source", file),
+        note=row.get("note", ""),
+    )
+
+
+def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: str, note: str = "") -> Rule:
+    """A rule whose cast is checked; `where` opens every error message.
+
+    Raises:
+        PolicyError: the cast is unknown.
+    """
+    if cast not in CASTS:
+        close = _CAST_SPELLINGS.get(str(cast).lower()) or next(
+            iter(difflib.get_close_matches(str(cast), CASTS, n=1, cutoff=0.4)), None
+        )
+        hint = f"; did you mean {close!r}?" if close else "."
+        _fail(where, f"unknown cast {cast!r} for {', '.join(operations)}{hint} Casts: {', '.join(CASTS)}")
+    return Rule(
+        operations=tuple(names.canonical(name) for name in operations),
+        cast=cast,
+        why=why,
+        source=source,
+        note=note,
+        origin=where,
+    )
+
+
+def _check_builtin(where: str, operations: list[str]) -> None:
+    if operations != sorted(operations):
+        first = next(name for name, right in zip(operations, sorted(operations), strict=True) if name != right)
+        _fail(where, f"operations are not sorted from {first!r} on")
+    for name in operations:
+        if name not in names.catalogue().classes:
+            _fail(where, names.unknown(name))
+
+
+def check(layer: RuleLayer) -> RuleLayer:
+    """`layer`, after making sure that each of its names reaches something and that no two rules disagree.
+
+    Raises:
+        PolicyError: an unknown name, or two rules with different casts for one operation.
+    """
+    if layer.layer != "builtin":
+        for rule in layer.rules:
+            for pattern in rule.operations:
+                if not names.matching(pattern):
+                    _fail(rule.origin, names.unknown(pattern))
+        for operation in layer.reach():
+            layer.find(operation)
+    return layer

@@ -1,0 +1,224 @@
+"""The effective policy: built-in rules, then file, environment, overrides and the local context on top.
+
+Every layer is built once for the text that it comes from, so that resolving an unchanged situation costs a few dict
+lookups and gives the identical object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn
+
+from xla_amp import config
+from xla_amp.errors import PolicyError
+from xla_amp.policy import context as regions
+from xla_amp.policy.load import PolicyLike, check, load, read_file, rule, rules_from_file, signature
+from xla_amp.policy.rules import Policy, Rule, RuleLayer
+from xla_amp.vocab import Cast, Layer
+
+_HPU: Final = "tables/hpu.toml"
+_GAUDI_NAMES_NOTHING: Final = ("iadd", "truediv")
+"""In Gaudi's documented lists, hence in files made from them; no ATen operation has these names, so they do nothing
+there either."""
+
+
+def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:
+    """`policy` with everything that applies to it now, in rising rank: built-in table, its file's own rows, the file
+    in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES`` (for ``hpu`` also Gaudi's lists), open overrides of this thread, and the
+    rules in `context`.
+
+    Equal layers give the identical object.  Resolving a resolved policy starts again from its base and keeps its
+    context rules.
+
+    Args:
+        policy: name, path or `Policy`.
+        context: rules of the local block, operation (name or glob) to cast.
+
+    Raises:
+        PolicyError: one of the layers cannot be followed.
+    """
+    given = load(policy)
+    base = given
+    local: tuple[RuleLayer, ...] = ()
+    if given.base is not None:
+        base = given.base
+        local = tuple(layer for layer in given.layers if layer.layer == "context")
+    if context:
+        local = (*local, _mapping_layer("context", tuple(context.items())))
+    return _effective(base, _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local))
+
+
+@functools.lru_cache(maxsize=512)
+def _effective(
+    base: Policy, lists: tuple[tuple[RuleLayer, ...], frozenset[Cast]], above: tuple[RuleLayer, ...]
+) -> Policy:
+    layers = base.layers
+    if lists[0]:
+        layers = tuple(level for layer in layers for level in _with_lists(layer, *lists))
+    if layers is base.layers and not above:
+        return base
+    return Policy(
+        name=base.name,
+        low=base.low,
+        dtypes=base.dtypes,
+        layers=(*layers, *above),
+        summary=base.summary,
+        source=base.source,
+        base=base,
+    )
+
+
+def _file() -> tuple[RuleLayer, ...]:
+    path = config.policy_file()
+    return () if path is None else (rules_from_file(*signature(path)),)
+
+
+@functools.lru_cache(maxsize=64)
+def _environment(text: str) -> tuple[RuleLayer, ...]:
+    rules: list[Rule] = []
+    for number, item in enumerate(filter(None, (part.strip() for part in text.split(";"))), 1):
+        where = f"{config.RULES}, rule {number} ({item!r})"
+        operation, equals, cast = (part.strip() for part in item.partition("="))
+        if not (operation and equals and cast):
+            raise PolicyError(f'{where}: expected operation=cast, e.g. "softmax=fp32;mm=low"')
+        rules.append(rule(where, [operation], cast, why=f"asked for in {config.RULES}", source=config.RULES))
+    if not rules:
+        return ()
+    return (check(RuleLayer(layer="environment", origin=config.RULES, rules=tuple(rules))),)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mapping_layer(layer: Layer, items: tuple[tuple[str, Any], ...]) -> RuleLayer:
+    origin = "policy.override" if layer == "override" else "autocast(policy=...)"
+    rules: list[Rule] = []
+    for operation, cast in items:
+        where = f"{origin}, {operation!r}"
+        if not isinstance(operation, str):
+            raise PolicyError(f"{where}: an operation is named by a string, got {type(operation).__name__}")
+        rules.append(rule(where, [operation], cast, why=f"asked for by {origin}", source=origin))
+    return check(RuleLayer(layer=layer, origin=origin, rules=tuple(rules)))
+
+
+# Gaudi's lists. Its bridge asks, for each operation, first the low list, then fp32, then promote, whichever file or
+# default they come from; so a list from a file takes the place of that cast's rows, in that order.
+
+
+def _gaudi_lists(base: Policy) -> tuple[tuple[RuleLayer, ...], frozenset[Cast]]:
+    if not any(layer.origin == _HPU for layer in base.layers):
+        return (), frozenset()
+    set_ = config.hpu_lists()
+    layers = (_gaudi_list(cast, variable, *signature(path)) for cast, variable, path in set_)
+    return tuple(layer for layer in layers if layer.rules), frozenset(cast for cast, _, _ in set_)
+
+
+@functools.lru_cache(maxsize=64)
+def _gaudi_list(cast: Cast, variable: str, path: Path, _mtime: int, _size: int) -> RuleLayer:
+    rules: list[Rule] = []
+    for number, line in enumerate(read_file(path).splitlines(), 1):
+        operation = line.strip()
+        if operation and operation not in _GAUDI_NAMES_NOTHING:
+            where = f"{os.fspath(path)}:{number} ({variable})"
+            rules.append(rule(where, [operation], cast, why=f"listed in the file of {variable}", source=variable))
+    return check(RuleLayer(layer="environment", origin=variable, rules=tuple(rules)))
+
+
+def _with_lists(layer: RuleLayer, lists: tuple[RuleLayer, ...], replaced: frozenset[Cast]) -> tuple[RuleLayer, ...]:
+    if layer.origin != _HPU:
+        return (layer,)
+    levels: list[RuleLayer] = []
+    for cast in ("promote", "fp32", "low"):
+        if cast not in replaced:
+            rows = tuple(row for row in layer.rules if row.cast == cast)
+            levels.append(RuleLayer(layer="builtin", origin=_HPU, rules=rows))
+        levels.extend(level for level in lists if level.rules[0].cast == cast)
+    return tuple(levels)
+
+
+class _Overrides(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[override] = []
+        self.open: tuple[RuleLayer, ...] = ()
+
+
+_overrides = _Overrides()
+
+
+class override:
+    """Context manager: rules for this thread, on whatever policy is in force, also inside an open region.
+
+    An inner override wins over an outer one.  The same object may be entered again while it is open.
+
+    Args:
+        rules: operation (name or glob) to cast.
+        **casts: the same, for names that are identifiers.
+
+    Raises:
+        PolicyError: an unknown operation or cast, one operation given twice, or rules that disagree.
+
+    Example:
+        >>> from xla_amp.policy import resolve
+        >>> with override(softmax="low"):
+        ...     resolve("tpu").decide("softmax.int").cast
+        'low'
+    """
+
+    def __init__(self, rules: Mapping[str, Cast] | None = None, /, **casts: Cast) -> None:
+        given: Mapping[str, Any] = {} if rules is None else rules
+        if not isinstance(given, Mapping):
+            raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
+        if twice := sorted(set(given) & set(casts)):
+            raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
+        if not given and not casts:
+            _no_rules()
+        self._layer = _mapping_layer("override", (*given.items(), *casts.items()))
+        self._local = _Entered()
+
+    def __enter__(self) -> None:
+        self._local.tokens.append([])
+        _overrides.stack.append(self)
+        _overrides.open = tuple(entered._layer for entered in _overrides.stack)
+        try:
+            for device_type, region in regions.open_here().items():
+                changed = dataclasses.replace(region, policy=resolve(region.policy))
+                self._local.tokens[-1].append(regions.push(device_type, changed))
+        except BaseException:
+            self._close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for token in reversed(self._local.tokens.pop()):
+            regions.pop(token)
+        stack = _overrides.stack
+        del stack[len(stack) - 1 - stack[::-1].index(self)]
+        _overrides.open = tuple(entered._layer for entered in stack)
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.tokens: list[list[regions.Token]] = []
+
+
+def _no_rules() -> NoReturn:
+    raise PolicyError('override() without rules would change nothing; pass some, e.g. override({"softmax": "fp32"})')
+
+
+def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:
+    """Rules of file, environment, overrides and context that no operation has met so far, e.g. after a training run.
+
+    Built-in rules are left out.  A rule that was met but outranked counts as used.  An override is seen while it is
+    open.
+    """
+    effective = resolve(policy)
+    rules = (row for layer in effective.layers if layer.layer != "builtin" for row in layer.rules)
+    return tuple(row for row in rules if row not in effective._matched)

@@ -1,0 +1,220 @@
+"""Rules, layers of rules, and the policy that decides from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import names
+from xla_amp.vocab import Cast, Layer, LowDtype, OperationClass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Operations that share a cast, and why.
+
+    In a built-in table each name is one exact overload, as torch registers it.  In a user's rule a bare name reaches
+    every overload of the packet, and globs are allowed.
+    """
+
+    operations: tuple[str, ...]
+    cast: Cast
+    why: str
+    source: str
+    """Document, header or list that says so; for a user's rule, where it is written."""
+    note: str = ""
+    """Where documentation and the registered kernel differ: what the document says and what is done here."""
+    origin: str = ""
+    """File, line and row, variable, or call that holds the rule."""
+
+    @property
+    def operation_class(self) -> OperationClass | None:
+        """The class that all its operations share; None when they differ or are not catalogued."""
+        classes = {names.operation_class(operation) for operation in self.operations}
+        return classes.pop() if len(classes) == 1 else None
+
+
+def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
+    return kind(**fields)
+
+
+def _reduce(value: Any) -> tuple[Any, ...]:
+    # Hashes of strings differ between processes and the caches are this process's own: pickle what was written only.
+    return _rebuild, (type(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init})
+
+
+class Decision(NamedTuple):
+    """The cast of one operation, and the rule that won; no rule means ``keep``."""
+
+    operation: str
+    cast: Cast
+    layer: Layer
+    rule: Rule | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleLayer:
+    """Rules that rank together: within one layer no operation may get two casts."""
+
+    layer: Layer
+    origin: str
+    rules: tuple[Rule, ...]
+    _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
+    _globs: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pairs = [(operation, rule) for rule in self.rules for operation in rule.operations]
+        exact: dict[str, Rule] = {}
+        for operation, rule in pairs:
+            if operation in exact:
+                raise PolicyError(
+                    f"{rule.origin}: operation {operation!r} is written twice; its other row is "
+                    f"{exact[operation].origin}. Keep one of them"
+                )
+            exact[operation] = rule
+        object.__setattr__(self, "_exact", exact)
+        object.__setattr__(self, "_globs", tuple(pair for pair in pairs if names.is_glob(pair[0])))
+        object.__setattr__(self, "_hash", hash((self.layer, self.origin, self.rules)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def find(self, operation: str) -> Rule | None:
+        """The rule for `operation`, if this layer has one.
+
+        Raises:
+            PolicyError: two rules reach it with different casts.
+        """
+        if self.layer == "builtin":
+            return self._exact.get(operation)
+        bare = names.packet(operation)
+        if bare in names.catalogue().no_rule:
+            return None
+        reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
+        for pattern, rule in self._globs:
+            match = names.glob(pattern).match
+            if match(operation) or match(bare):
+                reached.append(rule)
+        if len({rule.cast for rule in reached}) > 1:
+            listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(reached))
+            raise PolicyError(
+                f"operation {operation!r} is reached by rules of one layer that disagree: {listed}. Name it in one "
+                "of them, or put the exception in a later layer, e.g. policy.override"
+            )
+        return reached[0] if reached else None
+
+    def reach(self) -> frozenset[str]:
+        """Known operations that its rules reach."""
+        if self.layer == "builtin":
+            return frozenset(self._exact)
+        return frozenset(name for pattern in self._exact for name in names.matching(pattern))
+
+
+def _short(rule: Rule) -> str:
+    shown = ", ".join(rule.operations[:3]) + (", ..." if len(rule.operations) > 3 else "")
+    return f"{shown} = {rule.cast}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Policy:
+    """A low dtype and layers of rules, of which a later one wins.
+
+    Equal by value and hashable, so it can be a key; asked through `decide`.
+    """
+
+    name: str
+    low: LowDtype
+    """Default low dtype."""
+    dtypes: tuple[LowDtype, ...]
+    """Low dtypes that a region may choose."""
+    layers: tuple[RuleLayer, ...]
+    """Lowest rank first."""
+    summary: str = ""
+    source: str = ""
+    base: Policy | None = dataclasses.field(default=None, compare=False)
+    """For the result of `resolve`: the policy before file, environment, overrides and context."""
+    _hash: int = dataclasses.field(init=False, compare=False)
+    _decisions: dict[str, Decision] = dataclasses.field(init=False, compare=False)
+    _matched: set[Rule] = dataclasses.field(init=False, compare=False)
+    _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields: dict[str, Any] = {"_decisions": {}, "_matched": set(), "_reach": {}}
+        fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def __repr__(self) -> str:
+        layers = ", ".join(f"{layer.layer} {layer.origin}" for layer in self.layers)
+        return f"Policy({self.name!r}, low={self.low!r}, layers=[{layers}])"
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of all layers, lowest rank first."""
+        return tuple(rule for layer in self.layers for rule in layer.rules)
+
+    def decide(self, operation: str) -> Decision:
+        """What is done with `operation`; the answer is kept, so asking again costs one dict lookup.
+
+        Args:
+            operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
+
+        Returns:
+            The decision of the highest layer that has a rule; without one, ``keep``.
+
+        Raises:
+            PolicyError: two rules of one layer disagree about it.
+
+        Example:
+            >>> from xla_amp.policy import load
+            >>> load("tpu").decide("mm").cast
+            'low'
+        """
+        decision = self._decisions.get(operation)
+        if decision is None:
+            decision = self._decide(operation, mark=True)
+            self._decisions[operation] = decision
+        return decision
+
+    def _decide(self, operation: str, *, mark: bool) -> Decision:
+        winner: Decision | None = None
+        for layer in reversed(self.layers):
+            rule = layer.find(operation)
+            if rule is None:
+                continue
+            if mark:
+                self._matched.add(rule)
+            if winner is None:
+                winner = Decision(operation, rule.cast, layer.layer, rule)
+        return winner or Decision(operation, "keep", "builtin", None)
+
+    def casts(self) -> Mapping[str, Cast]:
+        """Every known operation that has a rule other than ``keep``, by exact ATen name, and its cast.
+
+        Unlike `decide` it does not count as a match of the rules (`xla_amp.policy.unused_rules`).
+        """
+        known = names.known_operations()
+        found = self._reach.get(known)
+        if found is None:
+            reached = sorted(frozenset[str]().union(*(layer.reach() for layer in self.layers)))
+            decided = {operation: self._decide(operation, mark=False).cast for operation in reached}
+            found = MappingProxyType({operation: cast for operation, cast in decided.items() if cast != "keep"})
+            self._reach[known] = found
+        return found
+
+    def operations(self) -> frozenset[str]:
+        """Exact ATen names that have a rule other than ``keep``."""
+        return frozenset(self.casts())
