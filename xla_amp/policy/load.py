@@ -129,7 +129,12 @@ def rules_from_file(path: Path, _mtime: int, _size: int) -> RuleLayer:
     return layer
 
 
-def _text(path: Path) -> str:
+def read_file(path: Path) -> str:
+    """Text of a file.
+
+    Raises:
+        PolicyError: it cannot be read as UTF-8 text.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
