@@ -46,6 +46,11 @@ def sync(wait: bool = False) -> None:
             jax.block_until_ready([buffer.array for reference in _newest if (buffer := reference()) is not None])
 
 
+def programs() -> list[Program]:
+    """Every program built so far, oldest first."""
+    return list(_programs.values())
+
+
 def _run() -> None:
     leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
     fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
@@ -62,7 +67,9 @@ def _run() -> None:
         streams = tape.streams or [random.stream()]
         with compat.x64():
             if program is None:
-                program = build(key, tape.leaf_numbers, [b.spec for b in leaves], len(streams), runtime.platform())
+                numbers = len(tape.floats), len(tape.ints)
+                specs = [buffer.spec for buffer in leaves]
+                program = build(key, tape.leaf_numbers, specs, numbers, len(streams), runtime.platform())
             floats = np.array(tape.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
             outputs = _execute(program, arrays, jax.device_put((floats, ints), runtime.jax_device()))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.engines.jax import compat
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
@@ -38,6 +39,18 @@ class Program:
     outputs: tuple[int, ...]
     """Per wanted value: its place among the outputs, or ``~leaf`` when it is a leaf unchanged."""
     operations: int
+    abstract: tuple[Any, ...]
+    """What `call` takes, as `jax.ShapeDtypeStruct`."""
+
+    def lower(self) -> Any:
+        """The program in JAX's ahead-of-time form (`jax.stages.Lowered`), for looking at its text."""
+        with compat.x64():
+            return self.call.lower(*self.abstract)
+
+    def optimized_hlo(self) -> str:
+        """The text of the program as XLA compiled it."""
+        with compat.x64():
+            return self.lower().compile().as_text()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,8 +71,18 @@ def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Seq
         position = end
 
 
-def build(key: Key, leaf_numbers: Sequence[int], leaf_specs: Sequence[Spec], streams: int, platform: str) -> Program:
-    """The program of a tape; compiled by XLA on its first call."""
+def build(
+    key: Key, leaf_numbers: Sequence[int], leaf_specs: Sequence[Spec], numbers: tuple[int, int], streams: int, platform: str
+) -> Program:
+    """The program of a tape; compiled by XLA on its first call.
+
+    Args:
+        key: the tape.
+        leaf_numbers, leaf_specs: its inputs, in the order of first use.
+        numbers: how many lifted floats and ints come with it.
+        streams: how many (seed, offset) pairs come in front of the ints.
+        platform: XLA's platform, for lowerings that have a form of their own there.
+    """
     leaf_of = {number: index for index, number in enumerate(leaf_numbers)}
     specs: list[Spec | None] = []
     operations = 0
@@ -87,6 +110,12 @@ def build(key: Key, leaf_numbers: Sequence[int], leaf_specs: Sequence[Spec], str
         kept=kept,
         outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),
         operations=operations,
+        abstract=(
+            [leaf_specs[index].struct() for index in donated],
+            [leaf_specs[index].struct() for index in kept],
+            jax.ShapeDtypeStruct((numbers[0],), np.float64),
+            jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
+        ),
     )
 
 

@@ -1,0 +1,219 @@
+"""Whole training steps on the lazy device: same numbers as torch, one executable, no host sync, exact skips."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+import torch
+from networks import NETWORKS, build, loss_of, losses
+
+import xla_amp
+from xla_amp.engines.jax import cut
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}),
+    "adam": ("Adam", {"lr": 1e-3}),
+    "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.01}),
+}
+
+
+def optimizer_of(name: str, model: torch.nn.Module, library: Any = xla_amp.syncfree) -> torch.optim.Optimizer:
+    class_name, options = OPTIMIZERS[name]
+    return getattr(library, class_name)(model.parameters(), **options)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def fp32_losses(network: str, optimizer_name: str, device: Any, library: Any, steps: int = 20) -> list[float]:
+    model, batches = build(network, device)
+    optimizer = optimizer_of(optimizer_name, model, library)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, batches[step % len(batches)])
+        loss.backward()
+        optimizer.step()
+        history.append(loss.detach())
+    return losses(history)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("library", [torch.optim, xla_amp.syncfree], ids=["torch.optim", "syncfree"])
+def test_twenty_fp32_steps_match_torch_on_the_cpu(network: str, optimizer: str, library: Any) -> None:
+    ours = fp32_losses(network, optimizer, xla_amp.xla_device(), library)
+    reference = fp32_losses(network, optimizer, "cpu", torch.optim)
+    assert reference[-1] < reference[0]
+    assert ours == pytest.approx(reference, rel=1e-5)
+
+
+# ---- one executable, no host sync ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def xla_compilations() -> Iterator[list[str]]:
+    """Names of the compilations that JAX itself reports meanwhile."""
+    seen: list[str] = []
+    open_ = True
+
+    def listen(name: str, seconds: float, **_: Any) -> None:
+        if open_ and name == "/jax/core/compile/backend_compile_duration":
+            seen.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        open_ = False
+
+
+class Trainer:
+    """An AMP loop with a schedule that passes through 0, 0.5 and 1 times the learning rate."""
+
+    def __init__(self, network: str, optimizer: str, dtype: torch.dtype) -> None:
+        self.device = xla_amp.xla_device()
+        self.model, self.batches = build(network, self.device)
+        self.optimizer = optimizer_of(optimizer, self.model)
+        factors = (1.0, 0.5, 0.0, 0.25, 0.9)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: factors[step % 5])
+        self.scaler = xla_amp.GradScaler(self.device.type, init_scale=2.0**10, enabled=dtype is torch.float16)
+        self.dtype = dtype
+        self.history: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        with xla_amp.autocast(self.device, dtype=self.dtype):
+            loss = loss_of(self.model, self.batches[len(self.history) % len(self.batches)])
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        self.history.append(loss.detach())
+
+
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@LOW
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, dtype: torch.dtype) -> None:
+    trainer = Trainer("transformer" if optimizer == "adamw" else "convnet", optimizer, dtype)
+    for _ in range(3):
+        trainer.step()
+        xla_amp.sync()
+    before = xla_amp.metrics()
+    with xla_compilations() as compilations, jax.transfer_guard("disallow"):
+        for _ in range(6):
+            trainer.step()
+            xla_amp.sync()
+    after = xla_amp.metrics()
+    spent = {name: after[name] - before[name] for name in after}
+    assert spent["executions"] == 6
+    assert {name: spent[name] for name in spent if name not in ("executions", "operations")} == {
+        "compilations": 0,
+        "host_syncs": 0,
+        "device_to_host": 0,
+        "host_to_device": 0,
+        "fallbacks": 0,
+    }
+    assert compilations == []
+    values = losses(trainer.history)
+    assert all(value == value for value in values)
+
+
+def test_the_counters_see_a_host_sync_and_a_compilation() -> None:
+    trainer = Trainer("mlp", "sgd", torch.bfloat16)
+    trainer.step()
+    before = xla_amp.metrics()
+    with xla_compilations() as compilations:
+        trainer.history[-1].item()
+    after = xla_amp.metrics()
+    assert after["host_syncs"] == before["host_syncs"] + 1
+    assert after["compilations"] == before["compilations"] + 1
+    assert compilations
+
+
+def test_a_loop_that_never_syncs_runs_one_executable_per_step() -> None:
+    trainer = Trainer("mlp", "adamw", torch.float16)
+    for _ in range(4):
+        trainer.step()
+    before = xla_amp.metrics()
+    for _ in range(10):
+        trainer.step()
+    after = xla_amp.metrics()
+    assert after["executions"] - before["executions"] == 10
+    assert after["compilations"] == before["compilations"]
+    assert after["host_syncs"] == before["host_syncs"]
+
+
+# ---- skipping --------------------------------------------------------------------------------------------------------
+
+
+def state_of(trainer: Trainer) -> list[torch.Tensor]:
+    """Parameters and optimizer state, copied to the host."""
+    tensors = [parameter.detach().cpu() for parameter in trainer.model.parameters()]
+    for state in trainer.optimizer.state.values():
+        tensors += [value.detach().cpu() for value in state.values() if isinstance(value, torch.Tensor)]
+    return tensors
+
+
+@LOW
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+def test_an_overflow_skips_the_step_exactly(optimizer: str, dtype: torch.dtype, first: bool) -> None:
+    trainer = Trainer("mlp", optimizer, dtype)
+    trainer.scaler = xla_amp.GradScaler(trainer.device.type, init_scale=2.0**10)
+    if not first:
+        trainer.step()
+        trainer.step()
+    before = state_of(trainer)
+    poison = next(trainer.model.parameters()).register_hook(lambda grad: grad.index_fill(0, zero, float("inf")))
+    zero = torch.zeros(1, dtype=torch.int64, device=trainer.device)
+    trainer.step()
+    poison.remove()
+    after = state_of(trainer)
+    assert trainer.scaler.get_scale() == 2.0**9
+    for old, new in zip(before, after, strict=False):
+        assert torch.equal(old, new)
+    for made in after[len(before) :]:  # state that the skipped first step made holds no trace of it
+        assert torch.count_nonzero(made) == 0
+    trainer.step()
+    assert not all(torch.equal(old, new) for old, new in zip(after, state_of(trainer), strict=True))
+    assert trainer.scaler.get_scale() == 2.0**9
+
+
+# ---- dtypes of the compiled program ----------------------------------------------------------------------------------
+
+CONTRACTION = re.compile(r"= \(?(\w+)\[[^=]*?\b(dot|convolution)\((?:(\w+)\[)?")
+
+
+def contraction_operands(stablehlo: str) -> set[tuple[str, str]]:
+    """(left, right) element types of every contraction of a StableHLO module."""
+    found = set()
+    for line in stablehlo.splitlines():
+        if "stablehlo.dot_general" in line or "stablehlo.convolution" in line:
+            left, right = re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0])
+            found.add((left, right))
+    return found
+
+
+@pytest.mark.parametrize("network", ["mlp", "transformer"])
+def test_every_contraction_of_a_bf16_step_has_bf16_operands(network: str) -> None:
+    trainer = Trainer(network, "sgd", torch.bfloat16)
+    for _ in range(3):
+        trainer.step()
+        xla_amp.sync()
+    assert contraction_operands(cut.programs()[-1].lower().as_text()) == {("bf16", "bf16")}
+
+
+def test_an_fp32_step_has_fp32_contractions() -> None:
+    trainer = Trainer("mlp", "sgd", torch.bfloat16)
+    loss_of(trainer.model, trainer.batches[0]).backward()
+    xla_amp.sync()
+    assert contraction_operands(cut.programs()[-1].lower().as_text()) == {("f32", "f32")}
