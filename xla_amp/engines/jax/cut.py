@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from xla_amp.engines.jax.program import Key, Program, build
 from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
 from xla_amp.errors import StepFailedError, XlaAmpError
 
-_programs: dict[Key, Program] = {}
+_programs: OrderedDict[Key, Program] = OrderedDict()
+_PROGRAM_LIMIT = 1024
+"""Programs kept, least recently run out first: a loop whose shapes never repeat must not grow without end."""
 _newest: list[weakref.ref[Buffer]] = []
 """Buffers that the newest program gave values to."""
 
@@ -47,7 +50,7 @@ def sync(wait: bool = False) -> None:
 
 
 def programs() -> list[Program]:
-    """Every program built so far, oldest first."""
+    """The programs built so far, least recently run first."""
     return list(_programs.values())
 
 
@@ -76,9 +79,13 @@ def _run() -> None:
     except BaseException as error:
         _restore(targets, arrays, error)
         raise
-    if key not in _programs:
+    if key in _programs:
+        _programs.move_to_end(key)
+    else:
         _programs[key] = program
         metrics.compilations += 1
+        if len(_programs) > _PROGRAM_LIMIT:
+            _programs.popitem(last=False)
     metrics.executions += 1
     metrics.operations += program.operations
     random.advance(tape.draws)
