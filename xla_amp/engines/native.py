@@ -1,0 +1,89 @@
+"""Devices whose kernels are PyTorch's own (cuda, cpu, xpu, hpu, mps): autocast there is torch's, minus what it hides.
+
+torch switches autocast off with a warning where a dtype or the device is missing; here both are errors.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from xla_amp.errors import DeviceError, UnsupportedDtypeError
+
+LOW_DTYPES = (torch.bfloat16, torch.float16)
+"""What torch's autocast accepts on every device of its own."""
+
+
+def is_available(device_type: str) -> bool:
+    """Whether this torch has autocast for the device type (not whether such a device is present).
+
+    Raises:
+        DeviceError: torch knows no device of that name.
+    """
+    try:
+        return bool(torch.amp.is_autocast_available(device_type))
+    except RuntimeError as error:
+        raise DeviceError(
+            f"autocast: torch knows no device type {device_type!r}; expected 'cuda', 'cpu', 'xpu', 'hpu', 'mps', "
+            "or 'xla' for the active XLA device"
+        ) from error
+
+
+def check_device(device_type: str) -> None:
+    """Raises unless a region on `device_type` would have an effect.
+
+    Raises:
+        DeviceError: torch has no autocast for it, or it is ``cuda`` and there is no CUDA device.
+    """
+    if not is_available(device_type):
+        raise DeviceError(f"User specified an unsupported autocast device_type '{device_type}'")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        beside = ""
+        if find_spec("torch_xla") is not None:
+            beside = " (torch_xla is installed, but tensors on an XLA device do not listen to 'cuda')"
+        raise DeviceError(
+            f"autocast('cuda'): there is no CUDA device, so autocast would do nothing{beside}. Pass the device that "
+            "your tensors are on, e.g. autocast(tensor.device) or autocast('xla'), or enabled=False to say that you "
+            "want no mixed precision"
+        )
+
+
+def check_dtype(device_type: str, dtype: object) -> None:
+    """Raises unless `dtype` can be the low dtype on `device_type`.
+
+    Raises:
+        UnsupportedDtypeError: it cannot; the message names those that can.
+    """
+    if dtype not in LOW_DTYPES:
+        raise UnsupportedDtypeError(
+            f"autocast({device_type!r}, dtype={dtype!r}): expected torch.bfloat16 or torch.float16, got {dtype!r} "
+            f"({type(dtype).__name__}); for float32 pass enabled=False"
+        )
+    if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise UnsupportedDtypeError(
+            "autocast('cuda', dtype=torch.bfloat16): this CUDA device has no bfloat16; pass dtype=torch.float16"
+        )
+
+
+def region(
+    device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
+) -> torch.autocast:
+    """A fresh `torch.autocast`, checked; fresh because torch keeps the state to restore on the instance.
+
+    Args:
+        dtype: low dtype; None is torch's default for the device type.
+        enabled: False gives a region without mixed precision, which needs neither the device nor the dtype.
+        cache_enabled: whether torch keeps casts of weights until the outermost region ends; None leaves it as it is.
+
+    Raises:
+        DeviceError: the region would have no effect.
+        UnsupportedDtypeError: the device has no such low dtype.
+    """
+    if not enabled:
+        is_available(device_type)
+        return torch.autocast(device_type, None, False, cache_enabled)
+    check_device(device_type)
+    if dtype is not None:
+        check_dtype(device_type, dtype)
+    return torch.autocast(device_type, dtype, True, cache_enabled)

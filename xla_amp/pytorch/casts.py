@@ -1,0 +1,250 @@
+"""What each cast does to the arguments of one operation.
+
+A *prepare* function is made once per operation and cast.  It gets the positional and keyword arguments as torch's
+dispatcher hands them over (trailing defaults left out) and returns what to call with what.  It runs on every traced
+operation, so it looks only at the arguments that the schema says hold tensors, and touches the device's name only
+where the dtype already asks for a cast.
+
+Eligible tensors are torch's: floating, not float64, on the region's device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+
+from xla_amp.errors import PolicyError
+from xla_amp.vocab import Cast
+
+Arguments: TypeAlias = Sequence[Any]
+Keywords: TypeAlias = Mapping[str, Any]
+Prepared: TypeAlias = tuple[Callable[..., Any], Arguments, Keywords]
+Prepare: TypeAlias = Callable[[Arguments, Keywords], Prepared]
+
+ELIGIBLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)
+STALE: Mapping[torch.dtype, frozenset[torch.dtype]] = MappingProxyType({to: ELIGIBLE - {to} for to in ELIGIBLE})
+"""Target dtype -> dtypes that must be cast to get there."""
+
+_BANNED = MappingProxyType(
+    {
+        # torch's own words, so that code and users who know them recognise them.
+        "binary_cross_entropy": (
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+            "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+            "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+            "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+            "safe to autocast."
+        ),
+    }
+)
+
+
+class Operands:
+    """Where the tensors of one operation are, from its schema."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.name = str(operator).removeprefix("aten.").removesuffix(".default")
+        self.arguments = list(operator._schema.arguments)
+        kinds = [_kind(argument) for argument in self.arguments]
+        positional = [(i, k) for i, (k, a) in enumerate(zip(kinds, self.arguments, strict=True)) if not a.kwarg_only]
+        self.tensors = tuple(index for index, kind in positional if kind == "tensor")
+        self.lists = tuple(index for index, kind in positional if kind == "list")
+        self.keywords = tuple(a.name for a, kind in zip(self.arguments, kinds, strict=True) if a.kwarg_only and kind)
+
+    def all(self, arguments: Arguments, keywords: Keywords) -> list[torch.Tensor]:
+        """The tensors among the arguments, in order, those in lists included."""
+        values = [arguments[index] for index in sorted(self.tensors + self.lists) if index < len(arguments)]
+        values += [keywords[name] for name in self.keywords if name in keywords]
+        flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+        return [item for item in flat if isinstance(item, torch.Tensor)]
+
+
+def _kind(argument: Any) -> str:
+    text = str(argument.real_type)
+    if "Tensor" not in text or argument.is_out:
+        return ""
+    return "list" if "List[" in text else "tensor"
+
+
+def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
+    """The prepare function that gives `operands`' operation the cast.
+
+    Raises:
+        PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
+    """
+    if cast == "low":
+        return _low(operands, device_type)
+    if cast == "fp32":
+        return _to(operands, device_type, torch.float32)
+    if cast == "promote":
+        return _promote(operands, device_type)
+    if cast == "fp32_out":
+        return _fp32_out(operands, device_type)
+    if cast == "fp32_append":
+        return _fp32_append(operands, device_type)
+    if cast == "ban":
+        return _ban(operands)
+    return _keep(operands)
+
+
+def _keep(operands: Operands) -> Prepare:
+    call = _entry(operands.operator)
+    return lambda arguments, keywords: (call, arguments, keywords)
+
+
+def _ban(operands: Operands) -> Prepare:
+    name = operands.name
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        raise RuntimeError(
+            _BANNED.get(name)
+            or f"{name} is banned under autocast by the policy in force. Call it outside the region, or allow it with "
+            f"xla_amp.policy.override({{{name!r}: 'keep'}})"
+        )
+
+    return prepare
+
+
+def _low(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+    low = torch.get_autocast_dtype
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        # Asked of torch each time: a torch.autocast inside one of our regions may have set another.
+        target = low(device_type)
+        return call, *cast(arguments, keywords, target)
+
+    return prepare
+
+
+def _to(operands: Operands, device_type: str, target: torch.dtype) -> Prepare:
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+    return lambda arguments, keywords: (call, *cast(arguments, keywords, target))
+
+
+def _promote(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        first = None
+        for tensor in operands.all(arguments, keywords):
+            dtype = tensor.dtype
+            if dtype is not first and dtype in ELIGIBLE and tensor.device.type == device_type:
+                if first is not None:
+                    # Two eligible dtypes: float32 is the narrowest that holds both, bfloat16 with float16 included.
+                    return call, *cast(arguments, keywords, torch.float32)
+                first = dtype
+        return call, arguments, keywords
+
+    return prepare
+
+
+def _fp32_out(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    places = [(i, a.kwarg_only) for i, a in enumerate(operands.arguments) if a.name == "dtype"]
+    if not places or 0 not in operands.tensors:
+        raise PolicyError(
+            f"cast 'fp32_out' for {operands.name}: the operation has no argument `dtype` after a first tensor; "
+            "give it 'fp32'"
+        )
+    position, keyword_only = places[0]
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        if not _eligible(arguments[0], device_type) or keywords.get("dtype") is not None:
+            return call, arguments, keywords
+        if keyword_only or len(arguments) <= position:
+            return call, arguments, {**keywords, "dtype": torch.float32}
+        if arguments[position] is not None:
+            return call, arguments, keywords
+        return call, [*arguments[:position], torch.float32, *arguments[position + 1 :]], keywords
+
+    return prepare
+
+
+def _fp32_append(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    names = [argument.name for argument in operands.arguments]
+    packet = operands.operator.overloadpacket
+    siblings = [getattr(packet, overload) for overload in packet.overloads()]
+    matching = [s for s in siblings if [a.name for a in s._schema.arguments] == [*names, "dtype"]]
+    if not matching or 0 not in operands.tensors:
+        raise PolicyError(
+            f"cast 'fp32_append' for {operands.name}: no overload takes the same arguments and a `dtype`; "
+            "give it 'fp32'"
+        )
+    sibling = _entry(matching[0])
+    defaults = [argument.default_value if argument.has_default_value() else None for argument in operands.arguments]
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        if not _eligible(arguments[0], device_type):
+            return call, arguments, keywords
+        return sibling, [*arguments, *defaults[len(arguments) :]], {**keywords, "dtype": torch.float32}
+
+    return prepare
+
+
+def _eligible(value: Any, device_type: str) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+
+
+def _entry(operator: Any) -> Callable[..., Any]:
+    """What calls the operator with the least Python in between."""
+    return getattr(operator, "_op", operator)
+
+
+def _caster(
+    operands: Operands, device_type: str
+) -> Callable[[Arguments, Keywords, torch.dtype], tuple[Arguments, Keywords]]:
+    tensors, lists, names = operands.tensors, operands.lists, operands.keywords
+
+    def cast(arguments: Arguments, keywords: Keywords, target: torch.dtype) -> tuple[Arguments, Keywords]:
+        stale = STALE[target]
+        count = len(arguments)
+        fresh = None
+        for index in tensors:
+            if index >= count:
+                break
+            value = arguments[index]
+            if value is not None and value.dtype in stale and value.device.type == device_type:
+                if fresh is None:
+                    fresh = list(arguments)
+                fresh[index] = value.to(target)
+        for index in lists:
+            if index >= count:
+                break
+            values = arguments[index]
+            if values is not None and any(value is not None and value.dtype in stale for value in values):
+                if fresh is None:
+                    fresh = list(arguments)
+                fresh[index] = [_cast_one(value, stale, target, device_type) for value in values]
+        if names and keywords:
+            keywords = {
+                name: _cast_any(value, stale, target, device_type) if name in names else value
+                for name, value in keywords.items()
+            }
+        return arguments if fresh is None else fresh, keywords
+
+    return cast
+
+
+def _cast_one(value: Any, stale: frozenset[torch.dtype], target: torch.dtype, device_type: str) -> Any:
+    if value is not None and value.dtype in stale and value.device.type == device_type:
+        return value.to(target)
+    return value
+
+
+def _cast_any(value: Any, stale: frozenset[torch.dtype], target: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, list | tuple):
+        return [_cast_one(item, stale, target, device_type) for item in value]
+    return _cast_one(value, stale, target, device_type)

@@ -1,0 +1,60 @@
+"""Which device a user means: ``"cuda"``, ``"xla"``, ``"jax:0"``, a `torch.device`, what `xla_device()` returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from xla_amp.engines import base
+from xla_amp.errors import DeviceError
+
+XLA = "xla"
+"""Stands for the active XLA engine's device, whatever torch calls it."""
+
+ENGINES = ("jax",)
+"""Device types, as torch names them, that an XLA engine provides."""
+
+
+def engine() -> Any:
+    """The active XLA engine (`xla_amp.engines.base.Engine` and what the lazy device adds to it)."""
+    return base.select()
+
+
+class DeviceArgumentError(DeviceError, ValueError):
+    """Something that is no device; a `ValueError`, as torch raises."""
+
+
+def device_type(device: Any, caller: str = "autocast") -> str:
+    """torch's device type for `device`; ``"xla"`` becomes the active engine's (no device is started).
+
+    Args:
+        device: a device type or device as a string, or a `torch.device`.
+        caller: the public function that was called, for the error message.
+
+    Raises:
+        DeviceArgumentError: neither a string nor a `torch.device`, or an index that is no number.
+
+    Example:
+        >>> device_type("cuda:1"), device_type(torch.device("cpu")), device_type("xla")
+        ('cuda', 'cpu', 'jax')
+    """
+    if isinstance(device, torch.device):
+        name = device.type
+    elif isinstance(device, str):
+        name, colon, index = device.partition(":")
+        if not name or (colon and not index.isdigit()):
+            raise DeviceArgumentError(
+                f"{caller}({device!r}): expected a device type and perhaps an index, e.g. 'xla', 'cuda' or 'cuda:0'"
+            )
+    else:
+        raise DeviceArgumentError(
+            f"{caller}({device!r}): expected a device: a string such as 'xla', 'cuda' or 'cpu', or a torch.device; "
+            f"got {type(device).__name__}"
+        )
+    return engine().DEVICE_TYPE if name == XLA else name
+
+
+def is_xla(name: str) -> bool:
+    """Whether the device type is one that an XLA engine provides."""
+    return name in ENGINES

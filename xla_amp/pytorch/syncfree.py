@@ -1,0 +1,389 @@
+"""Optimizers whose step can be skipped on the device: `torch.optim`'s SGD, Adam and AdamW with the same arguments.
+
+They run torch's fused kernels, which take `grad_scale` (what gradients must be divided by) and `found_inf` (not zero:
+leave everything as it is) as tensors.  A scaler sets both as attributes (torch's contract for optimizers with
+``_step_supports_amp_scaling``, so ours and torch's own scaler work); without a scaler, ``step(found_inf=...)`` takes
+the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise as they
+were, also when it is the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+class _Scaling(NamedTuple):
+    """What a scaler asks of one step."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    """float32 (): 0 or 1 for any sum of flags: torch's CPU kernels test for 1, and counts are put right by it."""
+
+    def on(self, device: torch.device) -> _Scaling:
+        scale, flag = self
+        return _Scaling(
+            None if scale is None else scale.to(device, non_blocking=True),
+            None if flag is None else flag.to(device, non_blocking=True),
+        )
+
+
+class _SyncFree(Optimizer):
+    """What the three share: the step around `_step_group`, and checkpoints that torch.optim's classes can load."""
+
+    _step_supports_amp_scaling = True
+    # A scaler sets and deletes these two; torch's reads `grad_scale` with a default, so they may not exist as None.
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def _check_options(self, foreach: bool | None, differentiable: bool, fused: bool | None) -> None:
+        name = f"syncfree.{type(self).__name__}"
+        if differentiable:
+            raise RuntimeError(
+                f"{name}(differentiable=True): its step runs a fused kernel, through which there is no gradient; use "
+                f"torch.optim.{type(self).__name__}"
+            )
+        if foreach or fused is False:
+            given = "foreach=True" if foreach else "fused=False"
+            raise RuntimeError(
+                f"{name}({given}): skipping on the device needs the fused kernels; leave foreach and fused out, or use "
+                f"torch.optim.{type(self).__name__}"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:  # type: ignore[override]
+        """One step; where `found_inf` is not zero, none.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            found_inf: one number on any device, e.g. from `torch.isfinite`; added to what a scaler has set.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or a parameter is not floating.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            scaling = _Scaling(getattr(self, "grad_scale", None), _flag(getattr(self, "found_inf", None), found_inf))
+            for group in self.param_groups:
+                for device, parameters in _by_device_and_dtype(self, group):
+                    self._step_group(group, parameters, scaling.on(device))
+        return loss
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+        raise TypeError(f"{type(self).__name__} is no optimizer of its own; use syncfree.SGD, Adam or AdamW")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of one of these or of torch.optim's class of the same name.
+
+        Options of the groups are taken over, but the step stays fused and step counts go to the device.
+        """
+        groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(_FUSED)
+
+
+# As torch.optim's own group options say it, so that a checkpoint loaded there goes on with the fused kernels.
+_FUSED: Mapping[str, Any] = {"fused": True, "foreach": None, "differentiable": False}
+
+
+class SGD(_SyncFree, torch.optim.SGD):
+    """`torch.optim.SGD` with a step that can be skipped on the device.
+
+    Arguments are `torch.optim.SGD`'s.  As there, the first momentum is the undampened gradient, and `maximize` negates
+    the gradient before weight decay is added.
+
+    Raises:
+        ValueError: an option out of its range.
+        RuntimeError: `differentiable`, `foreach` or ``fused=False`` was asked for.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = SGD([weight], lr=0.5)
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step(found_inf=torch.tensor(1.0))
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        self._check_options(foreach, differentiable, fused)
+        self._unstepped: dict[Tensor, Tensor] = {}
+        """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+        momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
+        gradients = [parameter.grad for parameter in parameters]
+        grad_scale, found_inf = scaling
+        buffers: list[Tensor] = []
+        if momentum:
+            fresh = [p for p in parameters if self.state[p].get("momentum_buffer") is None]
+            for parameter in fresh:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+            if dampening:
+                for parameter in fresh:
+                    self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
+        if isinstance(weight_decay, Tensor) or (momentum and dampening):
+            gradients = self._prepared(group, parameters, gradients, scaling)
+            grad_scale, weight_decay, dampening = None, 0.0, 0.0
+        torch._fused_sgd_(
+            parameters,
+            gradients,
+            buffers,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=_number(group["lr"], parameters[0].device),
+            dampening=dampening,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            # Buffers begin as zeros: a kernel told that this is the first step would have to be told again, by the
+            # host, had that step been skipped.
+            is_first_step=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+
+    def _prepared(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], scaling: _Scaling
+    ) -> list[Tensor]:
+        """Gradients with scale, weight decay and dampening applied, for what the fused kernel cannot do.
+
+        Dampening counts from the second step on, and which step is the second only the device knows.
+        """
+        if scaling.grad_scale is not None:
+            torch._foreach_div_(gradients, scaling.grad_scale)
+        sign = -1.0 if group["maximize"] else 1.0  # the kernel negates everything, weight decay included
+        prepared = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            decayed = gradient + parameter * (group["weight_decay"] * sign)
+            flag = self._unstepped.get(parameter)
+            if group["momentum"] and group["dampening"]:
+                damped = decayed * (1 - group["dampening"])
+                if flag is None:
+                    decayed = damped
+                else:
+                    decayed = torch.where(flag != 0, decayed, damped)
+                    flag.mul_(scaling.found_inf if scaling.found_inf is not None else 0.0)
+            prepared.append(decayed)
+        return prepared
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state; a parameter whose steps were all skipped has none (finding out may wait for the device)."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of one of these or of `torch.optim.SGD`."""
+        super().load_state_dict(state_dict)
+        self._unstepped.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_unstepped", {})
+
+    def _settle(self) -> None:
+        """Drops the buffers of parameters that were never stepped: to torch a buffer means that there was a step."""
+        if not self._unstepped:
+            return
+        parameters, flags = list(self._unstepped), list(self._unstepped.values())
+        values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        for parameter, unstepped in zip(parameters, values, strict=True):
+            if unstepped:
+                del self.state[parameter]["momentum_buffer"]
+        self._unstepped.clear()
+
+
+class Adam(_SyncFree, torch.optim.Adam):
+    """`torch.optim.Adam` with a step that can be skipped on the device.
+
+    Arguments are `torch.optim.Adam`'s; `capturable` changes nothing, since step counts are on the device anyway.
+
+    Raises:
+        ValueError: an option out of its range.
+        RuntimeError: `differentiable`, `foreach` or ``fused=False`` was asked for.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        self._check_options(foreach, differentiable, fused)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            fused=True,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+        amsgrad = group["amsgrad"]
+        states = [self._state_of(parameter, amsgrad) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        beta1, beta2 = group["betas"]
+        # torch's kernels want the count with this step in it, and never take it back themselves.
+        torch._foreach_add_(steps, 1)
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+            steps,
+            amsgrad=amsgrad,
+            lr=_number(group["lr"], parameters[0].device),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=scaling.grad_scale,
+            found_inf=scaling.found_inf,
+        )
+        if scaling.found_inf is not None:
+            torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
+
+    def _state_of(self, parameter: Tensor, amsgrad: bool) -> dict[str, Any]:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if amsgrad and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+class AdamW(Adam):
+    """`torch.optim.AdamW` (Loshchilov and Hutter 2019, decoupled weight decay), skippable on the device.
+
+    Arguments are `torch.optim.AdamW`'s; else as `Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
+
+def _flag(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """float32 (): 1 where one of the flags is not zero, else 0."""
+    flag = one if other is None else other
+    if flag is None:
+        return None
+    if one is not None and other is not None:
+        flag = one + other.to(one.device)
+    return (flag.reshape(()) != 0).to(torch.float32)
+
+
+def _by_device_and_dtype(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[torch.device, list[Tensor]]]:
+    """The group's parameters that have a gradient, as the fused kernels take them: one device and dtype at a time."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    name = f"syncfree.{type(optimizer).__name__}"
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"{name}: a gradient is sparse (parameter {tuple(parameter.shape)}), and the fused kernels take dense "
+                "ones; pass sparse=False to the embedding, or use torch.optim.SGD or torch.optim.SparseAdam"
+            )
+        if not parameter.is_floating_point():
+            raise RuntimeError(
+                f"{name}: expected floating parameters, got {parameter.dtype} (parameter {tuple(parameter.shape)}); "
+                f"use torch.optim.{type(optimizer).__name__}"
+            )
+        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for (device, _), parameters in found.items():
+        yield device, parameters
+
+
+def _number(value: float | Tensor, device: torch.device) -> float | Tensor:
+    """A learning rate as the fused kernels take it: a tensor on the parameters' device stays one."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device == device:
+        return value.reshape(())
+    return float(value) if value.device.type == "cpu" else value.to(device).reshape(())

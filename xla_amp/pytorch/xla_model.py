@@ -1,0 +1,309 @@
+"""The functions that PyTorch/XLA scripts call, under the names of ``torch_xla.core.xla_model``.
+
+One process drives one device here, so the world has size 1: collectives scale, and reduce nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import IO, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_amp.errors import DeviceError
+from xla_amp.pytorch import devices, dispatch
+
+REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
+"""What `all_reduce` can do with several tensors; torch_xla has the same as REDUCE_SUM and so on."""
+REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = REDUCE_TYPES
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """The XLA device, started on first use, with autocast ready on it.
+
+    Args:
+        n: index of the device; there is device 0.
+        devkind: ``"CPU"``, ``"GPU"`` or ``"TPU"``; raises when the device is of another kind.
+
+    Raises:
+        DeviceError: no such device.
+    """
+    dispatch.install_defaults()
+    device = devices.engine().device()
+    if n not in (None, 0):
+        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number 0; leave n out")
+    if devkind is not None and _kind(devkind) != xla_device_hw(device):
+        raise DeviceError(
+            f"xla_device(devkind={devkind!r}): the device is of kind {xla_device_hw(device)!r}; set XLA_AMP_PLATFORM "
+            "to cpu, gpu or tpu before the first use to choose another"
+        )
+    return device
+
+
+def xla_device_hw(device: Any) -> str:
+    """Kind of hardware under a device: ``"CPU"``, ``"GPU"`` or ``"TPU"``."""
+    name = devices.device_type(device, "xla_device_hw")
+    return _kind(devices.engine().platform() if devices.is_xla(name) else name)
+
+
+def _kind(name: str) -> str:
+    kind = name.upper()
+    return "GPU" if kind in ("CUDA", "ROCM") else kind
+
+
+def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+    """XLA devices of this process, as strings; of one kind (``"TPU"``) if asked."""
+    device = devices.engine().device()
+    found = [str(device)] if devkind is None or _kind(devkind) == xla_device_hw(device) else []
+    return found[:max_devices]
+
+
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the XLA device."""
+    return devices.is_xla(tensor.device.type)
+
+
+def get_memory_info(device: Any = None) -> dict[str, int]:
+    """Memory of the device in bytes: ``bytes_used`` and ``bytes_limit``.
+
+    Raises:
+        DeviceError: the platform does not count (XLA:CPU).
+    """
+    engine = devices.engine()
+    engine.device()
+    stats: Mapping[str, int] = getattr(torch, engine.DEVICE_TYPE).memory_stats()
+    if "bytes_in_use" not in stats:
+        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {engine.platform()!r}")
+    return {"bytes_used": stats["bytes_in_use"], "bytes_limit": stats.get("bytes_limit", 0)}
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """Processes that train together: 1."""
+    return 1
+
+
+get_world_size = xrt_world_size
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """Number of this process among all: 0."""
+    return 0
+
+
+def get_local_ordinal(defval: int = 0) -> int:
+    """Number of this process on its host: 0."""
+    return 0
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this process is the first, of its host or of all."""
+    return (get_local_ordinal() if local else get_ordinal()) == 0
+
+
+def master_print(*args: Any, fd: IO[str] | None = None, local: bool = False, flush: bool = False) -> None:
+    """``print`` on the first process only; to standard output unless `fd` is given."""
+    if is_master_ordinal(local):
+        stream = sys.stdout if fd is None else fd
+        stream.write(" ".join(map(str, args)) + "\n")
+        if flush:
+            stream.flush()
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Meets the other processes at `tag` and returns everyone's payload: here, ours."""
+    return [payload]
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """``reduce_fn`` of the data of all processes."""
+    return reduce_fn([data])
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Closures:
+    """What waits for the end of the step, and what runs beside the next one."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
+        self.running: list[Future[Any]] = []
+        self.worker: ThreadPoolExecutor | None = None
+
+    def run(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for closure, args, beside in waiting:
+            if not beside:
+                closure(*args)
+                continue
+            if self.worker is None:
+                self.worker = ThreadPoolExecutor(1, thread_name_prefix="xla_amp-step-closure")
+            self.running.append(self.worker.submit(closure, *args))
+        done, self.running = [f for f in self.running if f.done()], [f for f in self.running if not f.done()]
+        for future in done:
+            future.result()  # an exception of a closure surfaces here
+
+
+_closures = _Closures()
+
+
+def mark_step(wait: bool = False) -> None:
+    """Ends the step: runs what was recorded as one XLA program, then the step closures.
+
+    Args:
+        wait: also wait until the device has finished.
+    """
+    devices.engine().sync(wait)
+    _closures.run()
+
+
+def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
+    """Has ``closure(*args)`` called at the end of the step (`mark_step`), when its tensors have values to be read.
+
+    Args:
+        closure: e.g. a function that logs a loss.
+        args: its arguments, tensors of this step among them.
+        run_async: call it on a thread of its own, one closure after the other, so that the loop need not wait; its
+            exception then surfaces at a later `mark_step`.
+    """
+    _closures.waiting.append((closure, tuple(args), run_async))
+
+
+def wait_device_ops(devices: Sequence[Any] = ()) -> None:
+    """Runs what was recorded and waits until the device has finished."""
+    mark_step(wait=True)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: Any = None,
+    pin_layout: bool = True,
+) -> Any:
+    """Reduces the gradients over all processes and steps the optimizer.
+
+    Args:
+        optimizer: any optimizer.
+        barrier: end the step here (`mark_step`), where no `DeviceLoader` does.
+        optimizer_args: keyword arguments of ``optimizer.step``, e.g. ``{"found_inf": flag}``.
+        groups: accepted; there is one process.
+        pin_layout: accepted; layouts are XLA's.
+
+    Returns:
+        What ``optimizer.step`` returns.
+    """
+    reduce_gradients(optimizer, groups, pin_layout)
+    result = optimizer.step(**dict(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return result
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
+    """Averages the gradients over all processes, in place: with one, they are the average."""
+    world = xrt_world_size()
+    if world > 1:
+        all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), scale=1.0 / world, groups=groups, pin_layout=pin_layout)
+
+
+def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients that `optimizer` would apply, as the tensors themselves."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def all_reduce(
+    reduce_type: str,
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    scale: float = 1.0,
+    groups: Any = None,
+    cctx: Any = None,
+    pin_layout: bool = True,
+) -> torch.Tensor | None:
+    """Reduces tensors over all processes and multiplies the result by `scale`.
+
+    Args:
+        reduce_type: one of `REDUCE_TYPES`.
+        inputs: a tensor, or a list of tensors that are changed in place.
+        scale: factor of the result.
+        groups: accepted; there is one process.
+        cctx: accepted and unused, as in torch_xla.
+        pin_layout: accepted; layouts are XLA's.
+
+    Returns:
+        A new tensor for a tensor, None for a list.
+
+    Raises:
+        ValueError: an unknown reduce type.
+        TypeError: `inputs` is neither a tensor nor a sequence of tensors.
+    """
+    if reduce_type not in REDUCE_TYPES:
+        raise ValueError(f"all_reduce({reduce_type!r}, ...): expected one of {', '.join(map(repr, REDUCE_TYPES))}")
+    if isinstance(inputs, torch.Tensor):
+        return inputs.clone() if scale == 1.0 else inputs * scale
+    if not isinstance(inputs, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
+        raise TypeError(f"all_reduce: expected a tensor or a list of tensors, got {inputs!r} ({type(inputs).__name__})")
+    if scale != 1.0:
+        with torch.no_grad():
+            for tensor in inputs:
+                tensor.mul_(scale)
+    return None
+
+
+# ---- random numbers and files ----------------------------------------------------------------------------------------
+
+
+def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
+    """Sets the device's random generator: to the beginning of a seed, or to a state from `get_rng_state`."""
+    engine = devices.engine()
+    if isinstance(seed, torch.Tensor):
+        engine.set_rng_state(seed)
+    else:
+        engine.manual_seed(int(seed))
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """State of the device's random generator, for `set_rng_state`."""
+    return devices.engine().get_rng_state()
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """`torch.save` with XLA tensors stored as CPU tensors, so that the file loads anywhere; waits for the device.
+
+    Args:
+        data: any pytree: tensors in nested containers, e.g. a ``state_dict()``.
+        file_or_path: as `torch.save` takes it.
+        master_only: only the first process writes.
+        global_master: the first of all processes instead of the first of each host.
+    """
+    if master_only and not is_master_ordinal(local=not global_master):
+        return
+    torch.save(_to_cpu(data), file_or_path)
+
+
+def _to_cpu(data: Any) -> Any:
+    memo: dict[int, torch.Tensor] = {}  # one CPU tensor per XLA tensor, so that tied weights stay tied
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_xla_tensor(value):
+            return value
+        if id(value) not in memo:
+            copy = value.detach().cpu()
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            memo[id(value)] = torch.nn.Parameter(copy, value.requires_grad) if is_parameter else copy
+        return memo[id(value)]
+
+    return tree_map(move, data)
+
+
+def send_cpu_data_to_device(data: Any, device: Any) -> Any:
+    """A pytree with its CPU tensors on `device`."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, data)
