@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import torch
+
 from xla_amp.lowering import Lowering, find
 
 DTYPES: dict[torch.dtype, np.dtype] = {
@@ -129,8 +130,8 @@ class Call:
             else:
                 assert argument.has_default_value(), f"{name} needs {argument.name!r}"
                 self.values[argument.name] = argument.default_value
-        unknown = set(kwargs).difference(self.values)
-        assert not (rest or unknown), f"{name} has no place for {rest or unknown}: {self.schema}"
+        misplaced = [*rest, *set(kwargs).difference(self.values)]
+        assert not misplaced, f"{name} has no place for {misplaced}: {self.schema}"
 
     def on_cpu(self, convert: Callable[[Any], Any] = lambda value: value) -> tuple[Any, ...]:
         """torch's fresh results, then the new values of what the lowering says is mutated."""

@@ -1,0 +1,312 @@
+"""Elementwise operations of two tensors, or of a tensor and a number.
+
+torch first brings both operands to one dtype (*common*), then computes, the half types in float32.  What the tables
+differ in is how operands get there:
+
+===============  ===================================================================================================
+table            operands
+===============  ===================================================================================================
+`LINEAR`         tensors in common; a number keeps its float32 value beside a half tensor
+`ARITHMETIC`     in common: a number is rounded to bfloat16 beside a bfloat16 tensor
+`FLOAT`          as `ARITHMETIC`, but integers in the default float dtype
+`COMPARISONS`    as `ARITHMETIC`
+`LOGICAL`        truth values
+`BITWISE`        in common, which is an integer or boolean type
+===============  ===================================================================================================
+
+The first two follow ``opmath_t`` scalars in torch's CPU kernels (BinaryOpsKernel.cpp), which only sums, products and
+quotients take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from xla_amp.lowering.operand import as_dtype, is_half, opmath
+from xla_amp.lowering.registry import register
+
+Binary = Callable[[Any, Any], jax.Array]
+
+
+def _is_float(x: jax.Array) -> bool:
+    return x.dtype.kind not in "iub"
+
+
+def _is(value: Any, number: float) -> bool:
+    """Whether `value` is the Python number `number`; of a lifted one that is never known."""
+    return isinstance(value, (bool, int, float)) and value == number
+
+
+# -- the functions; both operands are of one dtype --------------------------------------------------------------------
+
+
+def _truncated_remainder(x: jax.Array, y: jax.Array) -> jax.Array:
+    return lax.rem(*jnp.broadcast_arrays(x, y))
+
+
+def _floored_division(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Python's ``//``; for floats by way of the remainder, so that rounding never lifts the quotient past an integer.
+
+    Source: ``c10::div_floor_floating`` (c10/util/generic_math.h).
+    """
+    if not _is_float(x):
+        return jnp.floor_divide(x, y)
+    remainder = _truncated_remainder(x, y)
+    quotient = (x - remainder) / y
+    quotient = jnp.where((remainder != 0) & ((y < 0) != (remainder < 0)), quotient - 1, quotient)
+    floor = jnp.floor(quotient)
+    floor = jnp.where(quotient - floor > 0.5, floor + 1, floor)
+    floor = jnp.where(quotient == 0, jnp.copysign(jnp.zeros_like(floor), x / y), floor)
+    return jnp.where(y == 0, x / y, floor)
+
+
+def _times_log(log: Callable[[jax.Array], jax.Array]) -> Binary:
+    """x * log(y) that is 0 where x is 0, unless y is NaN."""
+
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        product = jnp.where(x == 0, jnp.zeros((), x.dtype), x * log(y))
+        return jnp.where(jnp.isnan(y), y, product)
+
+    return function
+
+
+def _logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
+    larger = jnp.maximum(x, y)
+    log2_e = np.asarray(np.log2(np.e), larger.dtype)
+    result = larger + jnp.log1p(jnp.exp2(-jnp.abs(x - y))) * log2_e
+    return jnp.where(jnp.isinf(larger) & (x == y), larger, result)
+
+
+def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """base ** exponent; of integers with a negative exponent only 1 and -1 are not 0, as in torch."""
+    if _is_float(base):
+        return jnp.power(base, exponent)
+    base, exponent = jnp.broadcast_arrays(base, exponent)
+    result = jnp.power(base, jnp.maximum(exponent, jnp.zeros((), exponent.dtype)))
+    if base.dtype.kind != "i":
+        return result
+    odd = jnp.where((exponent & 1) == 1, base, base * base)  # of 1 and -1
+    inverse = jnp.where(jnp.abs(base) == 1, odd, jnp.zeros((), base.dtype))
+    return jnp.where(exponent < 0, inverse, result)
+
+
+Table = Mapping[tuple[str, ...], Binary]
+
+LINEAR: Table = {
+    ("floor_divide", "floor_divide.Scalar"): _floored_division,
+    ("mul.Scalar", "mul.Tensor"): lambda x, y: x & y if x.dtype == jnp.bool_ else x * y,
+}
+
+ARITHMETIC: Table = {
+    ("fmax",): jnp.fmax,
+    ("fmin",): jnp.fmin,
+    ("fmod.Scalar", "fmod.Tensor"): _truncated_remainder,
+    ("gcd",): jnp.gcd,
+    ("heaviside",): lambda x, value: jnp.where(x == 0, value, as_dtype(x > 0, value.dtype)),
+    ("hypot",): jnp.hypot,
+    ("lcm",): jnp.lcm,
+    ("logaddexp",): jnp.logaddexp,
+    ("logaddexp2",): _logaddexp2,
+    ("maximum",): jnp.maximum,
+    ("minimum",): jnp.minimum,
+    ("pow.Scalar", "pow.Tensor_Tensor"): power,
+    ("remainder.Scalar", "remainder.Scalar_Tensor", "remainder.Tensor"): jnp.remainder,
+}
+
+FLOAT: Table = {
+    ("atan2",): jnp.arctan2,
+    ("copysign.Scalar", "copysign.Tensor"): jnp.copysign,
+    ("igamma",): special.gammainc,
+    ("igammac",): special.gammaincc,
+    ("special_xlog1py", "special_xlog1py.other_scalar", "special_xlog1py.self_scalar"): _times_log(jnp.log1p),
+    ("special_zeta", "special_zeta.other_scalar", "special_zeta.self_scalar"): special.zeta,
+    ("xlogy.Scalar_Other", "xlogy.Scalar_Self", "xlogy.Tensor"): _times_log(jnp.log),
+}
+
+COMPARISONS: Table = {
+    ("eq.Scalar", "eq.Tensor"): jnp.equal,
+    ("ge.Scalar", "ge.Tensor"): jnp.greater_equal,
+    ("gt.Scalar", "gt.Tensor"): jnp.greater,
+    ("le.Scalar", "le.Tensor"): jnp.less_equal,
+    ("lt.Scalar", "lt.Tensor"): jnp.less,
+    ("ne.Scalar", "ne.Tensor"): jnp.not_equal,
+}
+
+LOGICAL: Table = {
+    ("logical_and",): jnp.logical_and,
+    ("logical_or",): jnp.logical_or,
+    ("logical_xor",): jnp.logical_xor,
+}
+
+BITWISE: Table = {
+    ("bitwise_and.Scalar", "bitwise_and.Scalar_Tensor", "bitwise_and.Tensor"): jnp.bitwise_and,
+    ("bitwise_or.Scalar", "bitwise_or.Scalar_Tensor", "bitwise_or.Tensor"): jnp.bitwise_or,
+    ("bitwise_xor.Scalar", "bitwise_xor.Scalar_Tensor", "bitwise_xor.Tensor"): jnp.bitwise_xor,
+    (
+        "__lshift__.Scalar",
+        "__lshift__.Tensor",
+        "bitwise_left_shift.Scalar_Tensor",
+        "bitwise_left_shift.Tensor",
+        "bitwise_left_shift.Tensor_Scalar",
+    ): jnp.left_shift,
+    (
+        "__rshift__.Scalar",
+        "__rshift__.Tensor",
+        "bitwise_right_shift.Scalar_Tensor",
+        "bitwise_right_shift.Tensor",
+        "bitwise_right_shift.Tensor_Scalar",
+    ): jnp.right_shift,
+}
+
+
+def _rounded(x: Any, common: Any) -> jax.Array:
+    """`x` rounded to `common`, in its opmath dtype (a pair of conversions would be XLA's to remove)."""
+    wide = as_dtype(x, opmath(common))
+    if not is_half(common) or getattr(x, "dtype", None) == common:
+        return wide
+    limits = jnp.finfo(common)
+    return lax.reduce_precision(wide, exponent_bits=limits.nexp, mantissa_bits=limits.nmant)
+
+
+def _float_common(common: Any, out: Any) -> np.dtype:
+    """`common`, or the result's dtype (torch's default float dtype) where `common` is integral."""
+    return np.dtype(out.dtype if np.dtype(common).kind in "iub" else common)
+
+
+def _in_opmath(function: Binary) -> Callable[..., jax.Array]:
+    def lowering(x: Any, y: Any, *, common: Any) -> jax.Array:
+        return function(as_dtype(x, opmath(common)), as_dtype(y, opmath(common)))
+
+    return lowering
+
+
+def _in_common(function: Binary) -> Callable[..., jax.Array]:
+    def lowering(x: Any, y: Any, *, common: Any) -> jax.Array:
+        return function(_rounded(x, common), _rounded(y, common))
+
+    return lowering
+
+
+def _in_float(function: Binary) -> Callable[..., jax.Array]:
+    def lowering(x: Any, y: Any, *, common: Any, out: Any) -> jax.Array:
+        dtype = _float_common(common, out)
+        return function(_rounded(x, dtype), _rounded(y, dtype))
+
+    return lowering
+
+
+def _register_all(rows: Iterable[tuple[Table, Callable[[Binary], Callable[..., jax.Array]]]]) -> None:
+    for table, wrap in rows:
+        for names, function in table.items():
+            register(*names)(wrap(function))
+
+
+_register_all(
+    (
+        (LINEAR, _in_opmath),
+        (ARITHMETIC, _in_common),
+        (FLOAT, _in_float),
+        (COMPARISONS, _in_common),
+        (LOGICAL, lambda function: function),
+        (BITWISE, _in_common),
+    )
+)
+
+
+@register("nextafter")
+def nextafter(x: jax.Array, y: jax.Array, *, common: Any) -> jax.Array:
+    """The neighbour of `x` towards `y` among the numbers of their own dtype."""
+    return jnp.nextafter(as_dtype(x, common), as_dtype(y, common))
+
+
+# -- sums: `alpha` scales the second operand --------------------------------------------------------------------------
+
+
+@register("add.Scalar", "add.Tensor")
+def add(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
+    """x + alpha * y (logical or, for booleans)."""
+    dtype = opmath(common)
+    y = as_dtype(y, dtype)
+    return as_dtype(x, dtype) + (y if _is(alpha, 1) else y * as_dtype(alpha, dtype))
+
+
+@register("sub.Scalar", "sub.Tensor")
+def sub(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
+    """x - alpha * y."""
+    dtype = opmath(common)
+    y = as_dtype(y, dtype)
+    return as_dtype(x, dtype) - (y if _is(alpha, 1) else y * as_dtype(alpha, dtype))
+
+
+@register("rsub.Scalar", "rsub.Tensor")
+def rsub(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
+    """y - alpha * x."""
+    return sub(y, x, alpha, common=common)
+
+
+# -- division ---------------------------------------------------------------------------------------------------------
+
+
+@register("div.Scalar", "div.Tensor", "div.Scalar_mode", "div.Tensor_mode")
+def divide(x: Any, y: Any, *, rounding_mode: str | None = None, common: Any, out: Any) -> jax.Array:
+    """x / y; or rounded towards minus infinity ("floor") or zero ("trunc"), integers then staying integers."""
+    dtype = _float_common(common, out) if rounding_mode is None else np.dtype(common)
+    x, y = as_dtype(x, opmath(dtype)), as_dtype(y, opmath(dtype))
+    if rounding_mode is None:
+        return x / y
+    if rounding_mode == "floor":
+        return _floored_division(x, y)
+    if not _is_float(x):
+        return lax.div(*jnp.broadcast_arrays(x, y))
+    return jnp.trunc(_rounded(x / y, dtype))  # torch rounds the quotient first, so 1.999 is 2 in bfloat16
+
+
+register("floor_divide_.Tensor", mutates=("self",))(_in_opmath(_floored_division))  # functionally `floor_divide`
+
+
+# -- powers -----------------------------------------------------------------------------------------------------------
+
+_POWERS: Mapping[float, Callable[[jax.Array], jax.Array]] = {
+    -2: lambda x: 1 / (x * x),
+    -1: lambda x: 1 / x,
+    -0.5: lax.rsqrt,
+    0.5: jnp.sqrt,
+    1: lambda x: x,
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+}
+"""The exponents that torch's kernel tells apart too (PowKernel.cpp)."""
+_LARGEST_PRODUCT = 16
+"""Integer exponents up to this are products; beyond, the error of a product passes that of exp(log)."""
+
+
+@register("pow.Tensor_Scalar", static=("exponent",))
+def power_of_number(x: jax.Array, exponent: Any, *, common: Any) -> jax.Array:
+    """x ** exponent for a constant exponent."""
+    x = as_dtype(x, opmath(common))
+    if isinstance(exponent, (bool, int, float)):
+        if exponent in _POWERS and (_is_float(x) or exponent > 0):
+            return _POWERS[exponent](x)
+        product = exponent >= 0 and float(exponent).is_integer()
+        if product and (exponent <= _LARGEST_PRODUCT or not _is_float(x)):
+            return lax.integer_pow(x, int(exponent))
+    return power(x, as_dtype(exponent, x.dtype))
+
+
+register("pow_.Scalar", mutates=("self",), static=("exponent",))(power_of_number)  # functionally `pow.Tensor_Scalar`
+register("pow_.Tensor", mutates=("self",))(_in_common(power))  # functionally `pow.Tensor_Tensor`
+
+
+@register("linalg_cross")
+def cross(x: jax.Array, y: jax.Array, *, dim: int = -1, common: Any) -> jax.Array:
+    """The cross product along an axis of size 3."""
+    dtype = opmath(common)
+    x, y = jnp.broadcast_arrays(as_dtype(x, dtype), as_dtype(y, dtype))
+    return jnp.cross(x, y, axis=dim)
