@@ -4,7 +4,8 @@ A loss is multiplied by ``scale`` before the backward pass so that small float16
 each step the scale moves: an overflow lowers it at once, a run of ``growth_interval`` clean steps raises it
 (Micikevicius et al. 2018, section 3.2).  The arithmetic is that of torch's ``_amp_update_scale_``
 (ATen/native/cuda/AmpKernels.cu): it grows on the step that completes the interval, and only if the grown scale is a
-finite float32, so a scale that has reached the top of the range stays there.  torch_xla's kernel has no such bound.
+finite float32, so a scale that has reached the top of the range stays there (torch_xla's kernel has no such bound).
+Downwards there is no bound: overflows without end take the scale to zero.
 """
 
 from __future__ import annotations

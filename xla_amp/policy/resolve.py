@@ -19,6 +19,7 @@ from xla_amp import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import context as regions
 from xla_amp.policy.load import PolicyLike, check, load, read_file, rule, rules_from_file, signature
+from xla_amp.policy.names import matching
 from xla_amp.policy.rules import Policy, Rule, RuleLayer
 from xla_amp.vocab import Cast, Layer
 
@@ -26,6 +27,9 @@ _HPU: Final = "tables/hpu.toml"
 _GAUDI_NAMES_NOTHING: Final = ("iadd", "truediv")
 """In Gaudi's documented lists, hence in files made from them; no ATen operation has these names, so they do nothing
 there either."""
+_GAUDI_PROMOTES_TOO: Final = ("addcdiv", "div", "exp", "mul", "pow")
+"""In Gaudi's promote list, which cannot be replaced, besides a list that ranks higher; when a file replaces that one
+and does not name them, they are promoted."""
 
 
 def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:
@@ -50,7 +54,7 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         base = given.base
         local = tuple(layer for layer in given.layers if layer.layer == "context")
     if context:
-        local = (*local, _mapping_layer("context", tuple(context.items())))
+        local = (*local, _mapping_layer("context", _items(context)))
     return _effective(base, _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local))
 
 
@@ -59,7 +63,7 @@ def _effective(
     base: Policy, lists: tuple[tuple[RuleLayer, ...], frozenset[Cast]], above: tuple[RuleLayer, ...]
 ) -> Policy:
     layers = base.layers
-    if lists[0]:
+    if lists[1]:
         layers = tuple(level for layer in layers for level in _with_lists(layer, *lists))
     if layers is base.layers and not above:
         return base
@@ -93,14 +97,19 @@ def _environment(text: str) -> tuple[RuleLayer, ...]:
     return (check(RuleLayer(layer="environment", origin=config.RULES, rules=tuple(rules))),)
 
 
+def _items(rules: Mapping[str, Cast]) -> tuple[tuple[str, Cast], ...]:
+    for operation, cast in rules.items():
+        if not isinstance(operation, str) or not isinstance(cast, str):
+            raise PolicyError(f'rules map names to casts, e.g. {{"softmax": "fp32"}}; got {operation!r}: {cast!r}')
+    return tuple(rules.items())
+
+
 @functools.lru_cache(maxsize=1024)
-def _mapping_layer(layer: Layer, items: tuple[tuple[str, Any], ...]) -> RuleLayer:
+def _mapping_layer(layer: Layer, items: tuple[tuple[str, Cast], ...]) -> RuleLayer:
     origin = "policy.override" if layer == "override" else "autocast(policy=...)"
     rules: list[Rule] = []
     for operation, cast in items:
         where = f"{origin}, {operation!r}"
-        if not isinstance(operation, str):
-            raise PolicyError(f"{where}: an operation is named by a string, got {type(operation).__name__}")
         rules.append(rule(where, [operation], cast, why=f"asked for by {origin}", source=origin))
     return check(RuleLayer(layer=layer, origin=origin, rules=tuple(rules)))
 
@@ -135,9 +144,17 @@ def _with_lists(layer: RuleLayer, lists: tuple[RuleLayer, ...], replaced: frozen
     for cast in ("promote", "fp32", "low"):
         if cast not in replaced:
             rows = tuple(row for row in layer.rules if row.cast == cast)
+            if cast == "promote":
+                rows += (_gaudi_promotes_too(rows[0]),)
             levels.append(RuleLayer(layer="builtin", origin=_HPU, rules=rows))
         levels.extend(level for level in lists if level.rules[0].cast == cast)
     return tuple(levels)
+
+
+def _gaudi_promotes_too(like: Rule) -> Rule:
+    operations = tuple(name for packet in _GAUDI_PROMOTES_TOO for name in matching(packet))
+    note = "Documented in two lists; the other one was replaced by a file."
+    return dataclasses.replace(like, operations=operations, note=note, origin=f"{_HPU}, promote list")
 
 
 class _Overrides(threading.local):
@@ -176,7 +193,7 @@ class override:
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not casts:
             _no_rules()
-        self._layer = _mapping_layer("override", (*given.items(), *casts.items()))
+        self._layer = _mapping_layer("override", _items({**given, **casts}))
         self._local = _Entered()
 
     def __enter__(self) -> None:

@@ -54,6 +54,16 @@ class Decision(NamedTuple):
     layer: Layer
     rule: Rule | None
 
+    @property
+    def why(self) -> str:
+        """The rule's reason."""
+        return self.rule.why if self.rule else "no rule: it runs in the dtypes that it was given"
+
+    @property
+    def origin(self) -> str:
+        """Where the rule is written; empty without one."""
+        return self.rule.origin if self.rule else ""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleLayer:

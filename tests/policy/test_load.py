@@ -1,0 +1,193 @@
+"""Reading policies: what is accepted, and that each mistake gives one error with file, row and fix."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import os
+import pickle
+import sys
+
+import pytest
+
+from xla_amp.errors import PolicyError, XlaAmpError
+from xla_amp.policy import BUILTIN, Policy, default_name, load
+
+ROW = '[[rule]]\noperations = ["gelu"]\ncast = "fp32"\n'
+
+
+def write(folder, text, name="mine.toml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_builtin_names_load_once_and_are_named_so(name):
+    policy = load(name)
+    assert policy.name == name
+    assert load(name) is policy
+    assert load(policy) is policy
+    assert policy.low in policy.dtypes
+    assert policy.summary
+    assert policy.source
+
+
+def test_unknown_policy_names_the_nearest():
+    with pytest.raises(PolicyError, match="unknown policy 'cudda'; nearest: cuda") as caught:
+        load("cudda")
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, XlaAmpError)
+
+
+def test_what_is_no_policy_at_all():
+    with pytest.raises(PolicyError, match=r"expects the name of a policy.*got 7 \(int\)"):
+        load(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("platform", "policy"), [("cpu", "tpu"), ("tpu", "tpu"), ("gpu", "gpu"), ("CUDA", "gpu"), ("rocm", "gpu")]
+)
+def test_default_policy_of_a_platform(platform, policy):
+    assert default_name(platform) == policy
+    assert load(policy).name == policy
+
+
+def test_no_default_for_an_unknown_platform():
+    with pytest.raises(PolicyError, match="no default policy for XLA platform 'neuron'"):
+        default_name("neuron")
+
+
+def test_a_file_of_its_own(tmp_path):
+    policy = load(write(tmp_path, 'low = "float16"\n' + ROW))
+    assert (policy.name, policy.low, policy.dtypes) == ("mine", "float16", ("float16",))
+    assert policy.decide("gelu").cast == "fp32"
+    assert policy.decide("gelu").layer == "file"
+    assert policy.decide("mm").cast == "keep"
+
+
+def test_a_file_that_extends(tmp_path):
+    path = write(tmp_path, 'extends = "tpu"\nname = "mine-too"\n\n' + ROW + 'why = "overflowed in run 12"\n')
+    policy = load(str(path))
+    assert policy.name == "mine-too"
+    assert policy.low == load("tpu").low
+    assert policy.decide("mm") == load("tpu").decide("mm")
+    assert policy.decide("gelu").why == "overflowed in run 12"
+    assert policy.decide("gelu").origin == f"{path}:4 (rule 1)"
+    assert policy.decide("sigmoid").why.startswith("no rule")
+    assert policy.decide("sigmoid").origin == ""
+
+
+def test_a_bare_name_reaches_every_overload_and_a_glob_every_match(tmp_path):
+    text = 'extends = "tpu"\n[[rule]]\noperations = ["pow", "aten::linalg_*", "sum.dim_IntList"]\ncast = "low"\n'
+    policy = load(write(tmp_path, text))
+    for operation in ("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "linalg_norm", "linalg_norm.ord_str"):
+        assert policy.decide(operation).cast == "low"
+        assert operation in policy.operations()
+    assert policy.decide("sum.dim_IntList").cast == "low"
+    assert policy.decide("sum").cast == "fp32_out", "an exact name reaches that overload only"
+
+
+def test_keep_takes_an_operation_out(tmp_path):
+    policy = load(write(tmp_path, 'extends = "tpu"\n[[rule]]\noperations = ["relu"]\ncast = "keep"\n'))
+    assert "relu" in load("tpu").operations()
+    assert "relu" not in policy.operations()
+    assert policy.decide("relu").layer == "file"
+
+
+def test_an_unchanged_file_is_read_once_and_a_changed_one_again(tmp_path):
+    path = write(tmp_path, 'extends = "tpu"\n' + ROW)
+    first = load(path)
+    assert load(path) is first
+    write(tmp_path, 'extends = "tpu"\n' + ROW.replace("fp32", "low"))
+    os.utime(path, ns=(1, 1))
+    assert load(path).decide("gelu").cast == "low"
+
+
+def test_policies_are_values(tmp_path):
+    policy = load(write(tmp_path, 'extends = "tpu"\n' + ROW))
+    twin = pickle.loads(pickle.dumps(policy))
+    assert twin == policy == copy.deepcopy(policy)
+    assert hash(twin) == hash(policy)
+    assert twin is not policy
+    assert twin != load("tpu")
+    assert {policy: 1}[twin] == 1
+    assert twin.decide("gelu").cast == "fp32"
+    assert "mine.toml" in repr(twin)
+
+
+def test_a_policy_can_be_built_in_python():
+    tpu = load("tpu")
+    policy = Policy(name="t", low="bfloat16", dtypes=("bfloat16",), layers=tpu.layers)
+    assert policy.operations() == tpu.operations()
+
+
+MISTAKES = {
+    "not TOML": ("[[rule]\n", ["not TOML", "line 1"]),
+    "single brackets": ('low = "float16"\n[rule]\noperations = ["mm"]\ncast = "low"\n', ["[[rule]]", "two brackets"]),
+    "header key": ('lo = "float16"\n' + ROW, ["unknown header key 'lo'", "did you mean 'low'?"]),
+    "row key": ('extends = "tpu"\n' + ROW + 'wy = "x"\n', [":2 (rule 1)", "unknown key 'wy'", "'why'"]),
+    "no low": (ROW, ["low is missing", 'extends = "tpu"']),
+    "low dtype": ('low = "float8"\n' + ROW, ["low names 'float8'", "bfloat16, float16"]),
+    "low not legal": ('low = "float16"\ndtypes = ["bfloat16"]\n' + ROW, ["low = 'float16' is not in dtypes"]),
+    "dtypes": ('low = "float16"\ndtypes = "float16"\n' + ROW, ["dtypes must be a list"]),
+    "name": ("name = 3\n" + ROW, ["name must be a string, got 3"]),
+    "extends": ('extends = "tpuu"\n' + ROW, ["extends = 'tpuu' is no built-in policy", "tpu"]),
+    "no operations": ('extends = "tpu"\n[[rule]]\ncast = "low"\n', [":2 (rule 1)", "operations missing"]),
+    "no cast": ('extends = "tpu"\n[[rule]]\noperations = ["mm"]\n', [":2 (rule 1)", "cast missing"]),
+    "empty operations": ('extends = "tpu"\n[[rule]]\noperations = []\ncast = "low"\n', [":2 (rule 1)", "non-empty"]),
+    "operations is a string": ('extends = "tpu"\n[[rule]]\noperations = "mm"\ncast = "low"\n', ["got 'mm'"]),
+    "why": ('extends = "tpu"\n' + ROW + "why = 1\n", [":2 (rule 1)", "why must be a string, got 1"]),
+    "unknown cast": ('extends = "tpu"\n' + ROW.replace("fp32", "fp33"), [":2 (rule 1)", "'fp33'", "'fp32'"]),
+    "torch's word for a cast": (
+        'extends = "tpu"\n' + ROW.replace("fp32", "lower_precision_fp"),
+        ["unknown cast 'lower_precision_fp' for gelu", "did you mean 'low'?"],
+    ),
+    "unknown operation": ('extends = "tpu"\n' + ROW.replace("gelu", "gellu"), [":2 (rule 1)", "'gellu'", "gelu"]),
+    "Python's name": ('extends = "tpu"\n' + ROW.replace("gelu", "LSTMCell"), [":2 (rule 1)", "lstm_cell"]),
+    "in-place": ('extends = "tpu"\n' + ROW.replace("gelu", "add_"), [":2 (rule 1)", "never autocasts"]),
+    "a view": ('extends = "tpu"\n' + ROW.replace("gelu", "transpose"), [":2 (rule 1)", "shares memory"]),
+    "glob without match": ('extends = "tpu"\n' + ROW.replace("gelu", "lin_*"), [":2 (rule 1)", "unknown", "'lin_*'"]),
+    "twice": (
+        'extends = "tpu"\n' + ROW + ROW.replace("fp32", "low"),
+        [":5 (rule 2)", "'gelu' is written twice", ":2 (rule 1)"],
+    ),
+    "disagreement": (
+        'extends = "tpu"\n' + ROW + '[[rule]]\noperations = ["gel*"]\ncast = "low"\n',
+        ["'gelu' is reached by rules", "gelu = fp32", ":2 (rule 1)", "gel* = low", ":5 (rule 2)"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_names_file_row_and_fix(tmp_path, text, words):
+    path = write(tmp_path, text)
+    with pytest.raises(PolicyError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "mine.toml" in message
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_the_same_files_without_the_mistake_load(tmp_path):
+    """Twin of the above: the pieces that the mistakes are made from are fine."""
+    for header in ('extends = "tpu"\n', 'low = "float16"\ndtypes = ["bfloat16", "float16"]\n'):
+        assert load(write(tmp_path, header + ROW)).decide("gelu").cast == "fp32"
+        os.utime(tmp_path / "mine.toml", ns=(2, 2))
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    with pytest.raises(PolicyError, match=r"nowhere.toml.*cannot be read"):
+        load(tmp_path / "nowhere.toml")
+    (tmp_path / "latin.toml").write_bytes(b'low = "\xff"')
+    with pytest.raises(PolicyError, match=r"latin.toml.*cannot be read"):
+        load(tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize("name", ["load", "names", "resolve", "rules"])
+def test_examples_in_the_docstrings(name):
+    result = doctest.testmod(sys.modules[f"xla_amp.policy.{name}"])  # the package's attribute may be the function
+    assert result.failed == 0
+    assert result.attempted > 0

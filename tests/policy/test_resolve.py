@@ -1,0 +1,287 @@
+"""Layers: precedence, identity, the environment, Gaudi's lists, overrides, unused rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import pytest
+
+from xla_amp import config
+from xla_amp.errors import PolicyError
+from xla_amp.policy import load, override, resolve, unused_rules
+from xla_amp.policy.names import matching
+from xla_amp.vocab import LAYERS
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in (config.POLICY_FILE, config.RULES, *(name for _, name in config.HPU_LISTS)):
+        monkeypatch.delenv(name, raising=False)
+
+
+def rules_file(folder, *rows, name="rules.toml"):
+    path = folder / name
+    path.write_text("".join(f'[[rule]]\noperations = ["{name}"]\ncast = "{cast}"\n' for name, cast in rows))
+    return path
+
+
+def test_nothing_on_top_is_the_policy_itself():
+    assert resolve("tpu") is load("tpu")
+
+
+def test_every_layer_wins_over_those_before_it(monkeypatch, tmp_path):
+    """One operation per number of layers that speak of it; the highest of them must win."""
+    operations = ["softmax", "log_softmax", "exp", "log", "sum"]  # all cast to float32 in the built-in table
+    own = rules_file(tmp_path, *((name, "keep") for name in operations[1:]))
+    monkeypatch.setenv(config.POLICY_FILE, str(own))
+    monkeypatch.setenv(config.RULES, ";".join(f"{name}=low" for name in operations[2:]))
+    with override(dict.fromkeys(operations[3:], "promote")):
+        policy = resolve("tpu", dict.fromkeys(operations[4:], "fp32_out"))
+        exact = ["softmax.int", "log_softmax.int", "exp", "log", "sum.dim_IntList"]
+        decided = [policy.decide(name) for name in exact]
+    assert [decision.layer for decision in decided] == list(LAYERS)
+    assert [decision.cast for decision in decided] == ["fp32", "keep", "low", "promote", "fp32_out"]
+    assert "rules.toml:1 (rule 1)" in decided[1].origin
+    assert config.RULES in decided[2].origin
+    assert "policy.override" in decided[3].origin
+    assert decided[4].origin.startswith("autocast(policy=...)")
+    assert resolve("tpu").decide("log").layer == "environment", "the override is gone"
+
+
+def test_a_files_own_rows_rank_below_the_file_of_the_environment(monkeypatch, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "tpu"\n[[rule]]\noperations = ["exp", "log"]\ncast = "low"\n')
+    monkeypatch.setenv(config.POLICY_FILE, str(rules_file(tmp_path, ("exp", "keep"))))
+    policy = resolve(own)
+    assert policy.name == "own"
+    assert (policy.decide("exp").cast, policy.decide("log").cast) == ("keep", "low")
+
+
+def test_inner_overrides_win_and_leave():
+    def cast():
+        return resolve("tpu").decide("softmax.int").cast
+
+    assert cast() == "fp32"
+    with override({"softmax": "low"}):
+        assert cast() == "low"
+        with override(softmax="promote"):
+            assert cast() == "promote"
+        assert cast() == "low"
+    assert cast() == "fp32"
+
+
+def test_the_same_override_can_be_entered_inside_itself_and_by_an_exception_left():
+    layer = override(softmax="low")
+    with layer:
+        with contextlib.suppress(KeyError), layer:
+            assert resolve("tpu").decide("softmax.int").cast == "low"
+            raise KeyError
+        assert resolve("tpu").decide("softmax.int").cast == "low"
+    assert resolve("tpu") is load("tpu")
+
+
+def test_an_override_is_of_its_thread():
+    seen = []
+    with override(softmax="low"):
+        thread = threading.Thread(target=lambda: seen.append(resolve("tpu").decide("softmax.int").cast))
+        thread.start()
+        thread.join()
+    assert seen == ["fp32"]
+
+
+def test_equal_layers_give_the_identical_object(monkeypatch):
+    monkeypatch.setenv(config.RULES, "softmax=low")
+    first = resolve("tpu")
+    assert resolve("tpu") is first
+    monkeypatch.setenv(config.RULES, "softmax=promote")
+    assert resolve("tpu") is not first
+    monkeypatch.setenv(config.RULES, "softmax=low")
+    assert resolve("tpu") is first
+    with override(exp="low"):
+        inner = resolve("tpu")
+    with override({"exp": "low"}):
+        assert resolve("tpu") is inner
+    assert inner != first
+
+
+def test_resolving_a_resolved_policy_starts_from_its_base():
+    with override(exp="low"):
+        effective = resolve("tpu", {"log": "low"})
+        assert resolve(effective) is effective
+    again = resolve(effective)
+    assert again.decide("exp").cast == "fp32", "the override is closed"
+    assert again.decide("log").cast == "low", "the context rules stay with the policy"
+    assert again.base is load("tpu")
+
+
+def test_the_effective_policy_lists_what_the_rules_added():
+    with override({"gelu": "fp32", "relu": "keep", "linalg_norm": "low"}):
+        operations = resolve("tpu").operations()
+    before = load("tpu").operations()
+    assert operations - before == {"gelu", *matching("linalg_norm")}
+    assert before - operations == {"relu"}
+
+
+def test_names_of_other_libraries_are_taken_as_they_are():
+    with override({"mylib::attention": "low"}):
+        policy = resolve("tpu")
+        assert policy.decide("mylib::attention").cast == "low"
+        assert "mylib::attention" in policy.operations()
+
+
+# Environment
+
+
+def test_rules_in_the_environment(monkeypatch):
+    monkeypatch.setenv(config.RULES, " softmax = low ; linalg_*=promote;; sum.dim_IntList=keep;")
+    policy = resolve("cuda")
+    assert policy.decide("softmax.int").cast == "low"
+    assert policy.decide("linalg_vecdot").cast == "promote"
+    assert policy.decide("sum.dim_IntList").cast == "keep"
+    assert policy.decide("sum").cast == "fp32_out"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("softmax", r"XLA_AMP_RULES, rule 1 \('softmax'\): expected operation=cast"),
+        ("mm=low;=fp32", r"XLA_AMP_RULES, rule 2 \('=fp32'\): expected operation=cast"),
+        ("softmax=half", r"rule 1 .*unknown cast 'half'.*Casts: low"),
+        ("softmax=float32", r"rule 1 .*did you mean 'fp32'"),
+        ("sofmax=low", r"rule 1 .*unknown operation 'sofmax'; nearest: softmax"),
+        ("exp=low;exp=fp32", r"rule 2 .*'exp' is written twice; its other row is XLA_AMP_RULES, rule 1"),
+        ("exp=low;exp*=fp32", r"'exp' is reached by rules.*exp = low.*rule 1.*exp\* = fp32.*rule 2"),
+        ("pow=low;pow.Scalar=fp32", r"'pow.Scalar' is reached by rules of one layer that disagree"),
+    ],
+)
+def test_mistakes_in_the_environment(monkeypatch, text, words):
+    monkeypatch.setenv(config.RULES, text)
+    with pytest.raises(PolicyError, match=words):
+        resolve("tpu")
+
+
+def test_two_rules_that_agree_are_fine(monkeypatch):
+    monkeypatch.setenv(config.RULES, "exp=low;exp*=low")
+    assert resolve("tpu").decide("exp").cast == "low"
+    assert resolve("tpu").decide("expm1").cast == "low"
+
+
+def test_an_exception_to_a_glob_goes_into_a_later_layer(monkeypatch):
+    monkeypatch.setenv(config.RULES, "exp*=low")
+    with override(exp="fp32"):
+        assert resolve("tpu").decide("exp").cast == "fp32"
+        assert resolve("tpu").decide("expm1").cast == "low"
+
+
+def test_the_file_of_the_environment_may_only_hold_rules(monkeypatch, tmp_path):
+    for line in ('extends = "gpu"', 'low = "float16"', 'dtypes = ["float16"]'):
+        path = tmp_path / "policy.toml"
+        path.write_text(line + "\n")
+        os.utime(path, ns=(len(line), len(line)))
+        monkeypatch.setenv(config.POLICY_FILE, str(path))
+        with pytest.raises(PolicyError, match=rf"policy.toml: {line.split()[0]} has no effect.*pass the file as"):
+            resolve("tpu")
+    monkeypatch.setenv(config.POLICY_FILE, str(tmp_path / "gone.toml"))
+    with pytest.raises(PolicyError, match=r"gone.toml.*cannot be read"):
+        resolve("tpu")
+
+
+# Gaudi's lists
+
+
+def list_file(folder, variable, text):
+    path = folder / f"{variable}.txt"
+    path.write_text(text)
+    return path
+
+
+def test_gaudi_lists_replace_whole_lists(monkeypatch, tmp_path):
+    low, fp32 = (name for _, name in config.HPU_LISTS)
+    monkeypatch.setenv(low, str(list_file(tmp_path, low, "mm\n\nexp\ntruediv\n")))
+    policy = resolve("hpu")
+    assert {name for name, cast in policy.casts().items() if cast == "low"} == {"mm", "exp"}
+    assert policy.decide("mm").layer == "environment"
+    assert policy.decide("mm").origin.endswith(f":1 ({low})")
+    assert policy.decide("exp").cast == "low", "the low list is asked before fp32"
+    assert policy.decide("mul.Tensor").cast == "promote", "no longer low, and still in the promote list"
+    assert policy.decide("softmax.int").cast == "keep"
+    assert policy.decide("log").cast == "fp32"
+
+    monkeypatch.setenv(fp32, str(list_file(tmp_path, fp32, "softmax\nmm\n")))
+    policy = resolve("hpu")
+    assert policy.decide("softmax.int").cast == "fp32"
+    assert policy.decide("mm").cast == "low"
+    assert policy.decide("log").cast == "keep"
+    assert policy.decide("cat").cast == "promote"
+
+
+def test_gaudis_default_low_list_is_asked_before_an_fp32_file(monkeypatch, tmp_path):
+    fp32 = config.HPU_LISTS[1][1]
+    monkeypatch.setenv(fp32, str(list_file(tmp_path, fp32, "softmax\nadd\n")))
+    policy = resolve("hpu")
+    assert policy.decide("softmax.int").cast == "low"
+    assert policy.decide("add.Tensor").cast == "fp32", "fp32 is asked before promote"
+    assert [rule.operations for rule in unused_rules("hpu")] == []
+
+
+def test_gaudi_lists_are_for_hpu_alone(monkeypatch, tmp_path):
+    low = config.HPU_LISTS[0][1]
+    monkeypatch.setenv(low, str(list_file(tmp_path, low, "mm\n")))
+    assert resolve("tpu") is load("tpu")
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "hpu"\n')
+    assert resolve(own).decide("bmm").cast == "keep"
+
+
+def test_an_empty_gaudi_list_and_a_mistake_in_one(monkeypatch, tmp_path):
+    low = config.HPU_LISTS[0][1]
+    path = list_file(tmp_path, low, "")
+    monkeypatch.setenv(low, str(path))
+    assert "low" not in resolve("hpu").casts().values()
+    path.write_text("mm\nconv2\n")
+    with pytest.raises(PolicyError, match=rf"{low}.txt:2 \({low}\): unknown operation 'conv2'; nearest: conv2d"):
+        resolve("hpu")
+    monkeypatch.setenv(low, str(tmp_path / "gone.txt"))
+    with pytest.raises(PolicyError, match=r"gone.txt.*cannot be read"):
+        resolve("hpu")
+
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "words"),
+    [
+        (({"sofmax": "low"},), {}, "policy.override, 'sofmax': unknown operation 'sofmax'; nearest: softmax"),
+        (({"softmax": "bf16"},), {}, "unknown cast 'bf16' for softmax; did you mean 'low'"),
+        (({"softmax": "low"},), {"softmax": "fp32"}, "softmax is given as a mapping and as a keyword"),
+        ((), {}, "without rules would change nothing"),
+        (("softmax=low",), {}, "expects a mapping"),
+        (({1: "low"},), {}, r"rules map names to casts.*got 1: 'low'"),
+        (({"softmax": ["low"]},), {}, r"rules map names to casts.*got 'softmax': \['low'\]"),
+        (({"exp": "low", "exp*": "fp32"},), {}, "rules of one layer that disagree"),
+    ],
+)
+def test_mistakes_in_an_override(arguments, keywords, words):
+    with pytest.raises(PolicyError, match=words):
+        override(*arguments, **keywords)
+
+
+# Unused rules
+
+
+def test_unused_rules(monkeypatch, tmp_path):
+    monkeypatch.setenv(config.POLICY_FILE, str(rules_file(tmp_path, ("softmax", "low"), ("gelu", "fp32"))))
+    monkeypatch.setenv(config.RULES, "softmax=promote;lstm*=low")
+    policy = resolve("tpu")
+    assert len(unused_rules("tpu")) == 4
+    policy.operations()
+    assert len(unused_rules("tpu")) == 4, "listing operations is no use of a rule"
+    policy.decide("softmax.int")
+    policy.decide("mm")
+    assert [rule.operations for rule in unused_rules("tpu")] == [("gelu",), ("lstm*",)], "outranked counts as used"
+    policy.decide("lstm.input")
+    assert [rule.operations for rule in unused_rules(policy)] == [("gelu",)]
+    assert unused_rules("cuda") != ()

@@ -1,0 +1,289 @@
+"""The built-in tables: well formed, complete against the documents they cite, and consistent with each other."""
+
+from __future__ import annotations
+
+import importlib.resources
+import tomllib
+
+import pytest
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import BUILTIN, Rule, equivalent, load, operation_class
+from xla_amp.policy.load import _policy
+from xla_amp.policy.names import catalogue, packet
+from xla_amp.vocab import CASTS, OPERATION_CLASSES
+
+FP32 = {"fp32", "fp32_out", "fp32_append"}
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_every_row_is_complete_sorted_and_reachable(name):
+    policy = load(name)
+    used = {policy.decide(operation).rule for operation in policy.operations()}
+    used |= {policy.decide(operation).rule for rule in policy.rules for operation in rule.operations}
+    for rule in policy.rules:
+        assert rule.cast in CASTS
+        assert rule.why
+        assert rule.source
+        assert list(rule.operations) == sorted(set(rule.operations))
+        assert f"tables/{name}.toml:" in rule.origin or "tables/cuda.toml:" in rule.origin
+        own = f"tables/{name}.toml:" in rule.origin
+        assert not own or rule in used, "a row of its own that never decides anything"
+
+
+def test_every_table_file_is_a_policy_or_the_catalogue():
+    tables = importlib.resources.files("xla_amp.policy") / "tables"
+    assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes"))
+
+
+TABLE = """
+name = "t"
+low = "bfloat16"
+dtypes = ["bfloat16"]
+summary = "s"
+source = "d"
+[[rule]]
+operations = ["mm", "mv"]
+cast = "low"
+why = "w"
+source = "d"
+"""
+
+
+def test_a_builtin_table_must_be_complete():
+    assert _policy("tables/t.toml", TABLE, "builtin").decide("mv").cast == "low"
+    for old, new, words in (
+        ('["mm", "mv"]', '["mv", "mm"]', "rule 1.*not sorted from 'mv'"),
+        ('["mm", "mv"]', '["mm", "softmax"]', "rule 1.*unknown operation 'softmax'"),
+        ('why = "w"\n', "", "rule 1.*why missing"),
+        ('summary = "s"\n', "", "header lacks summary"),
+    ):
+        with pytest.raises(PolicyError, match=r"tables/t.toml.*" + words):
+            _policy("tables/t.toml", TABLE.replace(old, new), "builtin")
+
+
+# What the documents list, by their own names.
+
+XLA_LOW = (
+    "__matmul__ addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d "
+    "conv_transpose3d linear matmul mm relu prelu max_pool2d"
+)
+XLA_FP32 = (
+    "batch_norm log_softmax binary_cross_entropy binary_cross_entropy_with_logits prod cdist trace chloesky inverse "
+    "reflection_pad replication_pad mse_loss cosine_embbeding_loss nll_loss multilabel_margin_loss qr svd "
+    "triangular_solve linalg_svd linalg_inv_ex"
+)
+XLA_PROMOTE = "stack cat index_copy"
+CUDA_LOW = (
+    "__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell"
+)
+CUDA_FP32 = (
+    "__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss "
+    "cdist cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div "
+    "l1_loss layer_norm log log_softmax log10 log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss "
+    "multi_margin_loss nll_loss norm normalize pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss "
+    "soft_margin_loss softmax softmin softplus sum renorm tan triplet_margin_loss"
+)
+CUDA_PROMOTE = "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot"
+XPU_LOW = (
+    "addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d "
+    "conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv RNNCell"
+)
+XPU_FP32 = (
+    "__pow__ __rdiv__ __rpow__ __rtruediv__ binary_cross_entropy_with_logits cosine_embedding_loss cosine_similarity "
+    "cumsum dist exp group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log_softmax margin_ranking_loss "
+    "nll_loss normalize poisson_nll_loss pow reciprocal rsqrt soft_margin_loss softmax softmin sum triplet_margin_loss"
+)
+XPU_PROMOTE = "bilinear cross grid_sample index_put scatter_add tensordot"
+CPU_LOW = (
+    "conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm addbmm linear matmul _convolution conv_tbc "
+    "mkldnn_rnn_layer conv_transpose1d conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention "
+    "_native_multi_head_attention"
+)
+CPU_FP32 = (
+    "avg_pool3d binary_cross_entropy grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d polar "
+    "prod quantile nanquantile stft cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve inverse "
+    "lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d "
+    "reflection_pad2d replication_pad1d replication_pad2d replication_pad3d mse_loss cosine_embedding_loss nll_loss "
+    "nll_loss2d hinge_embedding_loss poisson_nll_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss "
+    "soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss kl_div multilabel_margin_loss "
+    "binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft "
+    "fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_matrix_rank linalg_solve "
+    "linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv linalg_householder_product "
+    "linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve "
+    "fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr "
+    "linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex"
+)
+CPU_PROMOTE = "cat stack index_copy"
+HPU_LOW = (
+    "addmm addbmm batch_norm baddbmm bmm conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot "
+    "dropout feature_dropout group_norm instance_norm layer_norm leaky_relu linear matmul mean mm mul mv softmax "
+    "log_softmax scaled_dot_product_attention"
+)
+HPU_FP32 = (
+    "acos addcdiv asin atan2 bilinear binary_cross_entropy binary_cross_entropy_with_logits cdist cosh "
+    "cosine_embedding_loss cosine_similarity cross_entropy_loss dist div divide embedding embedding_bag erfinv exp "
+    "expm1 hinge_embedding_loss huber_loss kl_div l1_loss log log10 log1p log2 logsumexp margin_ranking_loss mse_loss "
+    "multi_margin_loss multilabel_margin_loss nll_loss pdist poisson_nll_loss pow reciprocal renorm rsqrt sinh "
+    "smooth_l1_loss soft_margin_loss softplus tan topk triplet_margin_loss truediv true_divide"
+)
+HPU_PROMOTE = "add addcmul addcdiv cat div exp mul pow sub iadd truediv stack"
+HPU_TWICE = {"mul": "low", "addcdiv": "fp32", "div": "fp32", "exp": "fp32", "pow": "fp32", "truediv": "fp32"}
+
+DOCUMENTED = [
+    ("tpu", XLA_LOW, {"low"}),
+    ("tpu", XLA_FP32, {"fp32"}),
+    ("tpu", XLA_PROMOTE, {"promote"}),
+    ("cuda", CUDA_LOW, {"low"}),
+    ("cuda", CUDA_FP32, FP32),
+    ("cuda", CUDA_PROMOTE, {"promote"}),
+    ("cuda", "binary_cross_entropy", {"ban"}),
+    ("gpu", CUDA_LOW, {"low"}),
+    ("gpu", CUDA_FP32, FP32),
+    ("gpu", CUDA_PROMOTE, {"promote"}),
+    ("xpu", XPU_LOW, {"low"}),
+    ("xpu", XPU_FP32, FP32),
+    ("xpu", XPU_PROMOTE, {"promote"}),
+    ("cpu", CPU_LOW, {"low"}),
+    ("cpu", CPU_FP32, {"fp32"}),
+    ("cpu", CPU_PROMOTE, {"promote"}),
+    ("hpu", HPU_LOW, {"low"}),
+    ("hpu", HPU_FP32, {"fp32"}),
+    ("hpu", HPU_PROMOTE, {"promote"}),
+]
+
+# Composites that the CUDA lists name: what they are made of is cast.
+COMPOSITES = {"cross_entropy": ("log_softmax", "nll_loss")}
+
+
+def casts_of(policy, documented):
+    """Casts that the table gives to what a document calls `documented`."""
+    spelled = COMPOSITES.get(documented) or catalogue().spellings.get(documented) or (documented,)
+    casts = load(policy).casts()
+    return [{cast for name, cast in casts.items() if name == part or packet(name) == part} for part in spelled]
+
+
+@pytest.mark.parametrize(("policy", "listed", "allowed"), DOCUMENTED, ids=[f"{p}-{min(a)}" for p, _, a in DOCUMENTED])
+def test_every_documented_operation_has_a_row(policy, listed, allowed):
+    for name in listed.split():
+        expected = {HPU_TWICE[name]} if policy == "hpu" and name in HPU_TWICE else allowed
+        for casts in casts_of(policy, name):
+            assert casts, f"{policy} has no row for the documented {name}"
+            assert casts <= expected, f"{policy}: {name} is documented in {sorted(expected)}, the table has {casts}"
+
+
+def test_a_documented_operation_without_a_row_would_be_seen():
+    assert casts_of("tpu", "gelu") == [set()]
+    assert casts_of("cuda", "relu") == [set()]
+
+
+def test_hpu_duplicates_say_why():
+    hpu = load("hpu")
+    for operation in ("mul.Tensor", "addcdiv", "div.Tensor", "exp", "pow.Tensor_Scalar"):
+        rule = hpu.decide(operation).rule
+        assert rule is not None
+        assert "lists" in rule.note
+        assert "first of low, fp32, promote" in rule.note
+
+
+def test_tpu_covers_cuda_and_every_row_says_where_from():
+    tpu, cuda = load("tpu"), load("cuda")
+    vendor = {"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"}
+    assert cuda.operations() - tpu.operations() == vendor
+    for rule in tpu.rules:
+        documented = "PyTorch/XLA documentation" in rule.source
+        registered = "torch_xla 2.9" in rule.source
+        if not documented and not registered:
+            assert "closes the gap to" in rule.note, rule.origin
+        if registered and not documented:
+            assert rule.note.startswith("Registered, but not in the documentation"), rule.origin
+
+
+def test_tpu_differs_from_cuda_only_where_xla_says_so():
+    """torch_xla casts the operands of softmax and prod, where CUDA asks for a float32 result, and casts BCE."""
+    tpu, cuda = load("tpu").casts(), load("cuda").casts()
+    different = {name: (cuda[name], tpu[name]) for name in cuda.keys() & tpu.keys() if cuda[name] != tpu[name]}
+    assert different == {
+        "binary_cross_entropy": ("ban", "fp32"),
+        "log_softmax.int": ("fp32_out", "fp32"),
+        "prod": ("fp32_out", "fp32"),
+        "prod.dim_int": ("fp32_out", "fp32"),
+        "softmax.int": ("fp32_out", "fp32"),
+    }
+
+
+def test_gpu_is_cuda_and_more():
+    gpu, cuda = load("gpu").casts(), load("cuda").casts()
+    assert cuda.items() <= gpu.items()
+    assert {gpu[name] for name in gpu.keys() - cuda.keys()} == {"low", "fp32"}
+
+
+def test_a_banned_operation_says_what_to_use():
+    for name in ("cuda", "gpu", "xpu"):
+        assert "binary_cross_entropy_with_logits" in load(name).decide("binary_cross_entropy").why
+    assert load("mps").decide("binary_cross_entropy").cast == "keep"
+
+
+# The catalogue
+
+
+def test_every_class_is_described_and_used():
+    data = tomllib.loads((importlib.resources.files("xla_amp.policy") / "tables" / "classes.toml").read_text())
+    assert [row["name"] for row in data["class"]] == list(OPERATION_CLASSES)
+    for row in data["class"]:
+        assert row["why"]
+        assert row["operations"] == sorted(row["operations"])
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        ("mm", "contraction"),
+        ("conv2d.padding", "convolution"),
+        ("softmax.int", "normalization"),
+        ("sum.dim_IntList", "reduction"),
+        ("exp", "transcendental"),
+        ("cat", "data_movement"),
+        ("add.Tensor", "elementwise"),
+        ("cross_entropy_loss", "loss"),
+        ("add.not_yet_known", "elementwise"),
+        ("mylib::attention", None),
+    ],
+)
+def test_operation_class(operation, expected):
+    assert operation_class(operation) == expected
+
+
+def test_a_rule_has_the_class_that_its_operations_share():
+    classes = {rule.operations[0]: rule.operation_class for rule in load("tpu").rules}
+    assert classes["addbmm"] == "contraction"
+    assert classes["prelu"] == "activation"
+    assert classes["cumprod"] == "reduction"
+    mixed = Rule(operations=("mm", "exp"), cast="low", why="", source="")
+    assert mixed.operation_class is None
+
+
+def test_other_vocabularies_point_to_operations_of_the_same_class():
+    for table in (catalogue().jaxpr, catalogue().stablehlo):
+        for name, operation in table.items():
+            assert operation in catalogue().classes, name
+    tpu = load("tpu")
+    for name, cast in (("dot_general", "low"), ("exp", "fp32"), ("reduce_sum", "fp32_out"), ("add", "keep")):
+        assert tpu.decide(equivalent("jaxpr", name) or "").cast == cast
+    for name, cast in (("dot_general", "low"), ("exponential", "fp32"), ("reduce.add", "fp32_out")):
+        assert tpu.decide(equivalent("stablehlo", name) or "").cast == cast
+    assert equivalent("stablehlo", "custom_call") is None
+
+
+def test_names_of_primitives_are_jax_names():
+    primitives = pytest.importorskip("jax.extend.core.primitives")
+    known = {getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p")}
+    unpublished = {"ragged_dot_general", "scaled_dot", "split"}  # primitives that jax.extend does not list
+    assert set(catalogue().jaxpr) - known <= unpublished
+
+
+def test_names_of_stablehlo_operations_exist():
+    operations = pytest.importorskip("jaxlib.mlir.dialects._stablehlo_ops_gen")
+    known = {value.OPERATION_NAME for value in vars(operations).values() if hasattr(value, "OPERATION_NAME")}
+    assert {f"stablehlo.{name.partition('.')[0]}" for name in catalogue().stablehlo} <= known
