@@ -24,6 +24,8 @@ _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 # torch's meta kernels make the alias without touching (or bounds-checking) the storage, which holds no bytes here.
 _as_strided = aten.as_strided.default._handle.redispatch_boxed
 _view = aten.view.default._handle.redispatch_boxed
+_view_as_real = aten.view_as_real.default._handle.redispatch_boxed
+_view_as_complex = aten.view_as_complex.default._handle.redispatch_boxed
 
 
 def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -64,8 +66,9 @@ def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any
         # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
         buffer.raw = False
         raw = transfer.download(buffer.array)
-        buffer.array = transfer.upload(raw.view(self.dtype))
-        buffer.spec = spec((raw.numel() // self.element_size(),), self.dtype)
+        size = raw.numel() // self.element_size()
+        buffer.array = transfer.upload(raw.view(self.dtype) if size else torch.empty(0, dtype=self.dtype))
+        buffer.spec = spec((size,), self.dtype)
     return storage.set_geometry(self, source, storage_offset, size, stride or infer.contiguous_strides(size))
 
 
@@ -102,6 +105,16 @@ def _reshape_alias(self: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
 @_kernel("view")
 def _view_as(self: torch.Tensor, size: Any) -> torch.Tensor:
     return _view(_META, self, size)
+
+
+@_kernel("view_as_real")
+def _real_view(self: torch.Tensor) -> torch.Tensor:
+    return _view_as_real(_META, self)
+
+
+@_kernel("view_as_complex")
+def _complex_view(self: torch.Tensor) -> torch.Tensor:
+    return _view_as_complex(_META, self)
 
 
 @_kernel("unfold")

@@ -5,12 +5,14 @@ They go in when the device is first used, once, and change nothing for tensors o
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
 from xla_amp.engines.jax import storage, transfer
 from xla_amp.engines.jax.storage import DEVICE_TYPE
+from xla_amp.errors import DeviceError
 
 
 def mark_storages() -> None:
@@ -24,12 +26,12 @@ def mark_storages() -> None:
 def install() -> None:
     """Puts all hooks in."""
     _copy_without_bytes()
+    _make_no_storage_of_bytes()
+    _send_no_storage()
     _load_checkpoints()
     _print_through_the_host()
     _pin_nothing()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    # Reason: a CPU parameter cannot become a lazy one in place, so Module.to would make a new Parameter: tied weights
-    # would part and an optimizer built before `.to` would keep the CPU ones.  Swapping keeps the objects.
+    _keep_parameters_when_moved()
 
 
 def _copy_without_bytes() -> None:
@@ -40,6 +42,42 @@ def _copy_without_bytes() -> None:
         return tensor.device.type != DEVICE_TYPE and has_storage(tensor)
 
     torch._C._has_storage = has_bytes
+
+
+def _make_no_storage_of_bytes() -> None:
+    """Reason: UntypedStorage(n, device="jax"), and with it storage.clone(), would ask for an allocator (a crash)."""
+    original = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == DEVICE_TYPE:
+            raise DeviceError(
+                f"cannot make or copy a storage on {device}: storages of the device {DEVICE_TYPE!r} hold no bytes. "
+                "Work with tensors: tensor.clone() copies, tensor.cpu().untyped_storage() has the bytes"
+            )
+        return original(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]
+
+
+def _send_no_storage() -> None:
+    """Reason: multiprocessing shares a storage's bytes; the receiver would read memory that is not ours."""
+    from multiprocessing.reduction import ForkingPickler
+
+    from torch.multiprocessing import reductions
+
+    original = reductions.reduce_tensor
+
+    def reduce_tensor(tensor: torch.Tensor) -> Any:
+        if tensor.device.type == DEVICE_TYPE:
+            raise DeviceError(
+                f"cannot send a tensor on {tensor.device} to another process (shape {list(tensor.shape)}): "
+                "send tensor.cpu() and move it to the device on the other side"
+            )
+        return original(tensor)
+
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, reduce_tensor)
 
 
 def _load_checkpoints() -> None:
@@ -76,7 +114,7 @@ def _print_through_the_host() -> None:
             text += f", grad_fn=<{type(inp.grad_fn).__name__}>"
         elif inp.requires_grad:
             text += ", requires_grad=True"
-        return f"Parameter containing:\n{text})" if isinstance(inp, torch.nn.Parameter) else f"{text})"
+        return f"{text})"
 
     _tensor_str._str_intern = through_the_host
 
@@ -91,3 +129,35 @@ def _pin_nothing() -> None:
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
 
 
+_crossing = threading.local()
+
+
+def _keep_parameters_when_moved() -> None:
+    """Reason: a CPU parameter cannot become a lazy one in place, so Module.to would make a new Parameter.
+
+    Tied weights would part and an optimizer built before ``.to`` would keep the CPU ones.  torch can swap the contents
+    of the two instead, which keeps the objects; its global switch for that
+    (``torch.__future__.set_swap_module_params_on_conversion``) would also change modules of every other device, so the
+    swap is asked for here only for a parameter that enters or leaves the lazy device.
+    """
+    from torch.nn.modules import module
+
+    apply, wrapped = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        def noting(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            _crossing.now = (tensor.device.type == DEVICE_TYPE) != (result.device.type == DEVICE_TYPE)
+            return result
+
+        noting.notes = True  # type: ignore[attr-defined]
+        try:
+            return apply(self, fn if hasattr(fn, "notes") else noting, recurse)
+        finally:
+            _crossing.now = False
+
+    def should_swap(tensor: Any) -> bool:
+        return getattr(_crossing, "now", False) or wrapped(tensor)
+
+    module.Module._apply = _apply  # type: ignore[method-assign]
+    module.is_traceable_wrapper_subclass = should_swap  # type: ignore[attr-defined]

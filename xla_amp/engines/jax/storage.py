@@ -144,8 +144,21 @@ def _retype_complex(x: Any, dtype: np.dtype) -> Any:
     return jax.lax.complex(pairs[:, 0], pairs[:, 1])
 
 
+def _check_bounds(room: Spec, shape: Any, strides: Any, offset: int) -> None:
+    """Raises as torch does for a window that leaves its storage, which holds no bytes for torch to check against."""
+    if 0 in shape:
+        return
+    last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if last >= room.size:
+        raise RuntimeError(
+            f"as_strided: sizes {list(shape)}, strides {list(strides)}, storage offset {offset} need a storage of "
+            f"{last + 1} elements of {room.dtype} and are out of bounds for storage of size {room.size}"
+        )
+
+
 def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> Instruction:
     target = spec(tuple(shape), dtype)
+    _check_bounds(_elements(base, dtype), shape, strides, offset)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
         x = materialized(inputs[0])
@@ -176,6 +189,7 @@ def write(tensor: torch.Tensor, number: int) -> None:
 
 def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> Instruction:
     window = _elements(base, dtype)
+    _check_bounds(window, shape, strides, offset)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
         old, new = map(materialized, inputs)
@@ -216,7 +230,7 @@ def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
 def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     """Gives the storage room for `size` elements of the tensor's dtype, its present ones first."""
     target = spec((size,), tensor.dtype)
-    if buffer.array is None and buffer.number < 0 or buffer.spec.size == 0:
+    if (buffer.array is None and buffer.number < 0) or buffer.spec.size == 0:
         tensor.untyped_storage()._xla_amp = Buffer(target)
         return
     old = _elements(buffer.spec, tensor.dtype)
