@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,19 +51,19 @@ def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: obj
     """`lax.reduce_window` over regular windows along the last axes."""
     lead = x.ndim - len(maps)
     strides, dilations = zip(*(axis_map.stride for axis_map in maps), strict=True)
-    edges = [
-        (-int(axis_map.index[0, 0]), int(axis_map.index[-1, -1]) + 1 - axis_map.extent) for axis_map in maps
-    ]
     ones = (1,) * lead
-    # XLA wants windows inside the array plus its padding: negative padding cuts off what no window sees
-    x = lax.pad(x, np.asarray(initial, x.dtype)[()], [(0, 0, 0)] * lead + [(low, high, 0) for low, high in edges])
+    padding = [(0, 0)] * lead
+    for axis, axis_map in enumerate(maps, lead):
+        low, high = -int(axis_map.index[0, 0]), int(axis_map.index[-1, -1]) + 1 - axis_map.extent
+        padding.append((low, max(high, 0)))
+        x = lax.slice_in_dim(x, 0, axis_map.extent + min(high, 0), axis=axis)  # off with what no window sees
     return lax.reduce_window(
         x,
         np.asarray(initial, x.dtype)[()],
         reduce,
         ones + tuple(axis_map.index.shape[1] for axis_map in maps),
         ones + strides,
-        "valid",
+        padding,
         window_dilation=ones + dilations,
     )
 
@@ -81,9 +82,9 @@ def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
         best: jax.Array | None = None
         for tap, (value, inner_position) in enumerate(zip(values, inner_positions, strict=True)):
             present = along(axis_map.present[:, tap], axis, x.ndim)
-            here = along(axis_map.index[:, tap] * inner, axis, x.ndim)
+            here = along(axis_map.index[:, tap] * inner, axis, x.ndim).astype(np.int32)
             candidate = jnp.broadcast_to(here if inner_position is None else here + inner_position, value.shape)
-            candidate = jnp.where(present, candidate, -1)
+            candidate = jnp.where(present, candidate, np.int32(-1))
             if best is None:
                 best, position_next = value, candidate
                 continue
@@ -103,8 +104,7 @@ def _scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> 
     return empty.at[rows, indices.reshape(planes, -1)].add(up(grad).reshape(planes, -1)).reshape(x.shape)
 
 
-@register("max_pool2d_with_indices")
-def max_pool2d_with_indices(
+def _max_pool(
     x: jax.Array,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
@@ -113,25 +113,21 @@ def max_pool2d_with_indices(
     ceil_mode: bool = False,
     *,
     out: jax.ShapeDtypeStruct,
-    rank: int = 2,
+    rank: int,
 ) -> tuple[jax.Array, jax.Array]:
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding, dilation)
     x = up(x)
     return _reduced(x, maps, _lowest(x.dtype), lax.max), _first_maximum(x, maps)
 
 
+@register("max_pool2d_with_indices")
+def max_pool2d_with_indices(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
+    return _max_pool(x, *window, out=out, rank=2)
+
+
 @register("max_pool3d_with_indices")
-def max_pool3d_with_indices(
-    x: jax.Array,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-    *,
-    out: jax.ShapeDtypeStruct,
-) -> tuple[jax.Array, jax.Array]:
-    return max_pool2d_with_indices(x, kernel_size, stride, padding, dilation, ceil_mode, out=out, rank=3)
+def max_pool3d_with_indices(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
+    return _max_pool(x, *window, out=out, rank=3)
 
 
 def _max_pool_backward(
@@ -141,15 +137,18 @@ def _max_pool_backward(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
+    ceil_mode: bool,
     indices: jax.Array,
+    *,
     rank: int,
 ) -> jax.Array:
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding, dilation)
-    if math.prod(axis_map.index.shape[1] for axis_map in maps) > _TAPS:
+    kernel = [axis_map.index.shape[1] for axis_map in maps]
+    if math.prod(kernel) > _TAPS:
         return _scattered(grad, x, indices, rank)
     grad = up(grad)
     total = jnp.zeros(x.shape, grad.dtype)
-    for taps in np.ndindex(*(axis_map.index.shape[1] for axis_map in maps)):
+    for taps in np.ndindex(*kernel):
         place: np.ndarray | int = 0
         config = [(0, 0, 0)] * x.ndim
         for axis, (tap, axis_map) in enumerate(zip(taps, maps, strict=True), x.ndim - rank):
@@ -162,31 +161,13 @@ def _max_pool_backward(
 
 
 @register("max_pool2d_with_indices_backward")
-def max_pool2d_with_indices_backward(
-    grad: jax.Array,
-    x: jax.Array,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: jax.Array,
-) -> jax.Array:
-    return _max_pool_backward(grad, x, kernel_size, stride, padding, dilation, indices, 2)
+def max_pool2d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
+    return _max_pool_backward(grad, x, *window, rank=2)
 
 
 @register("max_pool3d_with_indices_backward")
-def max_pool3d_with_indices_backward(
-    grad: jax.Array,
-    x: jax.Array,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: jax.Array,
-) -> jax.Array:
-    return _max_pool_backward(grad, x, kernel_size, stride, padding, dilation, indices, 3)
+def max_pool3d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
+    return _max_pool_backward(grad, x, *window, rank=3)
 
 
 def _divisor(
@@ -207,8 +188,7 @@ def _divided(total: jax.Array, divisor: np.ndarray) -> jax.Array:
     return total / as_dtype(divisor, total.dtype) if jnp.issubdtype(total.dtype, jnp.floating) else total // divisor
 
 
-@register("avg_pool2d", "avg_pool3d")
-def avg_pool(
+def _avg_pool(
     x: jax.Array,
     kernel_size: Sequence[int],
     stride: Sequence[int] = (),
@@ -218,15 +198,23 @@ def avg_pool(
     divisor_override: int | None = None,
     *,
     out: jax.ShapeDtypeStruct,
-    rank: int | None = None,
+    rank: int,
 ) -> jax.Array:
-    rank = len(kernel_size) if rank is None else rank
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding)
     return _divided(_reduced(up(x), maps, 0, lax.add), _divisor(maps, padding, count_include_pad, divisor_override))
 
 
-@register("avg_pool2d_backward", "avg_pool3d_backward")
-def avg_pool_backward(
+@register("avg_pool2d")
+def avg_pool2d(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> jax.Array:
+    return _avg_pool(x, *window, out=out, rank=2)
+
+
+@register("avg_pool3d")
+def avg_pool3d(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> jax.Array:
+    return _avg_pool(x, *window, out=out, rank=3)
+
+
+def _avg_pool_backward(
     grad: jax.Array,
     x: jax.Array,
     kernel_size: Sequence[int],
@@ -235,11 +223,22 @@ def avg_pool_backward(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
+    *,
+    rank: int,
 ) -> jax.Array:
-    rank = len(kernel_size)
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding)
     grad = _divided(up(grad), _divisor(maps, padding, count_include_pad, divisor_override))
     return apply_maps([axis_map.transpose() for axis_map in maps], grad)
+
+
+@register("avg_pool2d_backward")
+def avg_pool2d_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
+    return _avg_pool_backward(grad, x, *window, rank=2)
+
+
+@register("avg_pool3d_backward")
+def avg_pool3d_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
+    return _avg_pool_backward(grad, x, *window, rank=3)
 
 
 def _adaptive_maps(x: jax.Array, rows: Sequence[int]) -> list[AxisMap]:
