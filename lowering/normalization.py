@@ -1,1 +1,261 @@
-"""Lowerings: normalization."""
+"""Normalisation (layer, group, batch) and softmax, with gradients.
+
+Statistics and everything between input and result are computed in the opmath dtype (float32 for the half types).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.registry import register
+
+Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+
+
+def _statistics(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance over `axes`, which are kept.  Two passes: differences of squares cancel."""
+    mean = jnp.mean(x, axis=axes, keepdims=True)
+    return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
+
+
+def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    """``x * weight + bias`` with operands that broadcast."""
+    x = x if weight is None else x * as_dtype(weight, x.dtype)
+    return x if bias is None else x + as_dtype(bias, x.dtype)
+
+
+def _normalized_gradient(grad: jax.Array, normalized: jax.Array, rstd: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Gradient in ``x`` of ``normalized = (x - mean(x)) * rstd(x)``, statistics over `axes`."""
+    mean = jnp.mean(grad, axis=axes, keepdims=True)
+    projection = jnp.mean(grad * normalized, axis=axes, keepdims=True)
+    return rstd * (grad - mean - normalized * projection)
+
+
+# -- layer norm -----------------------------------------------------------------------------------------------------------
+
+
+@register("native_layer_norm")
+def native_layer_norm(
+    x: jax.Array, normalized_shape: Sequence[int], weight: jax.Array | None, bias: jax.Array | None, eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x = up(x)
+    mean, variance = _statistics(x, tuple(range(x.ndim - len(normalized_shape), x.ndim)))
+    rstd = lax.rsqrt(variance + eps)
+    return _affine((x - mean) * rstd, weight, bias), mean, rstd
+
+
+@register("native_layer_norm_backward")
+def native_layer_norm_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    normalized_shape: Sequence[int],
+    mean: jax.Array,
+    rstd: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    split = x.ndim - len(normalized_shape)
+    outer, inner = tuple(range(split)), tuple(range(split, x.ndim))
+    grad, x = up(grad), up(x)
+    kept = x.shape[:split] + (1,) * len(inner)
+    rstd = as_dtype(rstd, x.dtype).reshape(kept)
+    normalized = (x - as_dtype(mean, x.dtype).reshape(kept)) * rstd
+    return (
+        _normalized_gradient(_affine(grad, weight, None), normalized, rstd, inner) if output_mask[0] else None,
+        jnp.sum(grad * normalized, axis=outer) if output_mask[1] else None,
+        jnp.sum(grad, axis=outer) if output_mask[2] else None,
+    )
+
+
+# -- group norm: (N, C, *) seen as (N, group, C / group, places) ------------------------------------------------------------
+
+
+def _by_channel(parameter: jax.Array | None, group: int) -> jax.Array | None:
+    """A vector over channels, shaped to broadcast against (N, group, C / group, places)."""
+    return None if parameter is None else parameter.reshape(1, group, -1, 1)
+
+
+@register("native_group_norm")
+def native_group_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    grouped = up(x).reshape(N, group, C // group, HxW)
+    mean, variance = _statistics(grouped, (2, 3))
+    rstd = lax.rsqrt(variance + eps)
+    y = _affine((grouped - mean) * rstd, _by_channel(weight, group), _by_channel(bias, group))
+    return y.reshape(x.shape), mean[..., 0, 0], rstd[..., 0, 0]
+
+
+@register("native_group_norm_backward")
+def native_group_norm_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    mean: jax.Array,
+    rstd: jax.Array,
+    weight: jax.Array | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    grouped, grad = (up(a).reshape(N, group, C // group, HxW) for a in (x, grad))
+    mean, rstd = (as_dtype(a, grouped.dtype).reshape(N, group, 1, 1) for a in (mean, rstd))
+    normalized = (grouped - mean) * rstd
+    grad_x = None
+    if output_mask[0]:
+        weighted = _affine(grad, _by_channel(weight, group), None)
+        grad_x = _normalized_gradient(weighted, normalized, rstd, (2, 3)).reshape(x.shape)
+    return (
+        grad_x,
+        jnp.sum(grad * normalized, axis=(0, 3)).reshape(C) if output_mask[1] else None,
+        jnp.sum(grad, axis=(0, 3)).reshape(C) if output_mask[2] else None,
+    )
+
+
+# -- batch norm -----------------------------------------------------------------------------------------------------------
+
+
+def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of batch statistics, and the shape of a vector over channels that broadcasts against `x`."""
+    return (0, *range(2, x.ndim)), (1, x.shape[1], *(1,) * (x.ndim - 2))
+
+
+def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Array | None:
+    if running is None:
+        return None
+    share = as_dtype(momentum, value.dtype)
+    return (1 - share) * as_dtype(running, value.dtype) + share * value
+
+
+@register("_native_batch_norm_legit", "native_batch_norm", mutates=("running_mean", "running_var"), lifted=("momentum",))
+def native_batch_norm(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    training: bool,
+    momentum: Any,
+    eps: float,
+    *,
+    outs: Sequence[jax.ShapeDtypeStruct],
+) -> list[jax.Array]:
+    """Result, saved mean and inverse deviation, then the running statistics that were given.
+
+    ``native_batch_norm`` updates the running statistics although its schema does not say so.  The update of
+    ``running_var`` uses the unbiased variance, the normalisation the biased one.
+    """
+    axes, shape = _over_channels(x)
+    x = up(x)
+    if training:
+        mean, variance = (a.reshape(-1) for a in _statistics(x, axes))
+        count = x.size // x.shape[1]
+        running_mean = _moved(running_mean, mean, momentum)
+        running_var = _moved(running_var, variance * (count / max(count - 1, 1)), momentum)
+    else:
+        mean, variance = as_dtype(running_mean, x.dtype), as_dtype(running_var, x.dtype)
+    rstd = lax.rsqrt(variance + eps)
+    per_channel = (None if a is None else a.reshape(shape) for a in (weight, bias))
+    y = _affine((x - mean.reshape(shape)) * rstd.reshape(shape), *per_channel)
+    if math.prod(outs[1].shape) == 0:  # torch's CPU kernel saves nothing in evaluation, its meta kernel does
+        mean, rstd = mean[:0], rstd[:0]
+    return [y, mean, rstd, *(a for a in (running_mean, running_var) if a is not None)]
+
+
+@register("_native_batch_norm_legit.no_stats", lifted=("momentum",))
+def batch_norm_without_statistics(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    training: bool,
+    momentum: Any,
+    eps: float,
+    *,
+    outs: Sequence[jax.ShapeDtypeStruct],
+) -> list[jax.Array]:
+    return native_batch_norm(x, weight, bias, None, None, True, momentum, eps, outs=outs)
+
+
+@register("native_batch_norm_backward")
+def native_batch_norm_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    weight: jax.Array | None,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    save_mean: jax.Array | None,
+    save_invstd: jax.Array | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> Gradients:
+    axes, shape = _over_channels(x)
+    grad, x = up(grad), up(x)
+    mean = as_dtype(save_mean if train else running_mean, x.dtype).reshape(shape)
+    if train:
+        rstd = as_dtype(save_invstd, x.dtype).reshape(shape)
+    else:
+        rstd = lax.rsqrt(as_dtype(running_var, x.dtype) + eps).reshape(shape)
+    normalized = (x - mean) * rstd
+    grad_x = None
+    if output_mask[0]:
+        weighted = _affine(grad, None if weight is None else weight.reshape(shape), None)
+        grad_x = _normalized_gradient(weighted, normalized, rstd, axes) if train else weighted * rstd
+    return (
+        grad_x,
+        jnp.sum(grad * normalized, axis=axes) if output_mask[1] else None,
+        jnp.sum(grad, axis=axes) if output_mask[2] else None,
+    )
+
+
+# -- softmax --------------------------------------------------------------------------------------------------------------
+
+
+@register("_softmax")
+def softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+    return jax.nn.softmax(up(x), axis=dim) if x.ndim else jnp.ones((), opmath(x.dtype))
+
+
+@register("_log_softmax")
+def log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
+    return jax.nn.log_softmax(up(x), axis=dim) if x.ndim else jnp.zeros((), opmath(x.dtype))
+
+
+@register("_safe_softmax")
+def safe_softmax(x: jax.Array, dim: int, dtype: np.dtype | None = None) -> jax.Array:
+    """Softmax that gives zeros, and no NaN, where all inputs are minus infinity."""
+    x = up(x if dtype is None else as_dtype(x, dtype))
+    masked = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
+    return jnp.where(masked, 0, jax.nn.softmax(x, axis=dim))
+
+
+@register("_softmax_backward_data")
+def softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
+    grad, output = up(grad), up(output)
+    product = grad * output
+    return product - output * jnp.sum(product, axis=dim, keepdims=True) if output.ndim else jnp.zeros_like(product)
+
+
+@register("_log_softmax_backward_data")
+def log_softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
+    grad, output = up(grad), up(output)
+    if not output.ndim:
+        return jnp.zeros_like(grad)
+    return grad - jnp.exp(output) * jnp.sum(grad, axis=dim, keepdims=True)
