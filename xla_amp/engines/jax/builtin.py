@@ -66,9 +66,9 @@ def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any
         # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
         buffer.raw = False
         raw = transfer.download(buffer.array)
-        size = raw.numel() // self.element_size()
-        buffer.array = transfer.upload(raw.view(self.dtype) if size else torch.empty(0, dtype=self.dtype))
-        buffer.spec = spec((size,), self.dtype)
+        values = raw.view(self.dtype) if raw.numel() else torch.empty(0, dtype=self.dtype)
+        buffer.array = transfer.upload(values)
+        buffer.spec = spec((values.numel(),), self.dtype)
     return storage.set_geometry(self, source, storage_offset, size, stride or infer.contiguous_strides(size))
 
 
