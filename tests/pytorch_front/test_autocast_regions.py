@@ -1,0 +1,389 @@
+"""Regions: entering, leaving, nesting, decorating. On the CPU the dispatcher is torch's own, on XLA it is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import autocast
+
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+@pytest.fixture
+def mm_dtype(device):
+    """The dtype in which a matrix product of float32 matrices runs here and now."""
+    matrix = torch.ones(2, 2, device=device)
+    return lambda: torch.mm(matrix, matrix).dtype
+
+
+def state(device):
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch.get_autocast_dtype(device.type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _state_is_restored(device):
+    before = state(device)
+    yield
+    assert state(device) == before
+
+
+def test_inside_and_outside(device, mm_dtype):
+    assert mm_dtype() is FULL
+    with autocast(device, dtype=LOW) as region:
+        assert mm_dtype() is LOW
+        assert torch.is_autocast_enabled(device.type)
+        assert isinstance(region, autocast)
+    assert mm_dtype() is FULL
+
+
+def test_the_dtype_defaults_to_the_policys(device, mm_dtype):
+    with autocast(device):
+        assert mm_dtype() is LOW
+
+
+def test_nested_regions(device, mm_dtype):
+    with autocast(device, dtype=LOW):
+        with autocast(device, dtype=torch.float16):
+            assert mm_dtype() is torch.float16
+            with autocast(device, enabled=False):
+                assert mm_dtype() is FULL
+                with autocast(device, dtype=LOW):
+                    assert mm_dtype() is LOW
+                assert mm_dtype() is FULL
+            assert mm_dtype() is torch.float16
+        assert mm_dtype() is LOW
+
+
+def test_a_region_is_entered_again_while_it_is_open(device, mm_dtype):
+    region = autocast(device, dtype=LOW)
+    with region:
+        with region:
+            assert mm_dtype() is LOW
+        assert mm_dtype() is LOW
+    assert mm_dtype() is FULL
+
+
+def test_torchs_own_region_leaks_there():
+    # The twin of the test above: what torch.autocast does, and why the state may not be on the instance.
+    region = torch.autocast("cpu", dtype=LOW)
+    with region, region:
+        pass
+    leaked = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    assert leaked
+
+
+def test_torchs_regions_and_ours_nest(device, mm_dtype):
+    with autocast(device, dtype=LOW):
+        with torch.autocast(device.type, dtype=torch.float16):
+            assert mm_dtype() is torch.float16
+        with torch.autocast(device.type, enabled=False):
+            assert mm_dtype() is FULL
+            with autocast(device, dtype=LOW):
+                assert mm_dtype() is LOW
+        assert mm_dtype() is LOW
+
+
+def test_an_exception_restores(device, mm_dtype):
+    with pytest.raises(KeyError, match="mine"), autocast(device, dtype=LOW), autocast(device, enabled=False):
+        raise KeyError("mine")
+    assert mm_dtype() is FULL
+
+
+def test_an_exception_in_an_operation_restores(device, mm_dtype):
+    with autocast(device, dtype=LOW):
+        with pytest.raises(RuntimeError):
+            torch.mm(torch.ones(2, 3, device=device), torch.ones(2, 3, device=device))
+        assert mm_dtype() is LOW  # also the exclusion of the autocast key is undone
+
+
+def test_the_cache_flag(device):
+    with autocast(device, dtype=LOW, cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+        with autocast(device, dtype=LOW):
+            assert not torch.is_autocast_cache_enabled()
+        with autocast(device, dtype=LOW, cache_enabled=True):
+            assert torch.is_autocast_cache_enabled()
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_regions_may_end_out_of_order(device, mm_dtype):
+    first, second = autocast(device, dtype=LOW), autocast(device, dtype=torch.float16)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert mm_dtype() is torch.float16  # the newest region stays in force
+    second.__exit__(None, None, None)
+    assert mm_dtype() is FULL  # and gives back what was before the first
+
+
+def test_regions_of_two_devices_may_end_out_of_order(device, mm_dtype):
+    other = autocast("cpu" if device.type != "cpu" else "xla", dtype=LOW, cache_enabled=False)
+    mine = autocast(device, dtype=LOW, cache_enabled=True)
+    mine.__enter__()
+    other.__enter__()
+    mine.__exit__(None, None, None)
+    assert mm_dtype() is FULL
+    assert not torch.is_autocast_cache_enabled()
+    other.__exit__(None, None, None)
+
+
+def test_leaving_what_was_not_entered(device):
+    with pytest.raises(RuntimeError, match="this thread has not entered it"):
+        autocast(device).__exit__(None, None, None)
+
+
+def test_leaving_in_another_thread(device):
+    caught = []
+
+    def leave(region):
+        try:
+            region.__exit__(None, None, None)
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    with autocast(device) as region:
+        thread = threading.Thread(target=leave, args=(region,))
+        thread.start()
+        thread.join()
+    assert "this thread has not entered it" in caught[0]
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_start_outside(device, mm_dtype):
+    seen = []
+
+    def work():
+        seen.append(mm_dtype())
+        with autocast(device, dtype=torch.float16):
+            seen.append(mm_dtype())
+        seen.append(mm_dtype())
+
+    with autocast(device, dtype=LOW):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert mm_dtype() is LOW
+    assert seen == [FULL, torch.float16, FULL]
+
+
+def test_one_object_in_two_threads_at_once(device, mm_dtype):
+    region = autocast(device, dtype=LOW)
+    inside, go_on = threading.Event(), threading.Event()
+    seen = []
+
+    def work():
+        with region:
+            inside.set()
+            go_on.wait(10)
+            seen.append(mm_dtype())
+        seen.append(mm_dtype())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait(10)
+    with region:
+        pass
+    assert mm_dtype() is FULL
+    go_on.set()
+    thread.join()
+    assert seen == [LOW, FULL]
+
+
+def test_the_backward_pass_inside_a_region(device):
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    with autocast(device, dtype=LOW):
+        (weight @ torch.ones(2, 2, device=device)).sum().backward()
+    assert weight.grad.dtype is FULL
+    assert weight.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+# ---- decorators ------------------------------------------------------------------------------------------------------
+
+
+def test_function(device, mm_dtype):
+    @autocast(device, dtype=LOW)
+    def function(a, *, b):
+        """Says so."""
+        return a, b, mm_dtype()
+
+    assert function(1, b=2) == (1, 2, LOW)
+    assert mm_dtype() is FULL
+    assert (function.__name__, function.__doc__) == ("function", "Says so.")
+
+
+def test_method(device, mm_dtype):
+    class Model(torch.nn.Module):
+        @autocast(device, dtype=LOW)
+        def forward(self):
+            return self, mm_dtype()
+
+    model = Model()
+    assert model() == (model, LOW)
+
+
+def test_recursive_function(device, mm_dtype):
+    seen = []
+
+    @autocast(device, dtype=LOW)
+    def down(n):
+        seen.append(mm_dtype())
+        if n:
+            down(n - 1)
+        seen.append(mm_dtype())
+
+    down(2)
+    assert seen == [LOW] * 6
+    assert mm_dtype() is FULL
+
+
+def test_generator(device, mm_dtype):
+    @autocast(device, dtype=LOW)
+    def generate():
+        sent = []
+        try:
+            sent.append((yield mm_dtype()))
+            try:
+                yield mm_dtype()
+            except KeyError:
+                sent.append("caught")
+            yield mm_dtype()
+        finally:
+            sent.append(mm_dtype())
+        return sent
+
+    assert inspect.isgeneratorfunction(generate)
+    generator = generate()
+    assert next(generator) is LOW
+    assert mm_dtype() is FULL  # outside while it is suspended
+    assert generator.send("sent") is LOW
+    assert generator.throw(KeyError()) is LOW
+    with pytest.raises(StopIteration) as end:
+        next(generator)
+    assert end.value.value == ["sent", "caught", LOW]
+
+
+def test_closing_a_generator_runs_its_cleanup_inside(device, mm_dtype):
+    seen = []
+
+    @autocast(device, dtype=LOW)
+    def generate():
+        try:
+            yield
+        finally:
+            seen.append(mm_dtype())
+
+    generator = generate()
+    next(generator)
+    generator.close()
+    assert seen == [LOW]
+    assert mm_dtype() is FULL
+
+
+def test_coroutine(device, mm_dtype):
+    @autocast(device, dtype=LOW)
+    async def compute(n):
+        seen = [mm_dtype()]
+        await asyncio.sleep(0.001 * n)
+        seen.append(mm_dtype())
+        return seen
+
+    async def beside():
+        seen = []
+        for _ in range(20):
+            seen.append(mm_dtype())
+            await asyncio.sleep(0)
+        return seen
+
+    async def main():
+        return await asyncio.gather(compute(1), beside(), compute(2))
+
+    assert inspect.iscoroutinefunction(compute)
+    first, outside, second = asyncio.run(main())
+    assert first == second == [LOW, LOW]
+    assert set(outside) == {FULL}
+
+
+def test_a_cancelled_coroutine_cleans_up_inside(device, mm_dtype):
+    seen = []
+
+    @autocast(device, dtype=LOW)
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            seen.append(mm_dtype())
+
+    async def main():
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return task.cancelled()
+
+    assert asyncio.run(main())
+    assert seen == [LOW]
+
+
+def test_asynchronous_generator(device, mm_dtype):
+    @autocast(device, dtype=LOW)
+    async def generate():
+        try:
+            sent = yield mm_dtype()
+            await asyncio.sleep(0)
+            try:
+                yield sent, mm_dtype()
+            except KeyError:
+                yield "caught", mm_dtype()
+        finally:
+            seen.append(mm_dtype())
+
+    async def main():
+        generator = generate()
+        results = [await generator.asend(None), mm_dtype(), await generator.asend(1)]
+        results.append(await generator.athrow(KeyError()))
+        await generator.aclose()
+        results.extend([item async for item in generator])
+        return results
+
+    seen = []
+    assert inspect.isasyncgenfunction(generate)
+    assert asyncio.run(main()) == [LOW, FULL, (1, LOW), ("caught", LOW)]
+    assert seen == [LOW]
+
+
+def test_an_asynchronous_generator_that_runs_out(device, mm_dtype):
+    @autocast(device, dtype=LOW)
+    async def generate():
+        yield mm_dtype()
+
+    async def main():
+        return [(item, mm_dtype()) async for item in generate()]
+
+    assert asyncio.run(main()) == [(LOW, FULL)]
+
+
+def test_decorating_what_cannot_be_called(device):
+    with pytest.raises(TypeError, match=r"expects a function, got 3 \(int\)"):
+        autocast(device)(3)
