@@ -41,6 +41,7 @@ def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_kernel("empty.memory_format")
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    storage.require_here(device)
     of = spec(tuple(size), dtype or torch.get_default_dtype())
     tensor = compat.create_tensor(of.shape, of.dtype)
     tensor.untyped_storage()._xla_amp = Buffer(of)
@@ -48,9 +49,9 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
 
 
 @_kernel("empty_strided")
-def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> torch.Tensor:
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     # Fresh tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts by itself.
-    return _empty(size, dtype=dtype)
+    return _empty(size, dtype=dtype, device=device)
 
 
 @_kernel("resize_")
@@ -150,6 +151,7 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
         if device.type == "meta":
             return torch.empty(self.shape, dtype=dtype, device="meta")
         return storage.to_host(self).to(device, dtype)
+    storage.require_here(device)
     if self.device.type != DEVICE_TYPE:
         step_begins()
         return transfer.wrap(transfer.upload(self.to("cpu", dtype)))

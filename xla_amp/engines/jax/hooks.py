@@ -95,6 +95,14 @@ def _load_checkpoints() -> None:
         loaded._xla_amp.raw = True
         return loaded
 
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: Any) -> int:
+        # torch.load remembers a storage, for the next tensor that shares it, only if its address is not zero.
+        buffer = self._xla_amp
+        return address(self) or int(buffer is not None and buffer.raw)
+
+    torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]
     torch.serialization.register_package(5, location, restore)
 
 

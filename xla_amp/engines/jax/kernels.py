@@ -25,6 +25,8 @@ Form = Literal["functional", "inplace", "out"]
 """How a lowering is called: as registered, writing its first argument, or writing ``out=`` arguments."""
 
 DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
+_CHECKS = {"Device": "_require_here", "Generator": "_require_no_generator"}
+"""Schema type of an argument -> what a kernel calls with it before it is dropped."""
 _DROPPED_NAMES = frozenset(("pin_memory",))
 
 
@@ -42,6 +44,7 @@ class Argument:
         text = str(argument.real_type)
         base = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
         self.optional = base != text
+        self.type = base
         self.kind = self._kind(base, lowering)
 
     def _kind(self, base: str, lowering: Lowering) -> str:
@@ -173,6 +176,8 @@ class _Operation:
             "_read_view": storage.read_view,
             "_operand": storage.operand,
             "_operands": storage.operands,
+            "_require_here": storage.require_here,
+            "_require_no_generator": storage.require_no_generator,
             "_write": storage.write,
             "_write_out": storage.write_out,
             "_new": storage.new_tensor,
@@ -284,6 +289,8 @@ class _Source:
     def text(self) -> str:
         operation = self.operation
         for index, argument in enumerate(operation.arguments):
+            if argument.type in _CHECKS:
+                self.lines.append(f"if {argument.variable} is not None: {_CHECKS[argument.type]}({argument.variable})")
             if argument.kind != "dropped" and not argument.is_out:
                 getattr(self, f"_{argument.kind}")(argument, index)
         self._instruction()

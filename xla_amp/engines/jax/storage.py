@@ -32,6 +32,29 @@ from xla_amp.lowering import strided
 DEVICE_TYPE = "jax"
 
 
+def require_here(device: torch.device | None) -> None:
+    """Raises for an index that the device type does not have.
+
+    Raises:
+        DeviceError: the index is not 0.
+    """
+    if device is not None and device.index:
+        raise DeviceError(f"device {device} does not exist: a process has one lazy device, '{DEVICE_TYPE}:0'")
+
+
+def require_no_generator(generator: torch.Generator) -> None:
+    """Raises: an operation that quietly drew from another generator than the caller's would not be reproducible.
+
+    Raises:
+        DeviceError: always.
+    """
+    raise DeviceError(
+        f"random operations on {DEVICE_TYPE!r} draw from the device's one generator, got a generator of the device "
+        f"{str(generator.device)!r}. Leave `generator` out and seed with torch.manual_seed(), or draw on the CPU and "
+        "move the result to the device"
+    )
+
+
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The buffer behind a tensor of the lazy device; a storage that has none gets one that was never written."""
     store = tensor.untyped_storage()
