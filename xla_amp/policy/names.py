@@ -155,8 +155,12 @@ def _overloads() -> Mapping[str, tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=8)
 def _by_packet(provided: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    # Of a packet that is catalogued the catalogue knows best: names alone do not tell `topk.values`, which writes to
+    # its arguments, from an overload that computes.
+    catalogued = catalogue().classes
+    known_packets = set(map(packet, catalogued))
     found: dict[str, list[str]] = {}
-    for name in sorted(_known(provided)):
+    for name in sorted(catalogued.keys() | {name for name in provided if packet(name) not in known_packets}):
         found.setdefault(packet(name), []).append(name)
     return {name: tuple(overloads) for name, overloads in found.items()}
 
@@ -187,8 +191,9 @@ def matching(pattern: str) -> tuple[str, ...]:
     """Known operations that `pattern` reaches, sorted; empty when there are none.
 
     Args:
-        pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob (``linalg_*``) or a
-            namespaced name of another library (``mylib::attention``: itself, unchecked).
+        pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob (``linalg_*``: the
+            catalogue's operations only) or a namespaced name of another library (``mylib::attention``: itself,
+            unchecked).
     """
     found = _matching(pattern)
     if not found and _ask_providers():
@@ -200,7 +205,7 @@ def _matching(pattern: str) -> tuple[str, ...]:
     unruled = catalogue().no_rule
     if is_glob(pattern):
         match = glob(pattern).match
-        reached = (name for name in known_operations() if match(name) or match(packet(name)))
+        reached = (name for name in catalogue().classes if match(name) or match(packet(name)))
         return tuple(sorted(name for name in reached if packet(name) not in unruled))
     if packet(pattern) in unruled:
         return ()

@@ -108,10 +108,11 @@ class RuleLayer:
         if bare in names.catalogue().no_rule:
             return None
         reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
-        for pattern, rule in self._globs:
-            match = names.glob(pattern).match
-            if match(operation) or match(bare):
-                reached.append(rule)
+        if operation in names.catalogue().classes:
+            for pattern, rule in self._globs:
+                match = names.glob(pattern).match
+                if match(operation) or match(bare):
+                    reached.append(rule)
         if len({rule.cast for rule in reached}) > 1:
             listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(reached))
             raise PolicyError(

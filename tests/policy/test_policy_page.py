@@ -1,0 +1,52 @@
+"""docs/policy.md: what it shows is what happens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import BUILTIN, load
+from xla_amp.vocab import CASTS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "policy.md").read_text(encoding="utf-8")
+(EXAMPLE,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+
+CHANGES = [('"softmax"', '"sofmax"'), ('cast = "fp32"', 'cast = "float32"'), ("mylib::attention", "softmax")]
+
+
+def test_the_example_file_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(EXAMPLE)
+    policy = load("mine.toml")
+    assert policy.name == "mine"
+    assert policy.decide("linalg_norm").cast == "fp32"
+    assert policy.decide("mylib::attention").cast == "low"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_error_messages_are_those_shown(tmp_path, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    shown = [line for line in PAGE.splitlines() if line.startswith("mine.toml:")][number]
+    Path("mine.toml").write_text(EXAMPLE.replace(*CHANGES[number]))
+    with pytest.raises(PolicyError) as caught:
+        load("mine.toml")
+    assert str(caught.value).startswith(shown.partition("...")[0])
+
+
+def test_the_python_examples_run(capsys):
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "with xla_amp" not in block]
+    names: dict[str, object] = {"names": lambda: ()}
+    for block in blocks:
+        exec(block, names)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "fp32 builtin"
+    assert printed[2].startswith("tables/tpu.toml:")
+
+
+def test_the_tables_of_the_page_are_complete():
+    first_columns = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert first_columns == [*CASTS, "tpu", "gpu", "cuda", "xpu", "mps", "cpu", "hpu"]
+    assert set(first_columns[len(CASTS) :]) == set(BUILTIN)
