@@ -41,7 +41,7 @@ def test_nothing_set(monkeypatch):
     assert config.policy_file() is None
     assert config.rules() == ""
     assert config.hpu_lists() == ()
-    assert config.fallback() == "warn"
+    assert config.fallback() == "error"
     assert config.engine() == "auto"
     assert config.tape_limit() == 100_000
     assert config.platform() is None
@@ -53,8 +53,8 @@ def test_values_are_read_at_call_time(monkeypatch):
     assert config.policy_file() == Path.home() / "mine.toml"
     monkeypatch.setenv("XLA_AMP_RULES", "mm=low")
     assert config.rules() == "mm=low"
-    monkeypatch.setenv("XLA_AMP_FALLBACK", " Error ")
-    assert config.fallback() == "error"
+    monkeypatch.setenv("XLA_AMP_FALLBACK", " CPU ")
+    assert config.fallback() == "cpu"
     monkeypatch.setenv("XLA_AMP_ENGINE", "torch_xla")
     assert config.engine() == "torch_xla"
     monkeypatch.setenv("XLA_AMP_TAPE_LIMIT", "500")
@@ -87,7 +87,7 @@ def test_platform(monkeypatch, ours, pjrt, expected):
 @pytest.mark.parametrize(
     ("variable", "value", "read", "words"),
     [
-        ("XLA_AMP_FALLBACK", "silent", config.fallback, "'silent': expected one of warn, error, allow"),
+        ("XLA_AMP_FALLBACK", "silent", config.fallback, "'silent': expected one of error, cpu"),
         ("XLA_AMP_ENGINE", "xla", config.engine, "'xla': expected one of auto, torch_xla, jax"),
         ("XLA_AMP_PLATFORM", "cuda", config.platform, "'cuda': expected one of cpu, gpu, tpu"),
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),

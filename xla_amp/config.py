@@ -14,7 +14,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.vocab import PLATFORMS, Cast, Platform
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
-Fallback: TypeAlias = Literal["warn", "error", "allow"]
+Fallback: TypeAlias = Literal["error", "cpu"]
 
 POLICY_FILE: Final = "XLA_AMP_POLICY"
 RULES: Final = "XLA_AMP_RULES"
@@ -55,14 +55,14 @@ def hpu_lists() -> tuple[tuple[Cast, str, Path], ...]:
 
 
 def fallback() -> Fallback:
-    """``XLA_AMP_FALLBACK``: what happens when an operation without a lowering must run on the host.
+    """``XLA_AMP_FALLBACK``: what happens to an operation that has no lowering.
 
-    ``warn`` (default) runs it and warns once per operation, ``error`` raises, ``allow`` runs it and only counts.
+    ``error`` (default) raises, ``cpu`` runs it there, which waits for the device; the engine warns and counts.
 
     Raises:
         PolicyError: another value.
     """
-    return _choice(FALLBACK, get_args(Fallback), "warn")
+    return _choice(FALLBACK, get_args(Fallback), "error")
 
 
 def engine() -> EngineName:
