@@ -1,0 +1,55 @@
+"""Padding: with a constant, with the mirror image, with the edge.
+
+torch lists the amounts from the last axis backwards, (before, after) each; a negative amount cuts away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.registry import register
+
+
+def _widths(amounts: Sequence[int], ndim: int) -> list[tuple[int, int]]:
+    """(before, after) per axis, first axis first."""
+    pairs = [(amounts[i], amounts[i + 1]) for i in range(0, len(amounts), 2)]
+    return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
+
+
+@register("constant_pad_nd")
+def constant_pad(x: jax.Array, pad: Sequence[int], value: Any = 0) -> jax.Array:
+    """Padding with `value`."""
+    edges = [(before, after, 0) for before, after in _widths(pad, x.ndim)]
+    return lax.pad(x, as_dtype(value, x.dtype), edges)
+
+
+def _pad(x: jax.Array, amounts: Sequence[int], mode: Literal["reflect", "edge"]) -> jax.Array:
+    widths = _widths(amounts, x.ndim)
+    x = jnp.pad(x, [(max(before, 0), max(after, 0)) for before, after in widths], mode=mode)
+    start = [max(-before, 0) for before, _ in widths]
+    stop = [size - max(-after, 0) for (_, after), size in zip(widths, x.shape, strict=True)]
+    return lax.slice(x, start, stop)
+
+
+def _register_padding(name: str, mode: Literal["reflect", "edge"]) -> None:
+    def forward(x: jax.Array, padding: Sequence[int]) -> jax.Array:
+        return _pad(x, padding, mode)
+
+    def backward(grad: jax.Array, x: jax.Array, padding: Sequence[int]) -> jax.Array:
+        grad = up(grad)  # every copy of an element adds to its gradient: halves are summed in float32
+        operand = jax.ShapeDtypeStruct(x.shape, grad.dtype)
+        return jax.linear_transpose(lambda y: _pad(y, padding, mode), operand)(grad)[0]
+
+    for rank in (1, 2, 3):
+        register(f"{name}_pad{rank}d")(forward)
+        register(f"{name}_pad{rank}d_backward")(backward)
+
+
+_register_padding("reflection", "reflect")
+_register_padding("replication", "edge")
