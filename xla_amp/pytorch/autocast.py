@@ -91,6 +91,7 @@ class autocast:
         self.enabled = enabled
         self.cache_enabled = cache_enabled
         self.policy = None if policy is None else policies.load(policy)
+        self._effective: Policy | None = None
         if not devices.is_xla(self.device):
             native.region(self.device, dtype, enabled, cache_enabled)
         elif enabled:
@@ -119,6 +120,8 @@ class autocast:
 
     def _rules(self) -> Policy:
         """The policy in force now: ours, with what file, environment and overrides lay on it."""
+        if self._effective is not None:
+            return self._effective
         chosen = self.policy or policies.default_name(devices.engine().platform())
         return policies.resolve(policies.load(chosen))
 
@@ -150,6 +153,13 @@ class autocast:
         token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
         return _Entry(self, region, token)
+
+
+def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
+    """A region like an earlier one, with the rules that were in force then, overrides included."""
+    again = autocast(device_type, dtype)
+    again._effective = None if region is None else region.policy
+    return again
 
 
 def _leave(owner: autocast) -> None:

@@ -13,7 +13,7 @@ from xla_amp import policy as policies
 from xla_amp.engines import native
 from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch import casts, devices
-from xla_amp.pytorch.autocast import autocast
+from xla_amp.pytorch.autocast import autocast, reopened
 
 
 def is_autocast_available(device_type: Any) -> bool:
@@ -58,8 +58,7 @@ def custom_fwd(
         context = args[0]
         context._dtype = torch.get_autocast_dtype(name)
         enabled = torch.is_autocast_enabled(name)
-        region = policies.current(name)
-        context._policy = region.policy if region is not None else None
+        context._region = policies.current(name)
         context._fwd_used_autocast = enabled and cast_inputs is None
         if not enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
@@ -90,7 +89,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: Any) -> Ca
         _start(name)
         context = args[0]
         if context._fwd_used_autocast:
-            region = autocast(name, context._dtype, policy=context._policy)
+            region = reopened(context._region, name, context._dtype)
         else:
             region = autocast(name, enabled=False)
         with region:

@@ -1,0 +1,164 @@
+"""Custom autograd functions under autocast, on torch's CPU device and on ours."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import autocast, custom_bwd, custom_fwd, is_autocast_available, policy
+from xla_amp.errors import DeviceError
+
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+def matmul_function(device, cast_inputs=None):
+    class Matmul(torch.autograd.Function):
+        seen: list = []
+
+        @staticmethod
+        @custom_fwd(device_type=device, cast_inputs=cast_inputs)
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a, b)
+            result = a.mm(b)
+            Matmul.seen.append((torch.is_autocast_enabled(device.type), a.dtype, result.dtype))
+            return result
+
+        @staticmethod
+        @custom_bwd(device_type=device)
+        def backward(ctx, gradient):
+            a, b = ctx.saved_tensors
+            result = gradient.mm(b.t()), a.t().mm(gradient)
+            Matmul.seen.append((torch.is_autocast_enabled(device.type), result[0].dtype, result[1].dtype))
+            return result
+
+    return Matmul
+
+
+def leaves(device):
+    return [torch.full((2, 2), 3.0, device=device, requires_grad=True) for _ in range(2)]
+
+
+def test_backward_runs_as_forward_did(device):
+    function, (a, b) = matmul_function(device), leaves(device)
+    with autocast(device, dtype=LOW):
+        loss = function.apply(a, b).sum()
+    loss.backward()
+    assert function.seen == [(True, FULL, LOW), (True, LOW, LOW)]
+    assert a.grad.dtype is FULL
+    assert a.grad.tolist() == [[6.0, 6.0], [6.0, 6.0]]
+
+
+def test_cast_inputs(device):
+    function, (a, b) = matmul_function(device, cast_inputs=FULL), leaves(device)
+    with autocast(device, dtype=LOW):
+        loss = function.apply(a.to(LOW), b).sum()
+    loss.backward()
+    assert function.seen == [(False, FULL, FULL), (False, FULL, FULL)]
+
+
+def test_outside_a_region_nothing_happens(device):
+    function, (a, b) = matmul_function(device, cast_inputs=torch.float16), leaves(device)
+    function.apply(a, b).sum().backward()
+    assert function.seen == [(False, FULL, FULL), (False, FULL, FULL)]
+
+
+def test_backward_follows_the_policy_of_forward():
+    device = xla_amp.xla_device()
+    function, (a, b) = matmul_function(device), leaves(device)
+    with policy.override(mm="fp32"), autocast(device, dtype=LOW):
+        loss = function.apply(a, b).sum()
+    loss.backward()
+    assert function.seen == [(True, FULL, FULL), (True, FULL, FULL)]
+
+
+def test_cast_inputs_reaches_every_container(device):
+    Pair = namedtuple("Pair", ["x", "y"])
+    seen = {}
+
+    @custom_fwd(device_type=device, cast_inputs=LOW)
+    def forward(ctx, pair, ordered, *, nested):
+        seen.update(pair=pair, ordered=ordered, nested=nested)
+
+    full = torch.ones(2, device=device)
+    kept = {"f64": full.double(), "int": torch.ones(2, dtype=torch.int64, device=device), "text": "abc", "none": None}
+    with autocast(device, dtype=LOW):
+        forward(ContextStub(), Pair(full, 1), OrderedDict(a=full), nested={"list": [full, (full,)], **kept})
+    assert isinstance(seen["pair"], Pair)
+    assert type(seen["ordered"]) is OrderedDict
+    nested = seen["nested"]
+    cast = [seen["pair"].x, seen["ordered"]["a"], nested["list"][0], nested["list"][1][0]]
+    assert [tensor.dtype for tensor in cast] == [LOW] * 4
+    assert {name: nested[name] is value for name, value in kept.items()} == dict.fromkeys(kept, True)
+
+
+class ContextStub:
+    """What torch.autograd.Function gives forward as `ctx`, as far as custom_fwd needs it."""
+
+
+def test_tensors_of_other_devices_are_left_alone():
+    device = xla_amp.xla_device()
+    seen = []
+
+    @custom_fwd(device_type=device, cast_inputs=LOW)
+    def forward(ctx, here, there):
+        seen.extend((here.dtype, there.dtype))
+
+    with autocast(device, dtype=LOW):
+        forward(ContextStub(), torch.ones(2, device=device), torch.ones(2))
+    assert seen == [LOW, FULL]
+
+
+@pytest.mark.parametrize("decorator", [custom_fwd, custom_bwd])
+def test_what_is_no_device(decorator):
+    with pytest.raises(ValueError, match=rf"{decorator.__name__}\(3\): expected a device"):
+        decorator(device_type=3)
+    with pytest.raises(TypeError, match="device_type"):
+        decorator(lambda ctx: None)
+
+
+def test_xla_by_name():
+    function, (a, b) = matmul_function(xla_amp.xla_device()), leaves(xla_amp.xla_device())
+    function.forward = staticmethod(custom_fwd(function.forward.__wrapped__, device_type="xla"))
+    with autocast("xla"):
+        function.apply(a, b)
+    assert function.seen == [(True, FULL, LOW)]
+
+
+def test_is_autocast_available():
+    assert is_autocast_available("cpu")
+    assert is_autocast_available("xla")
+    assert is_autocast_available(xla_amp.xla_device())
+    assert not is_autocast_available("meta")
+    with pytest.raises(DeviceError, match="torch knows no device type 'gpu'"):
+        is_autocast_available("gpu")
+
+
+def test_functions_in_threads(device):
+    function = matmul_function(device)
+    errors = []
+
+    def work():
+        try:
+            a, b = leaves(device)
+            with autocast(device, dtype=LOW):
+                loss = function.apply(a, b).sum()
+            loss.backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert sorted(function.seen, key=str) == sorted([(True, FULL, LOW), (True, LOW, LOW)] * 3, key=str)

@@ -1,0 +1,251 @@
+"""The names that PyTorch/XLA scripts use, and two such scripts."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+from xla_amp import GradScaler, autocast, syncfree
+from xla_amp import xla_model as xm
+from xla_amp.errors import DeviceError
+
+
+@pytest.fixture
+def device():
+    return xm.xla_device()
+
+
+# ---- devices and processes -------------------------------------------------------------------------------------------
+
+
+def test_devices(device):
+    assert xm.xla_device() == xm.xla_device(0) == device
+    assert xm.xla_device_hw(device) == "CPU"
+    assert xm.xla_device(devkind="CPU") == device
+    assert xm.get_xla_supported_devices() == xm.get_xla_supported_devices("CPU") == [str(device)]
+    assert xm.get_xla_supported_devices("TPU") == []
+    assert xm.is_xla_tensor(torch.ones(1, device=device))
+    assert not xm.is_xla_tensor(torch.ones(1))
+
+
+def test_devices_that_are_not_there(device):
+    with pytest.raises(DeviceError, match="has one XLA device, number 0"):
+        xm.xla_device(1)
+    with pytest.raises(DeviceError, match="the device is of kind 'CPU'"):
+        xm.xla_device(devkind="TPU")
+    with pytest.raises(DeviceError, match="does not count memory on the platform 'cpu'"):
+        xm.get_memory_info(device)
+
+
+def test_one_process():
+    assert xm.xrt_world_size() == xm.get_world_size() == 1
+    assert xm.get_ordinal() == xm.get_local_ordinal() == 0
+    assert xm.is_master_ordinal()
+    assert xm.rendezvous("here", b"us") == [b"us"]
+    assert xm.mesh_reduce("sum", 3, sum) == 3
+
+
+def test_master_print(capsys):
+    xm.master_print("loss", 1.5)
+    assert capsys.readouterr().out == "loss 1.5\n"
+    stream = io.StringIO()
+    xm.master_print(1, fd=stream, flush=True)
+    assert stream.getvalue() == "1\n"
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_all_reduce_of_a_tensor(device):
+    tensor = torch.ones(2, device=device)
+    result = xm.all_reduce("sum", tensor, scale=0.5)
+    assert result.tolist() == [0.5, 0.5]
+    assert tensor.tolist() == [1.0, 1.0]
+    result = xm.all_reduce(xm.REDUCE_MAX, tensor)
+    result.add_(1)
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_all_reduce_of_a_list_is_in_place(device):
+    tensors = [torch.ones(2, device=device), torch.full((1,), 4.0, device=device, requires_grad=True)]
+    assert xm.all_reduce("sum", tensors, scale=0.25) is None
+    assert [tensor.tolist() for tensor in tensors] == [[0.25, 0.25], [1.0]]
+
+
+def test_all_reduce_refuses(device):
+    with pytest.raises(ValueError, match=r"all_reduce\('mean', ...\): expected one of 'sum', 'mul'"):
+        xm.all_reduce("mean", torch.ones(2))
+    with pytest.raises(TypeError, match=r"expected a tensor or a list of tensors, got 3 \(int\)"):
+        xm.all_reduce("sum", 3)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_step(device):
+    weight = nn.Parameter(torch.ones(2, device=device))
+    optimizer = syncfree.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(2, device=device)
+    assert [gradient is weight.grad for gradient in xm._fetch_gradients(optimizer)] == [True]
+    before = xla_amp.metrics()["executions"]
+    xm.optimizer_step(optimizer, barrier=True)
+    assert xla_amp.metrics()["executions"] - before == 1
+    assert weight.tolist() == [0.0, 0.0]
+    xm.optimizer_step(optimizer, optimizer_args={"found_inf": torch.ones((), device=device)})
+    assert weight.tolist() == [0.0, 0.0]
+    assert xm.optimizer_step(optimizer, optimizer_args={"closure": lambda: 7}) == 7
+
+
+def test_step_closures(device):
+    seen = []
+    loss = torch.ones(2, device=device) * 3
+    xm.add_step_closure(lambda value, step: seen.append((value.sum().item(), step)), args=(loss, 5))
+    assert seen == []
+    xm.mark_step()
+    assert seen == [(6.0, 5)]
+    xm.mark_step()
+    assert len(seen) == 1
+
+
+def test_step_closures_on_a_thread(device):
+    seen = []
+    xm.add_step_closure(lambda: seen.append(threading.current_thread().name), run_async=True)
+    xm.mark_step()
+    deadline = threading.Event()
+    while not seen and not deadline.wait(0.01):
+        pass
+    assert seen[0].startswith("xla_amp-step-closure")
+
+    def fail():
+        raise LookupError("in a closure")
+
+    xm.add_step_closure(fail, run_async=True)
+    xm.mark_step()
+    xm._closures.worker.submit(int).result()  # the failing closure is done when this is
+    with pytest.raises(LookupError, match="in a closure"):
+        xm.mark_step()
+
+
+def test_a_closure_that_adds_a_closure(device):
+    seen = []
+    xm.add_step_closure(lambda: xm.add_step_closure(seen.append, args=(1,)))
+    xm.mark_step()
+    assert seen == []
+    xm.mark_step()
+    assert seen == [1]
+
+
+def test_waiting(device):
+    tensor = torch.ones(2, device=device) + 1
+    before = xla_amp.metrics()["host_syncs"]
+    xm.wait_device_ops()
+    assert xla_amp.metrics()["host_syncs"] == before + 1
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+# ---- random numbers and files ----------------------------------------------------------------------------------------
+
+
+def test_random_state(device):
+    xm.set_rng_state(3)
+    state = xm.get_rng_state()
+    first = torch.rand(3, device=device).tolist()
+    second = torch.rand(3, device=device).tolist()
+    xm.set_rng_state(state)
+    assert torch.rand(3, device=device).tolist() == first != second
+    xm.set_rng_state(3)
+    assert torch.rand(3, device=device).tolist() == first
+
+
+def test_save(device, tmp_path):
+    weight = nn.Parameter(torch.ones(2, device=device))
+    xm.save({"model": {"a": weight, "tied": weight}, "step": 3, "cpu": torch.zeros(1)}, tmp_path / "file.pt")
+    loaded = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert loaded["model"]["a"].device.type == "cpu"
+    assert isinstance(loaded["model"]["a"], nn.Parameter)
+    assert loaded["model"]["a"].tolist() == [1.0, 1.0]
+    assert loaded["step"] == 3
+    saved = xm._to_cpu([weight, weight])
+    assert saved[0] is saved[1]
+
+
+def test_send_cpu_data_to_device(device):
+    sent = xm.send_cpu_data_to_device({"x": [torch.ones(2)], "n": 1}, device)
+    assert sent["x"][0].device == device
+    assert sent["n"] == 1
+
+
+# ---- two training loops as PyTorch/XLA documents them, imports aside -------------------------------------------------
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def data_for(device):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(6, 4, 8, generator=generator)
+    targets = torch.randint(3, (6, 4), generator=generator)
+    return [(x.to(device), y.to(device)) for x, y in zip(images, targets, strict=True)]
+
+
+def test_the_loop_for_tpus():
+    torch.manual_seed(0)
+    model = Net().to(xm.xla_device())
+    optimizer = syncfree.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.CrossEntropyLoss()
+    data = data_for(xm.xla_device())
+    losses = []
+    for _ in range(5):
+        for input, target in data:
+            optimizer.zero_grad()
+            with autocast(xm.xla_device()):
+                output = model(input)
+                loss = loss_fn(output, target)
+            loss.backward()
+            xm.optimizer_step(optimizer)
+            losses.append(loss.detach())
+    assert output.dtype is torch.bfloat16
+    assert loss.dtype is torch.float32
+    history = torch.stack(losses).tolist()
+    assert sum(history[-6:]) < sum(history[:6])
+
+
+def test_the_loop_for_gpus():
+    torch.manual_seed(0)
+    model = Net().to(xm.xla_device())
+    optimizer = syncfree.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.CrossEntropyLoss()
+    scaler = GradScaler()
+    data = data_for(xm.xla_device())
+    losses = []
+    for epoch in range(5):
+        if epoch == 2:
+            xla_amp.sync()
+            before = xla_amp.metrics()
+        for input, target in data:
+            optimizer.zero_grad()
+            with autocast(xm.xla_device(), policy="gpu"):
+                output = model(input)
+                loss = loss_fn(output, target)
+            scaler.scale(loss).backward()
+            gradients = xm._fetch_gradients(optimizer)
+            xm.all_reduce("sum", gradients, scale=1.0 / xm.xrt_world_size())
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+    xla_amp.sync()
+    after = xla_amp.metrics()
+    assert output.dtype is torch.float16
+    # 18 steps: one program each, nothing built anew, the host never waits
+    steps = {name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")}
+    assert steps == {"executions": 18, "compilations": 0, "host_syncs": 0}
+    history = torch.stack(losses).tolist()
+    assert sum(history[-6:]) < sum(history[:6])
+    assert int(scaler.skipped_steps()) == 0
