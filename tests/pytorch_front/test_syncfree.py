@@ -1,0 +1,330 @@
+"""Sync-free optimizers against torch.optim in float64 on the CPU, and skips that leave every bit as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+import xla_amp
+from xla_amp import syncfree
+
+STEPS = 6
+OPTIONS = [
+    ("SGD", {}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {"weight_decay": 0.1, "maximize": True}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1, "maximize": True}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": torch.tensor(0.1)}),
+    ("SGD", {"weight_decay": torch.tensor(0.1), "maximize": True}),
+    ("SGD", {"lr": torch.tensor(0.05), "momentum": 0.9}),
+    ("Adam", {}),
+    ("Adam", {"weight_decay": 0.1}),
+    ("Adam", {"weight_decay": 0.1, "maximize": True, "amsgrad": True}),
+    ("Adam", {"betas": (0.5, 0.9999), "eps": 1e-3}),
+    ("Adam", {"lr": torch.tensor(0.05)}),
+    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True, "capturable": True}),
+    ("AdamW", {}),
+    ("AdamW", {"weight_decay": 0.1, "amsgrad": True}),
+    ("AdamW", {"maximize": True}),
+]
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+def parameters(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (4,), ()]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in shapes]
+
+
+def gradients(step):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in [(5, 3), (4,), ()]]
+
+
+def set_gradients(params, step, factor=1.0):
+    for parameter, gradient in zip(params, gradients(step), strict=True):
+        parameter.grad = (gradient * factor).to(parameter.dtype).to(parameter.device)
+
+
+def make(library, name, params, options):
+    return getattr(library, name)(params, **{"lr": 0.05, **options})
+
+
+def reference(name, options, steps=STEPS):
+    """Parameters after torch.optim's steps in float64, one loop over parameters (no fused or foreach kernel)."""
+    params = parameters("cpu", torch.float64)
+    options = {key: value for key, value in options.items() if key != "capturable"}
+    optimizer = make(torch.optim, name, params, {**options, "foreach": False})
+    for step in range(steps):
+        set_gradients(params, step)
+        optimizer.step()
+    return params
+
+
+def assert_close(params, expected, rtol=1e-5, atol=1e-6):
+    for parameter, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu().double(), other.detach().double(), rtol=rtol, atol=atol)
+
+
+def bits(optimizer, params):
+    """Every value of parameters and state as bytes."""
+    tensors = [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))]
+    return [tensor.detach().cpu().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_steps_match_torch(device, name, options):
+    params = parameters(device)
+    optimizer = make(syncfree, name, params, options)
+    for step in range(STEPS):
+        set_gradients(params, step)
+        optimizer.step()
+    assert_close(params, reference(name, options))
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_skipped_steps_leave_nothing_behind(device, name, options):
+    params = parameters(device)
+    optimizer = make(syncfree, name, params, options)
+    flag = {found: torch.tensor(float(found), device=device) for found in (0, 1, 2)}
+
+    def skip(found):
+        for parameter in params:
+            parameter.grad = torch.full_like(parameter, float("nan"))
+        optimizer.step(found_inf=flag[found])
+
+    skip(1)  # the very first step
+    assert bits(optimizer, params)[: len(params)] == bits(optimizer, parameters("cpu"))
+    for step in range(STEPS):
+        set_gradients(params, step)
+        optimizer.step(found_inf=flag[0])
+        if step in (0, 3):
+            before = bits(optimizer, params)
+            skip(1)
+            skip(2)  # two optimizers' flags, summed
+            assert bits(optimizer, params) == before
+    assert_close(params, reference(name, options))
+
+
+def test_the_check_of_bits_can_fail(device):
+    params = parameters(device)
+    optimizer = syncfree.SGD(params, lr=0.05, momentum=0.9)
+    set_gradients(params, 0)
+    optimizer.step()
+    before = bits(optimizer, params)
+    optimizer.step(found_inf=torch.tensor(0.0, device=device))
+    assert bits(optimizer, params) != before
+
+
+def test_torchs_fused_sgd_does_not_survive_a_skipped_first_step():
+    # Why ours begins momentum from zeros: torch's buffer is uninitialised memory when its first step was skipped.
+    params = [nn.Parameter(torch.ones(4))]
+    optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True)
+    params[0].grad = torch.full((4,), 2.0)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    optimizer.state[params[0]]["momentum_buffer"].fill_(7.0)  # what the memory happened to hold
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert optimizer.state[params[0]]["momentum_buffer"].tolist() != [2.0] * 4
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_grad_scale(device, name):
+    params = parameters(device)
+    optimizer = make(syncfree, name, params, {"momentum": 0.9, "dampening": 0.3} if name == "SGD" else {})
+    for step in range(STEPS):
+        set_gradients(params, step, factor=1024.0)
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.step()
+    assert_close(params, reference(name, {"momentum": 0.9, "dampening": 0.3} if name == "SGD" else {}))
+    torch.testing.assert_close(params[0].grad.cpu(), gradients(STEPS - 1)[0])  # unscaled in place, as torch does
+
+
+def test_found_inf_is_added_to_the_scalers(device):
+    params = parameters(device)
+    optimizer = syncfree.Adam(params)
+    set_gradients(params, 0)
+    optimizer.found_inf = torch.zeros((), device=device)
+    optimizer.step(found_inf=torch.tensor([True], device=device))
+    assert_close(params, parameters("cpu"), rtol=0, atol=0)
+
+
+def test_gradients_that_come_later(device):
+    ours, theirs = parameters(device), parameters("cpu", torch.float64)
+    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3}
+    pairs = [(ours, syncfree.SGD(ours, **options)), (theirs, torch.optim.SGD(theirs, **options))]
+    for params, optimizer in pairs:
+        for step in range(4):
+            set_gradients(params, step)
+            if step < 2:
+                params[1].grad = None
+            optimizer.step()
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {})])
+def test_low_precision_parameters(device, name, options, dtype):
+    params, others = parameters(device, dtype), parameters("cpu", dtype)
+    optimizer, other = make(syncfree, name, params, options), make(torch.optim, name, others, {**options, "fused": True})
+    for step in range(STEPS):
+        for group in (params, others):
+            set_gradients(group, step)
+        optimizer.step()
+        other.step()
+    assert {parameter.dtype for parameter in params} == {dtype}
+    # Both round each step's result once; one unit in the last place for the order of operations.
+    unit = torch.finfo(dtype).eps
+    assert_close(params, others, rtol=2 * unit, atol=2 * unit * 0.1)
+
+
+def test_parameters_of_two_dtypes(device):
+    params = [*parameters(device), *parameters(device, torch.bfloat16)]
+    optimizer = syncfree.AdamW(params, lr=0.05)
+    for step in range(STEPS):
+        set_gradients(params[:3], step)
+        set_gradients(params[3:], step)
+        optimizer.step()
+    assert_close(params[:3], reference("AdamW", {}))
+    assert_close(params[3:], reference("AdamW", {}), rtol=0.05, atol=0.05)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {})])
+@pytest.mark.parametrize("direction", ["from torch", "to torch", "to ourselves"])
+def test_state_is_interchangeable(device, name, options, direction):
+    source, target = {
+        "from torch": (torch.optim, syncfree),
+        "to torch": (syncfree, torch.optim),
+        "to ourselves": (syncfree, syncfree),
+    }[direction]
+    first = parameters(device if source is syncfree else "cpu")
+    optimizer = make(source, name, first, options)
+    for step in range(3):
+        set_gradients(first, step)
+        optimizer.step()
+    file = io.BytesIO()
+    xla_amp.xla_model.save(optimizer.state_dict(), file)
+    file.seek(0)
+    second = parameters(device if target is syncfree else "cpu")
+    with torch.no_grad():
+        for parameter, other in zip(second, first, strict=True):
+            parameter.copy_(other.to(parameter.device))
+    again = make(target, name, second, {**options, "lr": 9.0})
+    again.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(3, STEPS):
+        set_gradients(second, step)
+        again.step(**({"found_inf": torch.zeros((), device=device)} if target is syncfree else {}))
+    assert_close(second, reference(name, options))
+    keys = {"SGD": {"momentum_buffer"}, "Adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
+    assert set(again.state[second[0]]) == keys.get(name, {"step", "exp_avg", "exp_avg_sq"})
+
+
+def test_state_of_an_optimizer_whose_steps_were_all_skipped(device):
+    params = parameters(device)
+    optimizer = syncfree.SGD(params, lr=0.05, momentum=0.9, dampening=0.3)
+    set_gradients(params, 0)
+    optimizer.step(found_inf=torch.ones((), device=device))
+    assert all(not state for state in optimizer.state_dict()["state"].values())
+    for step in range(STEPS):
+        set_gradients(params, step)
+        optimizer.step()
+    assert_close(params, reference("SGD", {"momentum": 0.9, "dampening": 0.3}))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9, "dampening": 0.3}), ("AdamW", {})])
+def test_copies(device, name, options, duplicate):
+    params = parameters(device)
+    optimizer = make(syncfree, name, params, options)
+    set_gradients(params, 0)
+    optimizer.step()
+    other = duplicate(optimizer)
+    others = other.param_groups[0]["params"]
+    for step in range(1, STEPS):
+        set_gradients(others, step)
+        other.step(found_inf=torch.zeros((), device=device))
+    assert_close(others, reference(name, options))
+    assert_close(params, reference(name, options, steps=1))
+
+
+# ---- what else an optimizer does -------------------------------------------------------------------------------------
+
+
+def test_closure_schedules_and_hooks(device):
+    params, others = parameters(device), parameters("cpu", torch.float64)
+    calls = []
+    for params_, library in ((params, syncfree), (others, torch.optim)):
+        optimizer = library.AdamW(params_, lr=0.05)
+        schedule = ExponentialLR(optimizer, 0.7)
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for step in range(STEPS):
+            set_gradients(params_, step)
+            assert optimizer.step(lambda: torch.is_grad_enabled()) is True
+            schedule.step()
+    assert_close(params, others)
+    assert calls == ["before", "after"] * 2 * STEPS  # once per step, though the classes are nested
+
+
+def test_a_schedule_compiles_nothing():
+    device = xla_amp.xla_device()
+    params = parameters(device)
+    optimizer = syncfree.AdamW(params, lr=0.05, weight_decay=0.1)
+    schedule = StepLR(optimizer, 1, gamma=0.5)
+    for step in range(6):
+        if step == 2:  # the first step makes the state, so the second is another program
+            before = xla_amp.metrics()
+        set_gradients(params, 0)
+        optimizer.step(found_inf=torch.zeros((), device=device))
+        schedule.step()
+        xla_amp.sync()
+    after = xla_amp.metrics()
+    assert after["compilations"] == before["compilations"]
+    assert after["host_syncs"] == before["host_syncs"]
+    assert after["executions"] == before["executions"] + 4
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+def test_options_that_it_cannot_have(name):
+    params = parameters("cpu")
+    for options, named in [({"foreach": True}, "foreach=True"), ({"fused": False}, "fused=False")]:
+        with pytest.raises(RuntimeError, match=rf"syncfree.{name}\({named}\).*use torch.optim.{name}"):
+            getattr(syncfree, name)(params, **options)
+    with pytest.raises(RuntimeError, match=rf"syncfree.{name}\(differentiable=True\)"):
+        getattr(syncfree, name)(params, differentiable=True)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        getattr(syncfree, name)(params, lr=-1.0)
+
+
+def test_sparse_gradients():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    optimizer = syncfree.SGD(embedding.parameters(), lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"syncfree.SGD: a gradient is sparse \(parameter \(4, 2\)\)"):
+        optimizer.step()
+
+
+def test_parameters_that_are_not_floating():
+    params = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
+    optimizer = syncfree.Adam(params)
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match="expected floating parameters, got torch.complex64"):
+        optimizer.step()
