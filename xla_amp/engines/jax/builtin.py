@@ -12,6 +12,7 @@ import torch
 
 from xla_amp.engines.jax import compat, infer, storage, transfer
 from xla_amp.engines.jax.boundary import step_begins
+from xla_amp.engines.jax.cut import bound
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
 from xla_amp.errors import DeviceError
@@ -118,6 +119,23 @@ def _complex_view(self: torch.Tensor) -> torch.Tensor:
     return _view_as_complex(_META, self)
 
 
+@_kernel("_conj")
+def _conj(self: torch.Tensor) -> torch.Tensor:
+    # Lazy conjugation would be a bit on the tensor that matrix products and copies must look at; XLA fuses it anyway.
+    return aten._conj_physical(self)
+
+
+@_kernel("_neg_view")
+def _neg_view(self: torch.Tensor) -> torch.Tensor:
+    return aten.neg(self)
+
+
+@_kernel("as_strided_")
+def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    offset = self.storage_offset() if storage_offset is None else storage_offset
+    return storage.set_geometry(self, self.untyped_storage(), offset, size, stride)
+
+
 @_kernel("unfold")
 def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
     shape, strides = list(self.shape), list(self.stride())
@@ -140,6 +158,7 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 @_kernel("clone")
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with tape.lock:
+        bound()
         number, of = storage.read(self)
         return storage.new_tensor(of, number)  # values on the tape never change: sharing one is copying it
 
@@ -156,6 +175,7 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
         step_begins()
         return transfer.wrap(transfer.upload(self.to("cpu", dtype)))
     with tape.lock:
+        bound()
         number, of = storage.read(self)
         number, of = cast(number, of, dtype)
         return storage.new_tensor(of, number)
@@ -168,6 +188,7 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if src.device.type != DEVICE_TYPE:
         step_begins()
     with tape.lock:
+        bound()
         storage.copy(self, src)
     return self
 

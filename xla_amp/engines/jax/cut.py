@@ -35,6 +35,12 @@ def cut() -> None:
             _run()
 
 
+def bound() -> None:
+    """Cuts a tape that has grown past its limit."""
+    if tape.count > tape.limit:
+        cut()
+
+
 def sync(wait: bool = False) -> None:
     """Ends the step: runs what was recorded as one executable.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from xla_amp import config
-from xla_amp.engines.jax import boundary, builtin, compat, hooks, random, runtime, storage, transfer
+from xla_amp.engines.jax import boundary, builtin, compat, hooks, infer, random, runtime, storage, transfer
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.kernels import Form, make_kernel
 from xla_amp.engines.jax.metrics import metrics
@@ -164,19 +164,18 @@ def _install(lowering: Lowering) -> None:
 
 def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Form, str]]:
     """(form, name) of the in-place and ``out=`` overloads that take the same arguments as `operator`."""
-    names = [argument.name for argument in operator._schema.arguments]
+    arguments = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     found: list[tuple[Form, str]] = []
     inplace = getattr(getattr(torch.ops, namespace), f"{base}_", None)
     if inplace is not None and (overload or "default") in inplace.overloads():
         candidate = getattr(inplace, overload or "default")
-        if [argument.name for argument in candidate._schema.arguments] == names:
+        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == arguments:
             found.append(("inplace", f"{base}_" + (f".{overload}" if overload else "")))
     packet = operator.overloadpacket
     for other in packet.overloads():
-        arguments = getattr(packet, other)._schema.arguments
-        if not any(argument.is_out for argument in arguments):
-            continue
-        if [argument.name for argument in arguments if not argument.is_out] == names and other.startswith(overload):
+        candidate = getattr(packet, other)
+        if infer.functional_arguments(candidate) == arguments and any(a.is_out for a in candidate._schema.arguments):
+            # The overload's name does not tell: the form of add.Tensor is add.out, that of sum.dim_IntList is sum.IntList_out.
             found.append(("out", f"{base}.{other}"))
     return found
 

@@ -29,6 +29,11 @@ def has_meta_kernel(operator: Any) -> bool:
     ), "Meta")
 
 
+def functional_arguments(operator: Any) -> list[tuple[str, str]]:
+    """(name, type) of the operator's arguments without its ``out=`` ones."""
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments if not argument.is_out]
+
+
 def results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Spec | None, ...]:
     """Specs of what `operator` returns; raises what torch raises for arguments that do not fit."""
     returned = operator(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs.items()})

@@ -178,7 +178,7 @@ class _Operation:
             "_operands": storage.operands,
             "_require_here": storage.require_here,
             "_require_no_generator": storage.require_no_generator,
-            "_write": storage.write,
+            "_write": storage.fill if self.name.split(".")[0] in ("fill_", "zero_") else storage.write,
             "_write_out": storage.write_out,
             "_new": storage.new_tensor,
             "_draw": random.draw,
@@ -215,10 +215,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _functional(operator: Any) -> Any:
     """The functional overload behind an ``out=`` overload."""
     packet = operator.overloadpacket
-    names = [argument.name for argument in operator._schema.arguments if not argument.is_out]
+    wanted = infer.functional_arguments(operator)
     for overload in packet.overloads():
         candidate = getattr(packet, overload)
-        if [argument.name for argument in candidate._schema.arguments] == names:
+        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == wanted:
             return candidate
     raise LookupError(f"{operator} has no functional form")
 

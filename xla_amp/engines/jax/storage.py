@@ -195,8 +195,15 @@ def materialized(x: Any) -> Any:
     return x.materialize() if isinstance(x, strided.Permuted) else x
 
 
-def write(tensor: torch.Tensor, number: int) -> None:
-    """Gives `tensor` the value `number` (of its shape and dtype), through its storage."""
+def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
+    """Gives `tensor` the value `number` (of its shape and dtype), through its storage.
+
+    Args:
+        repeatedly: several elements of `tensor` may share one place, because all are equal.
+
+    Raises:
+        RuntimeError: they share one and need not be equal.
+    """
     buffer = buffer_of(tensor)
     base = buffer.spec
     if tensor.shape == base.shape and tensor.is_contiguous() and tensor.dtype is base.dtype:
@@ -206,8 +213,22 @@ def write(tensor: torch.Tensor, number: int) -> None:
     instruction = _writes.get(key)
     if instruction is None:
         instruction = _writes[key] = _write_instruction(*key)
+    if instruction.name is _REPEATS and not repeatedly:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location "
+            f"(sizes {list(tensor.shape)}, strides {list(tensor.stride())}). Please clone() the tensor before "
+            "performing the operation"
+        )
     old = buffer.number if buffer.number >= 0 else leaf(buffer)
     buffer.number = record(instruction, old, number)
+
+
+def fill(tensor: torch.Tensor, number: int) -> None:
+    """`write` of equal elements."""
+    write(tensor, number, repeatedly=True)
+
+
+_REPEATS = "write_view_repeatedly"
 
 
 def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> Instruction:
@@ -219,7 +240,8 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
         changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset)
         return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
 
-    return Instruction("write_view", emit, (base,), 2)
+    repeats = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
+    return Instruction(_REPEATS if repeats else "write_view", emit, (base,), 2)
 
 
 def write_out(tensor: torch.Tensor, of: Spec, number: int) -> None:
