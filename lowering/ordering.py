@@ -34,10 +34,11 @@ def _along(function: Callable[..., Any], x: jax.Array, dim: int, keepdim: bool =
 
 
 def _sorted(x: jax.Array, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Stable sort of the last axis with the places that the values came from (int64)."""
-    places = lax.broadcasted_iota(jnp.int64, x.shape, x.ndim - 1)
+    """Stable sort of the last axis with the places that the values came from."""
+    places = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     if not descending:
-        return lax.sort((x, places), num_keys=1)
+        values, places = lax.sort((x, places), num_keys=1)
+        return values, places
     # Sorting the mirror image and mirroring the result keeps equal elements in order, and NaN first.
     values, places = lax.sort((jnp.flip(x, -1), jnp.flip(places, -1)), num_keys=1)
     return jnp.flip(values, -1), jnp.flip(places, -1)
@@ -65,7 +66,7 @@ def topk(
 
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, places = lax.top_k(_rank_key(y, largest), k)
-        return _from_rank_key(values, y.dtype, largest), as_dtype(places, jnp.int64)
+        return _from_rank_key(values, y.dtype, largest), places
 
     return _along(last_axis, x, dim)
 
@@ -131,7 +132,7 @@ def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array,
 
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, places = _sorted(y)
-        index = lax.broadcasted_iota(jnp.int64, y.shape, y.ndim - 1)
+        index = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
         first = jnp.concatenate([jnp.ones_like(index[..., :1]), values[..., 1:] != values[..., :-1]], -1) != 0
         run_start = lax.cummax(jnp.where(first, index, 0), y.ndim - 1)
         return _pick(values, places, jnp.argmax(index - run_start, axis=-1, keepdims=True))
@@ -171,7 +172,7 @@ def _register_running_extreme(name: str, function: Callable[..., jax.Array]) -> 
             return as_dtype(values, jnp.bool_), places
         axis = y.ndim - 1
         values = function(y, axis=axis)
-        index = lax.broadcasted_iota(jnp.int64, y.shape, axis)
+        index = lax.broadcasted_iota(jnp.int32, y.shape, axis)
         taken = (y == values) | (y != y)  # the last of equals; each NaN anew
         return values, lax.cummax(jnp.where(taken, index, 0), axis=axis)
 

@@ -58,7 +58,7 @@ def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.A
 @register("rot90")
 def rot90(x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
     """A quarter turn, `k` times, in the plane of two axes."""
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
 @register("pixel_shuffle")
