@@ -126,7 +126,7 @@ def _kernel(name: str, operator: Any, device_type: str) -> Callable[..., Any]:
         exclude(key, True)
         try:
             target, arguments, keywords = prepare(args, kwargs)
-            if record.sinks:
+            if record.sinks and decision.rule is not None:
                 return _observed(decision, rules, operands, (args, kwargs), (target, arguments, keywords))
             return target(*arguments, **keywords)
         finally:
@@ -146,7 +146,7 @@ def _without_region() -> Policy:
 def _observed(
     decision: Decision, rules: Policy, operands: casts.Operands, given: tuple[Any, Any], prepared: casts.Prepared
 ) -> Any:
-    """Runs a prepared operation and tells the listeners of `xla_amp.record` about it."""
+    """Runs a prepared operation that has a rule and tells the listeners of `xla_amp.record` about it."""
     target, arguments, keywords = prepared
     result = target(*arguments, **keywords)
     rule = decision.rule
@@ -160,9 +160,9 @@ def _observed(
             front="pytorch",
             given=_dtypes(operands.all(*given)),
             used=_dtypes(operands.all(arguments, keywords)),
-            why=rule.why if rule else "",
-            source=rule.source if rule else "",
-            origin=rule.origin if rule else "",
+            why=rule.why,
+            source=rule.source,
+            origin=rule.origin,
             result=_dtypes([value for value in results if isinstance(value, torch.Tensor)]),
             location=_location(),
         )
