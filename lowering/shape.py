@@ -79,7 +79,7 @@ def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
     return y.reshape(*lead, channels * r * r, height // r, width // r)
 
 
-@register("channel_shuffle", "native_channel_shuffle")
+@register("channel_shuffle")
 def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
     """Channels (axis 1) dealt out over `groups`."""
     batch, channels, *rest = x.shape
