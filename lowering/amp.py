@@ -1,1 +1,67 @@
-"""Lowerings: amp."""
+"""The two kernels of dynamic loss scaling, with torch's names and meanings.
+
+Neither reads a value back: both are part of whatever program they are recorded in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.registry import register
+
+
+@register("_amp_foreach_non_finite_check_and_unscale_", mutates=("self", "found_inf"))
+def non_finite_check_and_unscale(
+    grads: Sequence[jax.Array], found_inf: jax.Array, inv_scale: jax.Array
+) -> list[jax.Array]:
+    """Gradients times `inv_scale`, and `found_inf`, which becomes 1 where a gradient is not finite.
+
+    A flag that is set stays set.  The product is formed in the opmath dtype and rounded once.  The check reads the
+    gradients as they came, so an `inv_scale` above 1 that overflows them goes unnoticed, as in torch.
+    """
+    bad = [~jnp.all(jnp.isfinite(grad)) for grad in grads]
+    unscaled = []
+    for grad in grads:
+        wide = up(grad)
+        unscaled.append(wide * as_dtype(inv_scale, wide.dtype).reshape(()))
+    found = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
+    return [*unscaled, jnp.where(found, jnp.ones((), found_inf.dtype), found_inf)]
+
+
+def _times(scale: jax.Array, factor: Any) -> jax.Array:
+    """The product formed in float64, as torch does, and rounded once."""
+    wide = jax.dtypes.canonicalize_dtype(jnp.float64)
+    return as_dtype(as_dtype(scale, wide) * as_dtype(factor, wide), scale.dtype)
+
+
+@register(
+    "_amp_update_scale_",
+    mutates=("self", "growth_tracker"),
+    lifted=("scale_growth_factor", "scale_backoff_factor"),
+)
+def update_scale(
+    scale: jax.Array,
+    growth_tracker: jax.Array,
+    found_inf: jax.Array,
+    scale_growth_factor: Any,
+    scale_backoff_factor: Any,
+    growth_interval: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The next scale and count of good steps in a row.
+
+    After a bad step the scale times `scale_backoff_factor`; after `growth_interval` good ones times
+    `scale_growth_factor`, unless that is not finite; else the scale as it is.
+    """
+    bad = found_inf.reshape(()) != 0
+    good_steps = growth_tracker + 1
+    grow = good_steps == as_dtype(growth_interval, growth_tracker.dtype)
+    grown = _times(scale, scale_growth_factor)
+    kept = jnp.where(grow & jnp.isfinite(grown), grown, scale)
+    backed_off = _times(scale, scale_backoff_factor)
+    tracker = jnp.where(bad | grow, jnp.zeros_like(growth_tracker), as_dtype(good_steps, growth_tracker.dtype))
+    return jnp.where(bad, backed_off, kept), tracker

@@ -1,1 +1,319 @@
-"""Lowerings: optim."""
+"""Fused optimizer steps: SGD, Adam, AdamW, Adagrad over lists of tensors.
+
+The update of one tensor is a plain function (`sgd_step`, `adam_step`, `adagrad_step`); the ATen operations apply it to
+each entry of their lists.  Options arrive as data in float64 and are combined there (a bias correction ``1 - beta**t``
+loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs.
+
+Two device flags make a step part of a program without a branch: gradients are divided by `grad_scale`, and where
+`found_inf` is not zero everything keeps its value, gradients included.  torch's CUDA kernels do the same by returning
+early; a momentum buffer that they would leave unwritten on a skipped first step is zero here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.registry import register
+
+Arrays = Sequence[jax.Array]
+
+
+def _double(value: Any) -> jax.Array:
+    """An option as float64, or as float32 where JAX has 64-bit types switched off."""
+    return as_dtype(value, jax.dtypes.canonicalize_dtype(jnp.float64))
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether `value` is the Python number zero; of data that is never known."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _unscaled(grad: jax.Array, grad_scale: jax.Array | None, dtype: Any) -> jax.Array:
+    grad = as_dtype(grad, dtype)
+    return grad if grad_scale is None else grad / as_dtype(grad_scale, dtype).reshape(())
+
+
+def _decayed(grad: jax.Array, param: jax.Array, weight_decay: Any) -> jax.Array:
+    """``grad + weight_decay * param``; without decay an infinite parameter does not reach the gradient."""
+    if _is_zero(weight_decay):
+        return grad
+    factor = as_dtype(weight_decay, grad.dtype)
+    return jnp.where(factor == 0, grad, grad + factor * param)
+
+
+def sgd_step(
+    param: jax.Array,
+    grad: jax.Array,
+    buffer: jax.Array | None,
+    *,
+    lr: Any,
+    momentum: Any = 0.0,
+    dampening: Any = 0.0,
+    weight_decay: Any = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    first: bool | jax.Array = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """One SGD step of one tensor, as `torch.optim.SGD`.
+
+    Args:
+        param, grad, buffer: one shape; `buffer` is the momentum, or ``None`` for none.
+        first: whether `buffer` holds nothing yet; may be data, for a first step that may have been skipped.
+
+    Returns:
+        The new parameter and buffer, in the opmath dtype of `param`.
+    """
+    dtype = opmath(param.dtype)
+    param, grad = up(param), as_dtype(grad, dtype)
+    grad = _decayed(-grad if maximize else grad, param, weight_decay)
+    if buffer is not None:
+        share = as_dtype(momentum, dtype)
+        moved = grad
+        if first is not True:
+            moved = share * as_dtype(buffer, dtype) + as_dtype(1 - _double(dampening), dtype) * grad
+            moved = moved if first is False else jnp.where(first, grad, moved)
+        buffer = moved
+        grad = grad + share * buffer if nesterov else buffer
+    return param - as_dtype(lr, dtype) * grad, buffer
+
+
+def adam_step(
+    param: jax.Array,
+    grad: jax.Array,
+    exp_avg: jax.Array,
+    exp_avg_sq: jax.Array,
+    max_exp_avg_sq: jax.Array | None,
+    step: jax.Array,
+    *,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    weight_decay: Any = 0.0,
+    eps: Any = 1e-8,
+    maximize: bool = False,
+    decoupled: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """One Adam step of one tensor, as `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad of Reddi et al. 2018).
+
+    Args:
+        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: one shape; the last is ``None`` without AMSGrad.
+        step: (), the number of this step, from 1 on.
+        decoupled: weight decay acts on the parameter (AdamW, Loshchilov and Hutter 2019), not on the gradient.
+
+    Returns:
+        The new parameter, averages and maximum, in the opmath dtype of `param`.
+    """
+    dtype = opmath(param.dtype)
+    lr, beta1, beta2, count = _double(lr), _double(beta1), _double(beta2), _double(step).reshape(())
+    step_size = as_dtype(lr / (1 - beta1**count), dtype)
+    correction = as_dtype(jnp.sqrt(1 - beta2**count), dtype)
+    param, grad = up(param), as_dtype(grad, dtype)
+    exp_avg, exp_avg_sq = as_dtype(exp_avg, dtype), as_dtype(exp_avg_sq, dtype)
+    grad = -grad if maximize else grad
+    if not decoupled:
+        grad = _decayed(grad, param, weight_decay)
+    elif not _is_zero(weight_decay):
+        param = param * as_dtype(1 - lr * _double(weight_decay), dtype)
+    exp_avg = exp_avg + as_dtype(1 - beta1, dtype) * (grad - exp_avg)
+    exp_avg_sq = as_dtype(beta2, dtype) * exp_avg_sq + as_dtype(1 - beta2, dtype) * grad * grad
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        second = max_exp_avg_sq = jnp.maximum(as_dtype(max_exp_avg_sq, dtype), exp_avg_sq)
+    param = param - step_size * exp_avg / (jnp.sqrt(second) / correction + as_dtype(eps, dtype))
+    return param, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+def adagrad_step(
+    param: jax.Array,
+    grad: jax.Array,
+    state_sum: jax.Array,
+    step: jax.Array,
+    *,
+    lr: Any,
+    lr_decay: Any = 0.0,
+    weight_decay: Any = 0.0,
+    eps: Any = 1e-10,
+    maximize: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """One Adagrad step of one tensor, as `torch.optim.Adagrad` (Duchi et al. 2011).
+
+    Returns:
+        The new parameter and sum of squares, in the opmath dtype of `param`.
+    """
+    dtype = opmath(param.dtype)
+    rate = as_dtype(_double(lr) / (1 + (_double(step).reshape(()) - 1) * _double(lr_decay)), dtype)
+    param, grad = up(param), as_dtype(grad, dtype)
+    grad = _decayed(-grad if maximize else grad, param, weight_decay)
+    state_sum = as_dtype(state_sum, dtype) + grad * grad
+    return param - rate * grad / (jnp.sqrt(state_sum) + as_dtype(eps, dtype)), state_sum
+
+
+def _stepped(
+    step: Callable[..., tuple[jax.Array | None, ...]],
+    params: Arrays,
+    grads: Arrays,
+    states: Iterable[Arrays],
+    counts: Arrays | None,
+    grad_scale: jax.Array | None,
+    found_inf: jax.Array | None,
+) -> list[jax.Array]:
+    """`step` on each entry of the lists.
+
+    Args:
+        step: (param, grad, states, count) -> the new parameter and states.
+        states: per state a list of arrays, empty where the optimizer keeps none.
+
+    Returns:
+        New parameters, gradients and states, list after list.
+    """
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+
+    def unless_skipped(old: jax.Array, new: jax.Array) -> jax.Array:
+        return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
+
+    states = [list(state) for state in states]
+    columns: list[list[jax.Array]] = [[], [], *([] for _ in states)]
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        unscaled = _unscaled(grad, grad_scale, opmath(param.dtype))
+        old = [state[i] if state else None for state in states]
+        new_param, *new = step(param, unscaled, old, None if counts is None else counts[i])
+        columns[0].append(unless_skipped(param, new_param))  # type: ignore[arg-type]
+        columns[1].append(grad if grad_scale is None else unless_skipped(grad, unscaled))
+        for column, before, after in zip(columns[2:], old, new, strict=True):
+            if before is not None and after is not None:
+                column.append(unless_skipped(before, after))
+    return [array for column in columns for array in column]
+
+
+@register(
+    "_fused_sgd_",
+    "_fused_sgd_.tensor_lr",
+    mutates=("self", "grads", "momentum_buffer_list"),
+    lifted=("weight_decay", "momentum", "lr", "dampening"),
+)
+def fused_sgd(
+    params: Arrays,
+    grads: Arrays,
+    momentum_buffer_list: Arrays,
+    *,
+    weight_decay: Any,
+    momentum: Any,
+    lr: Any,
+    dampening: Any,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: jax.Array | None = None,
+    found_inf: jax.Array | None = None,
+) -> list[jax.Array]:
+    def step(param: jax.Array, grad: jax.Array, states: list[Any], _: Any) -> tuple[jax.Array, jax.Array | None]:
+        return sgd_step(
+            param,
+            grad,
+            states[0],
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            first=is_first_step,
+        )
+
+    if is_first_step:  # the buffers are uninitialized: whatever they hold is not kept
+        momentum_buffer_list = [jnp.zeros_like(buffer) for buffer in momentum_buffer_list]
+    return _stepped(step, params, grads, [momentum_buffer_list], None, grad_scale, found_inf)
+
+
+def _define_adam(name: str, decoupled: bool) -> None:
+    @register(
+        f"{name}",
+        f"{name}.tensor_lr",
+        mutates=("self", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+        lifted=("lr", "beta1", "beta2", "weight_decay", "eps"),
+    )
+    def fused_adam(
+        params: Arrays,
+        grads: Arrays,
+        exp_avgs: Arrays,
+        exp_avg_sqs: Arrays,
+        max_exp_avg_sqs: Arrays,
+        state_steps: Arrays,
+        *,
+        lr: Any,
+        beta1: Any,
+        beta2: Any,
+        weight_decay: Any,
+        eps: Any,
+        amsgrad: bool,
+        maximize: bool,
+        grad_scale: jax.Array | None = None,
+        found_inf: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        def step(param: jax.Array, grad: jax.Array, states: list[Any], count: Any) -> tuple[jax.Array | None, ...]:
+            return adam_step(
+                param,
+                grad,
+                *states,
+                count,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=eps,
+                maximize=maximize,
+                decoupled=decoupled,
+            )
+
+        if amsgrad:
+            return _stepped(
+                step, params, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], state_steps, grad_scale, found_inf
+            )
+        # maxima may be given though unused: they stay as they are
+        kept = list(max_exp_avg_sqs)
+        return _stepped(step, params, grads, [exp_avgs, exp_avg_sqs, []], state_steps, grad_scale, found_inf) + kept
+
+
+for _name, _decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
+    _define_adam(_name, _decoupled)
+
+
+@register(
+    "_fused_adagrad_",
+    "_fused_adagrad_.tensor_lr",
+    mutates=("self", "grads", "state_sums"),
+    lifted=("lr", "lr_decay", "weight_decay", "eps"),
+)
+def fused_adagrad(
+    params: Arrays,
+    grads: Arrays,
+    state_sums: Arrays,
+    state_steps: Arrays,
+    *,
+    lr: Any,
+    lr_decay: Any,
+    weight_decay: Any,
+    eps: Any,
+    maximize: bool,
+    grad_scale: jax.Array | None = None,
+    found_inf: jax.Array | None = None,
+) -> list[jax.Array]:
+    def step(param: jax.Array, grad: jax.Array, states: list[Any], count: Any) -> tuple[jax.Array, jax.Array]:
+        return adagrad_step(
+            param,
+            grad,
+            states[0],
+            count,
+            lr=lr,
+            lr_decay=lr_decay,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=maximize,
+        )
+
+    return _stepped(step, params, grads, [state_sums], state_steps, grad_scale, found_inf)
