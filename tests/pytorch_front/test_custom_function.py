@@ -21,15 +21,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def matmul_function(device, cast_inputs=None):
-    class Matmul(torch.autograd.Function):
-        seen: list = []
+    seen = []
 
+    class Matmul(torch.autograd.Function):
         @staticmethod
         @custom_fwd(device_type=device, cast_inputs=cast_inputs)
         def forward(ctx, a, b):
             ctx.save_for_backward(a, b)
             result = a.mm(b)
-            Matmul.seen.append((torch.is_autocast_enabled(device.type), a.dtype, result.dtype))
+            seen.append((torch.is_autocast_enabled(device.type), a.dtype, result.dtype))
             return result
 
         @staticmethod
@@ -37,10 +37,10 @@ def matmul_function(device, cast_inputs=None):
         def backward(ctx, gradient):
             a, b = ctx.saved_tensors
             result = gradient.mm(b.t()), a.t().mm(gradient)
-            Matmul.seen.append((torch.is_autocast_enabled(device.type), result[0].dtype, result[1].dtype))
+            seen.append((torch.is_autocast_enabled(device.type), result[0].dtype, result[1].dtype))
             return result
 
-    return Matmul
+    return Matmul, seen
 
 
 def leaves(device):
@@ -48,36 +48,36 @@ def leaves(device):
 
 
 def test_backward_runs_as_forward_did(device):
-    function, (a, b) = matmul_function(device), leaves(device)
+    (function, seen), (a, b) = matmul_function(device), leaves(device)
     with autocast(device, dtype=LOW):
         loss = function.apply(a, b).sum()
     loss.backward()
-    assert function.seen == [(True, FULL, LOW), (True, LOW, LOW)]
+    assert seen == [(True, FULL, LOW), (True, LOW, LOW)]
     assert a.grad.dtype is FULL
     assert a.grad.tolist() == [[6.0, 6.0], [6.0, 6.0]]
 
 
 def test_cast_inputs(device):
-    function, (a, b) = matmul_function(device, cast_inputs=FULL), leaves(device)
+    (function, seen), (a, b) = matmul_function(device, cast_inputs=FULL), leaves(device)
     with autocast(device, dtype=LOW):
         loss = function.apply(a.to(LOW), b).sum()
     loss.backward()
-    assert function.seen == [(False, FULL, FULL), (False, FULL, FULL)]
+    assert seen == [(False, FULL, FULL), (False, FULL, FULL)]
 
 
 def test_outside_a_region_nothing_happens(device):
-    function, (a, b) = matmul_function(device, cast_inputs=torch.float16), leaves(device)
+    (function, seen), (a, b) = matmul_function(device, cast_inputs=torch.float16), leaves(device)
     function.apply(a, b).sum().backward()
-    assert function.seen == [(False, FULL, FULL), (False, FULL, FULL)]
+    assert seen == [(False, FULL, FULL), (False, FULL, FULL)]
 
 
 def test_backward_follows_the_policy_of_forward():
     device = xla_amp.xla_device()
-    function, (a, b) = matmul_function(device), leaves(device)
+    (function, seen), (a, b) = matmul_function(device), leaves(device)
     with policy.override(mm="fp32"), autocast(device, dtype=LOW):
         loss = function.apply(a, b).sum()
     loss.backward()
-    assert function.seen == [(True, FULL, FULL), (True, FULL, FULL)]
+    assert seen == [(True, FULL, FULL), (True, FULL, FULL)]
 
 
 def test_cast_inputs_reaches_every_container(device):
@@ -126,11 +126,11 @@ def test_what_is_no_device(decorator):
 
 
 def test_xla_by_name():
-    function, (a, b) = matmul_function(xla_amp.xla_device()), leaves(xla_amp.xla_device())
+    (function, seen), (a, b) = matmul_function(xla_amp.xla_device()), leaves(xla_amp.xla_device())
     function.forward = staticmethod(custom_fwd(function.forward.__wrapped__, device_type="xla"))
     with autocast("xla"):
         function.apply(a, b)
-    assert function.seen == [(True, FULL, LOW)]
+    assert seen == [(True, FULL, LOW)]
 
 
 def test_is_autocast_available():
@@ -143,7 +143,7 @@ def test_is_autocast_available():
 
 
 def test_functions_in_threads(device):
-    function = matmul_function(device)
+    function, seen = matmul_function(device)
     errors = []
 
     def work():
@@ -161,4 +161,4 @@ def test_functions_in_threads(device):
     for thread in threads:
         thread.join()
     assert errors == []
-    assert sorted(function.seen, key=str) == sorted([(True, FULL, LOW), (True, LOW, LOW)] * 3, key=str)
+    assert sorted(seen, key=str) == sorted([(True, FULL, LOW), (True, LOW, LOW)] * 3, key=str)

@@ -54,7 +54,8 @@ def reference(name, options, bad, **kwargs):
     return train(torch.amp.GradScaler("cpu", **kwargs), optimizer, params, bad), params
 
 
-def assert_close(params, expected, rtol=2e-6, atol=1e-6):
+def assert_close(params, expected, rtol=1e-4, atol=2e-5):
+    # A step is 0.05 times something near 1; counting on the device, torch corrects biases in float32.
     for parameter, other in zip(params, expected, strict=True):
         torch.testing.assert_close(parameter.detach().cpu(), other.detach().cpu(), rtol=rtol, atol=atol)
 
@@ -371,7 +372,7 @@ def test_changed_parameters_take_effect(device):
 
 
 def test_setting_the_scale(device):
-    scaler, optimizer, _ = started(device)
+    scaler = started(device)[0]
     scaler.update(32.0)
     assert scaler.get_scale() == 32.0
     scaler.update(16)

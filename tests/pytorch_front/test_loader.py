@@ -102,9 +102,12 @@ def test_leaving_early_ends_the_thread(device):
 
 
 def test_an_exception_in_the_loop_ends_the_thread(device):
+    def loop():
+        for batch in DeviceLoader(numbers(1000), device):
+            raise KeyError(batch.shape)
+
     with pytest.raises(KeyError):
-        for _ in DeviceLoader(numbers(1000), device):
-            raise KeyError
+        loop()
 
 
 def test_close(device):

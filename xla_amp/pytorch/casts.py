@@ -81,7 +81,7 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
         PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
     """
     if cast == "low":
-        return _low(operands, device_type)
+        return _to(operands, device_type, None)
     if cast == "fp32":
         return _to(operands, device_type, torch.float32)
     if cast == "promote":
@@ -113,34 +113,46 @@ def _ban(operands: Operands) -> Prepare:
     return prepare
 
 
-def _low(operands: Operands, device_type: str) -> Prepare:
+def _to(operands: Operands, device_type: str, fixed: torch.dtype | None) -> Prepare:
+    """Casts to `fixed`, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
+    may have set another."""
     call = _entry(operands.operator)
     cast = _caster(operands, device_type)
     low = torch.get_autocast_dtype
+    tensors, lists, names = operands.tensors, operands.lists, operands.keywords
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
-        # Asked of torch each time: a torch.autocast inside one of our regions may have set another.
-        target = low(device_type)
-        return call, *cast(arguments, keywords, target)
+        target = low(device_type) if fixed is None else fixed
+        stale = STALE[target]
+        count = len(arguments)
+        for index in tensors:
+            if index < count and (value := arguments[index]) is not None and value.dtype in stale:
+                return call, *cast(arguments, keywords, target)
+        for index in lists:
+            if index < count and any(value is not None and value.dtype in stale for value in arguments[index] or ()):
+                return call, *cast(arguments, keywords, target)
+        if names and keywords:
+            return call, *cast(arguments, keywords, target)
+        return call, arguments, keywords
 
     return prepare
-
-
-def _to(operands: Operands, device_type: str, target: torch.dtype) -> Prepare:
-    call = _entry(operands.operator)
-    cast = _caster(operands, device_type)
-    return lambda arguments, keywords: (call, *cast(arguments, keywords, target))
 
 
 def _promote(operands: Operands, device_type: str) -> Prepare:
     call = _entry(operands.operator)
     cast = _caster(operands, device_type)
+    tensors, lists = operands.tensors, operands.lists
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         first = None
-        for tensor in operands.all(arguments, keywords):
-            dtype = tensor.dtype
-            if dtype is not first and dtype in ELIGIBLE and tensor.device.type == device_type:
+        count = len(arguments)
+        values = [arguments[index] for index in tensors if index < count]
+        for index in lists:
+            values += arguments[index]
+        for value in values:
+            if value is None or (dtype := value.dtype) is first:
+                continue
+            if dtype in ELIGIBLE and value.device.type == device_type:
                 if first is not None:
                     # Two eligible dtypes: float32 is the narrowest that holds both, bfloat16 with float16 included.
                     return call, *cast(arguments, keywords, torch.float32)
@@ -206,45 +218,25 @@ def _entry(operator: Any) -> Callable[..., Any]:
 def _caster(
     operands: Operands, device_type: str
 ) -> Callable[[Arguments, Keywords, torch.dtype], tuple[Arguments, Keywords]]:
-    tensors, lists, names = operands.tensors, operands.lists, operands.keywords
-
     def cast(arguments: Arguments, keywords: Keywords, target: torch.dtype) -> tuple[Arguments, Keywords]:
         stale = STALE[target]
-        count = len(arguments)
-        fresh = None
-        for index in tensors:
-            if index >= count:
-                break
-            value = arguments[index]
+
+        def one(value: Any) -> Any:
             if value is not None and value.dtype in stale and value.device.type == device_type:
-                if fresh is None:
-                    fresh = list(arguments)
-                fresh[index] = value.to(target)
-        for index in lists:
-            if index >= count:
-                break
-            values = arguments[index]
-            if values is not None and any(value is not None and value.dtype in stale for value in values):
-                if fresh is None:
-                    fresh = list(arguments)
-                fresh[index] = [_cast_one(value, stale, target, device_type) for value in values]
-        if names and keywords:
-            keywords = {
-                name: _cast_any(value, stale, target, device_type) if name in names else value
-                for name, value in keywords.items()
-            }
-        return arguments if fresh is None else fresh, keywords
+                return value.to(target)
+            return value
+
+        fresh = list(arguments)
+        for index in operands.tensors:
+            if index < len(fresh):
+                fresh[index] = one(fresh[index])
+        for index in operands.lists:
+            if index < len(fresh) and fresh[index] is not None:
+                fresh[index] = [one(value) for value in fresh[index]]
+        if operands.keywords and keywords:
+            named = {name: keywords[name] for name in operands.keywords if name in keywords}
+            cast_ = {n: [one(v) for v in x] if isinstance(x, list | tuple) else one(x) for n, x in named.items()}
+            keywords = {**keywords, **cast_}
+        return fresh, keywords
 
     return cast
-
-
-def _cast_one(value: Any, stale: frozenset[torch.dtype], target: torch.dtype, device_type: str) -> Any:
-    if value is not None and value.dtype in stale and value.device.type == device_type:
-        return value.to(target)
-    return value
-
-
-def _cast_any(value: Any, stale: frozenset[torch.dtype], target: torch.dtype, device_type: str) -> Any:
-    if isinstance(value, list | tuple):
-        return [_cast_one(item, stale, target, device_type) for item in value]
-    return _cast_one(value, stale, target, device_type)

@@ -114,7 +114,7 @@ def _kernel(name: str, operator: Any, device_type: str) -> Callable[..., Any]:
         return rules, decision, prepare
 
     # Replaced as a whole, so that threads in regions of different policies never see half of it.
-    chosen: tuple[Policy | None, Decision | None, casts.Prepare | None] = (None, None, None)
+    chosen: Any = (None, None, None)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal chosen
@@ -149,7 +149,7 @@ def _observed(
     """Runs a prepared operation that has a rule and tells the listeners of `xla_amp.record` about it."""
     target, arguments, keywords = prepared
     result = target(*arguments, **keywords)
-    rule = decision.rule
+    rule: Any = decision.rule
     results = result if isinstance(result, list | tuple) else (result,)
     record.emit(
         record.DecisionRecord(

@@ -56,7 +56,7 @@ class _SyncFree(Optimizer):
                 f"torch.optim.{type(self).__name__}"
             )
 
-    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
         """One step; where `found_inf` is not zero, none.
 
         Args:
@@ -141,7 +141,7 @@ class SGD(_SyncFree, torch.optim.SGD):
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
         momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = _gradients(parameters)
         grad_scale, found_inf = scaling
         buffers: list[Tensor] = []
         if momentum:
@@ -276,7 +276,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
             parameters,
-            [parameter.grad for parameter in parameters],
+            _gradients(parameters),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
@@ -380,7 +380,11 @@ def _by_device_and_dtype(optimizer: Optimizer, group: dict[str, Any]) -> Iterato
         yield device, parameters
 
 
-def _number(value: float | Tensor, device: torch.device) -> float | Tensor:
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _number(value: float | Tensor, device: torch.device) -> Any:
     """A learning rate as the fused kernels take it: a tensor on the parameters' device stays one."""
     if not isinstance(value, Tensor):
         return value
