@@ -16,7 +16,7 @@ import xla_amp
 from xla_amp.engines.jax import cut
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sgd": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}),
+    "sgd": ("SGD", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}),
     "adam": ("Adam", {"lr": 1e-3}),
     "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.01}),
 }

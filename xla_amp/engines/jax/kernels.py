@@ -19,7 +19,7 @@ from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.program import Context
 from xla_amp.engines.jax.tape import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
-from xla_amp.lowering import Lowering, Permuted
+from xla_amp.lowering import Lowering
 
 Form = Literal["functional", "inplace", "out"]
 """How a lowering is called: as registered, writing its first argument, or writing ``out=`` arguments."""
@@ -105,6 +105,7 @@ class _Operation:
             plan.floats,
             plan.ints,
             random="rng" in self.lowering.supplies,
+            permuted=self.lowering.permuted,
         )
 
     def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
@@ -130,8 +131,6 @@ class _Operation:
         wanted = {name: value for name, value in constant.items() if name in lowering.supplies}
 
         def emit(context: Context, inputs: list[Any], floats: list[Any], ints: list[Any], rng: Any) -> Any:
-            if not lowering.permuted:
-                inputs = [x.materialize() if isinstance(x, Permuted) else x for x in inputs]
             supplies = dict(wanted)
             if "platform" in lowering.supplies:
                 supplies["platform"] = context.platform

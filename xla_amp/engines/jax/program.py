@@ -173,6 +173,8 @@ def _materialize(value: Any) -> Any:
 
 def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
     try:
+        if not instruction.permuted:
+            inputs = [_materialize(x) for x in inputs]
         results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
         return [
             None if spec is None else result if isinstance(result, Permuted) else _conform(result, spec)

@@ -75,7 +75,7 @@ def _instruction(specs: tuple[Spec, ...]) -> Instruction:
     count = len(specs)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        flag, *values = [None if x is None else storage.materialized(x) for x in inputs]
+        flag, *values = inputs
         keep = flag.reshape(()) != 0
         return [
             jnp.where(keep, jnp.zeros_like(new) if old is None else old, new)

@@ -184,15 +184,10 @@ def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: 
     _check_bounds(_elements(base, dtype), shape, strides, offset)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        x = materialized(inputs[0])
+        x = inputs[0]
         return [strided.read(_retype(x, target.numpy_dtype), target.shape, strides, offset)]
 
     return Instruction("view", emit, (target,), 1)
-
-
-def materialized(x: Any) -> Any:
-    """An operand with its pending transpose carried out."""
-    return x.materialize() if isinstance(x, strided.Permuted) else x
 
 
 def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
@@ -236,7 +231,7 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
     _check_bounds(window, shape, strides, offset)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        old, new = map(materialized, inputs)
+        old, new = inputs
         changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset)
         return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
 
@@ -282,7 +277,7 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     number = buffer.number if buffer.number >= 0 else leaf(buffer)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        flat = _retype(materialized(inputs[0]), old.numpy_dtype).reshape(-1)
+        flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
         return [jax.numpy.pad(flat, (0, target.size - old.size))]
 
     grown = Buffer(target, record(Instruction("resize", emit, (target,), 1), number))

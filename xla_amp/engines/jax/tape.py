@@ -26,6 +26,7 @@ import torch
 
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.errors import DeviceError, StepFailedError
+from xla_amp.lowering import Permuted
 
 Numbers = tuple[int, ...]
 
@@ -71,7 +72,7 @@ def spec(shape: Any, dtype: torch.dtype) -> Spec:
 class Instruction:
     """An operation with everything that shapes its program; its id stands for all of that on the tape."""
 
-    __slots__ = ("dtype", "emit", "floats", "id", "inputs", "ints", "name", "outs", "random", "shape")
+    __slots__ = ("dtype", "emit", "floats", "id", "inputs", "ints", "name", "outs", "permuted", "random", "shape")
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Instruction:
         floats: int = 0,
         ints: int = 0,
         random: bool = False,
+        permuted: bool = False,
     ) -> None:
         self.name = name
         self.emit = emit
@@ -91,6 +93,8 @@ class Instruction:
         self.floats = floats
         self.ints = ints
         self.random = random
+        self.permuted = permuted
+        """Whether `emit` takes `Permuted` inputs; else they come transposed."""
         if outs and outs[0] is not None:
             self.shape = outs[0].shape
             self.dtype = outs[0].dtype
@@ -228,11 +232,18 @@ def cast(number: int, source: Spec, dtype: torch.dtype) -> tuple[int, Spec]:
         return number, source
     instruction = _casts.get((source, dtype))
     if instruction is None:
-        target = spec(source.shape, dtype)
-        instruction = _casts[source, dtype] = Instruction(
-            "_to_copy", lambda context, inputs, *_: [rounding_cast(inputs[0], target.numpy_dtype)], (target,), 1
-        )
+        instruction = _casts[source, dtype] = _cast_instruction(spec(source.shape, dtype))
     return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
+
+
+def _cast_instruction(target: Spec) -> Instruction:
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        (x,) = inputs
+        if isinstance(x, Permuted):  # stays a transpose that a contraction can fold
+            return [Permuted(rounding_cast(x.base, target.numpy_dtype), x.permutation)]
+        return [rounding_cast(x, target.numpy_dtype)]
+
+    return Instruction("_to_copy", emit, (target,), 1, permuted=True)
 
 
 def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
