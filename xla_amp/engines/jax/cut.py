@@ -62,15 +62,18 @@ def programs() -> list[Program]:
 
 def _run() -> None:
     leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
+    held = [count > _ALONE for count in _counts(leaves)]  # by a storage: somebody can still read the buffer
     fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
-        buffer for buffer, number in zip(leaves, tape.leaf_numbers, strict=True) if buffer.number != number
+        buffer
+        for buffer, number, alive in zip(leaves, tape.leaf_numbers, held, strict=True)
+        if buffer.number != number and alive
     ]
     # Overwritten leaves come first and in order: JAX gives the n-th donated input of a spec to the n-th output of it,
     # so that a parameter's new value lands in the old one's memory.
     targets = overwritten + fresh
     try:
-        spent = _spent(arrays)
+        spent = _spent(arrays, held)
         key = Key(code=tuple(tape.code), wanted=tuple(buffer.number for buffer in targets), spent=spent)
         program = _programs.get(key)
         streams = tape.streams or [random.stream()]
@@ -136,13 +139,11 @@ def _counts(items: list[Any]) -> list[int]:
 _ALONE = _counts([object()])[0]
 
 
-def _spent(arrays: list[Any]) -> tuple[int, ...]:
-    """Leaves whose array can be overwritten: nothing holds it but its buffer, and nobody will read that buffer again."""
-    buffers = tape.leaves
+def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
+    """Leaves whose array can be overwritten: nothing else holds it, and nobody will read the old value again."""
     array_counts = _counts(arrays)
-    buffer_counts = _counts(buffers)
     return tuple(
         index
-        for index, (buffer, number) in enumerate(zip(buffers, tape.leaf_numbers, strict=True))
-        if array_counts[index] == _ALONE + 1 and (buffer.number != number or buffer_counts[index] == _ALONE)
+        for index, (buffer, number) in enumerate(zip(tape.leaves, tape.leaf_numbers, strict=True))
+        if array_counts[index] == _ALONE + 1 and (buffer.number != number or not held[index])
     )
