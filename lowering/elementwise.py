@@ -142,7 +142,11 @@ def _unless_integral(function: Unary) -> Callable[..., jax.Array]:
     return lambda x: x if is_integral(x.dtype) else function(up(x))
 
 
-for _table, _wrap in ((FLOAT, _in_float), (SAME, _in_same), (ROUNDING, _unless_integral), (PREDICATES, lambda f: f)):
+def _as_given(function: Unary) -> Callable[..., jax.Array]:
+    return lambda x: function(x)
+
+
+for _table, _wrap in ((FLOAT, _in_float), (SAME, _in_same), (ROUNDING, _unless_integral), (PREDICATES, _as_given)):
     for _name, _function in _table.items():
         register(_name)(_wrap(_function))
 

@@ -6,18 +6,20 @@ translated by the operation's schema as `xla_amp.lowering.registry` documents, a
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
-from xla_amp.lowering import Lowering, find
+from xla_amp.lowering import Lowering, find, table
 
 DTYPES: dict[torch.dtype, np.dtype] = {
     torch.float64: np.dtype(np.float64),
@@ -44,6 +46,9 @@ TOLERANCE: dict[torch.dtype, float] = {
 }
 """Relative and absolute: one unit in the last place of the half types (both sides round once), a few of float32.
 A value computed in the half type itself, or a float64 value that went through float32, fails."""
+
+_QUICK = {"xla_backend_optimization_level": 0}
+"""Every program here is compiled for one run on a few elements: half the time without LLVM's optimisation."""
 
 _DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
 
@@ -185,7 +190,7 @@ class Call:
                 )
                 return list(results) if isinstance(results, (tuple, list)) else [results]
 
-            results = jax.jit(run)(arrays)
+            results = jax.jit(run, compiler_options=_QUICK)(arrays)
             assert len(results) == len(expected), f"{self.name}: {len(results)} results, torch gives {len(expected)}"
             return [
                 None if e is None or r is None else to_tensor(r, e.dtype)
@@ -333,3 +338,52 @@ def lowering_of(name: str) -> Lowering:
     found = find(name)
     assert found is not None, f"{name} has no lowering"
     return found
+
+
+# -- rows of a test table ---------------------------------------------------------------------------------------------
+
+KINDS: dict[str, torch.dtype] = {
+    "f": torch.float32,
+    "d": torch.float64,
+    "b": torch.bfloat16,
+    "h": torch.float16,
+    "i": torch.int64,
+    "u": torch.uint8,
+    "t": torch.bool,
+    "c": torch.complex64,
+}
+"""One letter per dtype, so that a row can name several: "fbi"."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sample call of an operation, for several dtypes."""
+
+    name: str
+    kinds: str
+    make: Callable[[torch.dtype], tuple[Any, ...]]
+    """The positional arguments for a dtype."""
+    kwargs: Mapping[str, Any]
+    options: Mapping[str, Any]
+    """Passed to `check` beside the operation's own arguments."""
+
+    def check(self) -> None:
+        """`check` for each dtype."""
+        for kind in self.kinds:
+            check(self.name, *self.make(KINDS[kind]), **self.kwargs, **self.options)
+
+
+_OPTIONS = ("rtol", "atol", "wide", "skip")
+
+
+def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Any:
+    """A `Row` as a pytest parameter; keywords named as an option of `check` are that, the others the operation's."""
+    options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
+    return pytest.param(Row(name, kinds, make, kwargs, options), id=f"{name}-{kinds}")
+
+
+def untested(modules: Sequence[str], rows: Iterable[Any], *, elsewhere: Iterable[str] = ()) -> list[str]:
+    """Operations that `modules` of `xla_amp.lowering` register and that no row names."""
+    named = {parameter.values[0].name for parameter in rows}.union(elsewhere)
+    homes = {f"xla_amp.lowering.{module}" for module in modules}
+    return sorted(name for name, found in table().items() if found.function.__module__ in homes and name not in named)
