@@ -202,6 +202,10 @@ def _in_float(function: Binary) -> Callable[..., jax.Array]:
     return lowering
 
 
+def _as_given(function: Binary) -> Callable[..., jax.Array]:
+    return lambda x, y: function(x, y)
+
+
 def _register_all(rows: Iterable[tuple[Table, Callable[[Binary], Callable[..., jax.Array]]]]) -> None:
     for table, wrap in rows:
         for names, function in table.items():
@@ -214,7 +218,7 @@ _register_all(
         (ARITHMETIC, _in_common),
         (FLOAT, _in_float),
         (COMPARISONS, _in_common),
-        (LOGICAL, lambda function: function),
+        (LOGICAL, _as_given),
         (BITWISE, _in_common),
     )
 )
