@@ -41,7 +41,7 @@ def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Calla
     return decorate
 
 
-# -- smooth -----------------------------------------------------------------------------------------------------------------
+# -- smooth -----------------------------------------------------------------------------------------------------------
 
 
 @_define("sigmoid_backward", 2)
@@ -132,7 +132,7 @@ def glu_backward(grad: jax.Array, x: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate([grad * gate, grad * value * gate * (1 - gate)], axis=dim)
 
 
-# -- piecewise, with exponentials -------------------------------------------------------------------------------------------
+# -- piecewise, with exponentials -------------------------------------------------------------------------------------
 
 
 @_define("elu")
@@ -153,7 +153,7 @@ def celu(x: Any, alpha: Any = 1) -> Any:
     return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0) / alpha) * alpha)
 
 
-# -- piecewise linear -------------------------------------------------------------------------------------------------------
+# -- piecewise linear -------------------------------------------------------------------------------------------------
 
 
 @_define("leaky_relu")
@@ -234,7 +234,7 @@ for _name in ("hardshrink_backward", "softshrink_backward"):
     _define(_name, 2)(_shrink_backward)
 
 
-# -- random -----------------------------------------------------------------------------------------------------------------
+# -- random -----------------------------------------------------------------------------------------------------------
 
 
 @register("rrelu_with_noise", mutates=("noise",))

@@ -7,8 +7,9 @@ entries in each row; it is kept in NumPy, so its transpose (the gradient) is a t
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
-from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ class AxisMap:
     weight: np.ndarray | None = None
     """float64 ``(rows, taps)``, or ``None`` where every entry is 1."""
 
-    @cached_property
+    @functools.cached_property
     def present(self) -> np.ndarray:
         """bool ``(rows, taps)``: which entries exist."""
         return (self.index >= 0) & (self.index < self.extent)
@@ -39,7 +40,7 @@ class AxisMap:
         """int64 ``(rows,)``: how many entries each row has."""
         return self.present.sum(axis=1)
 
-    @cached_property
+    @functools.cached_property
     def stride(self) -> tuple[int, int] | None:
         """``(stride, dilation)`` where ``index[i, t] = index[0, 0] + stride * i + dilation * t``, else ``None``."""
         rows, taps = self.index.shape
@@ -76,13 +77,11 @@ class AxisMap:
             repeats = rows // self.extent
             if np.array_equal(self.index[:, 0], np.arange(rows) // repeats) and taps == 1:
                 return jnp.repeat(x, repeats, axis=axis)
-        total: jax.Array | None = None
-        for tap, seen in enumerate(self.taps(x, axis, 0)):
-            if self.weight is not None:
-                seen = seen * along(self.weight[:, tap], axis, x.ndim).astype(x.dtype)
-            total = seen if total is None else total + seen
-        assert total is not None
-        return total
+        seen = self.taps(x, axis, 0)
+        if self.weight is not None:
+            weights = self.weight.astype(x.dtype).T
+            seen = [part * along(weight, axis, x.ndim) for part, weight in zip(seen, weights, strict=True)]
+        return functools.reduce(operator.add, seen)
 
     def transpose(self) -> AxisMap:
         """The transposed matrix."""

@@ -17,7 +17,7 @@ TPU would otherwise round the operands to bfloat16 and GPU to TF32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ _BLOCKS = (64, 32, 16, 8)
 _PADDED_BLOCK = 32
 """Tile edge where no edge in `_BLOCKS` divides both extents; the operand is padded up to it."""
 
-Operand = jax.Array | Permuted
-Axes = tuple[int, ...]
+Operand: TypeAlias = jax.Array | Permuted
+Axes: TypeAlias = tuple[int, ...]
 
 
 def precision(dtype: Any) -> lax.Precision | None:
@@ -64,8 +64,8 @@ def contract(
     left, left_contracting, left_batch = _base(left, contracting[0], batch[0])
     right, right_contracting, right_batch = _base(right, contracting[1], batch[1])
     half = is_half(left.dtype)
-    if half and platform == "cpu" and len(left_contracting) == 1 and len(left_batch) == left.ndim - 2:
-        left, left_contracting, left_batch = _contracted_last(left, left_contracting[0], left_batch)
+    if half and platform == "cpu" and left.ndim == right.ndim == len(left_batch) + 2:
+        left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
     return lax.dot_general(
         left,
         right,
@@ -82,7 +82,7 @@ def _base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, 
     return operand.base, tuple(order[axis] for axis in contracting), tuple(order[axis] for axis in batch)
 
 
-def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
+def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Array, Axes]:
     """`x`, a batch of matrices, with its contracted axis last and not as a transpose that XLA could fold back.
 
     XLA:CPU's low-precision kernels want the left operand's contracted axis last, and its own transpose of two axes is
@@ -90,17 +90,16 @@ def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Ar
     """
     last = x.ndim - 1
     if contracted == last or batch != tuple(range(last - 1)):
-        return x, (contracted,), batch
-    depth, rows = x.shape[-2:]
-    lead = x.shape[:-2]
+        return x, (contracted,)
+    *lead, depth, rows = x.shape
     block = next((edge for edge in _BLOCKS if depth % edge == 0 and rows % edge == 0), _PADDED_BLOCK)
     pad_depth, pad_rows = -depth % block, -rows % block
-    x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, pad_depth), (0, pad_rows)]) if pad_depth or pad_rows else x
+    if pad_depth or pad_rows:
+        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, pad_depth), (0, pad_rows)])
     tiles = x.reshape(*lead, (depth + pad_depth) // block, block, (rows + pad_rows) // block, block)
     n = len(lead)
-    tiles = tiles.transpose(*range(n), n + 2, n + 3, n, n + 1)
-    x = tiles.reshape(*lead, rows + pad_rows, depth + pad_depth)[..., :rows, :depth]
-    return lax.optimization_barrier(x), (last,), batch
+    x = tiles.transpose(*range(n), n + 2, n + 3, n, n + 1).reshape(*lead, rows + pad_rows, depth + pad_depth)
+    return lax.optimization_barrier(x[..., :rows, :depth]), (last,)
 
 
 def materialize(x: Operand) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 from xla_amp.lowering import convolution_taps as taps
 from xla_amp.lowering.contraction import precision
 from xla_amp.lowering.convolution_taps import Geometry
-from xla_amp.lowering.operand import is_half, up
+from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
 
 Form = Literal["xla", "depthwise", "channels_first", "channels_last"]

@@ -15,7 +15,9 @@ channels_last    ``(N, *, C)``, dots                             one group, many
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -116,21 +118,19 @@ def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, form: Form) -> 
     if form == "depthwise":
         x = up(x)
     padded = _padded(_arrange(x, form), geometry, form)
-    total: jax.Array | None = None
-    for tap in _offsets(weight.shape[2:]):
+
+    def part(tap: tuple[int, ...]) -> jax.Array:
         window, tap_weight = _window(padded, tap, extents, geometry, form), weight[(..., *tap)]
         if form == "depthwise":
-            part = window * _per_channel(tap_weight, rank)
-        elif form == "channels_first":
-            part = contract(
-                _grouped(tap_weight, groups), _grouped(window, groups), ((2,), (1,)), ((0,), (0,)), platform="cpu"
-            ).reshape(weight.shape[0], *window.shape[1:])
-        else:
-            part = contract(window.reshape(-1, window.shape[-1]), tap_weight, ((1,), (1,)), platform="cpu")
-            part = part.reshape(*window.shape[:-1], weight.shape[0])
-        total = part if total is None else total + part
-    assert total is not None
-    return _restore(total, form)
+            return window * _per_channel(tap_weight, rank)
+        if form == "channels_first":
+            left, right = _grouped(tap_weight, groups), _grouped(window, groups)
+            product = contract(left, right, ((2,), (1,)), ((0,), (0,)), platform="cpu")
+            return product.reshape(weight.shape[0], *window.shape[1:])
+        product = contract(window.reshape(-1, window.shape[-1]), tap_weight, ((1,), (1,)), platform="cpu")
+        return product.reshape(*window.shape[:-1], weight.shape[0])
+
+    return _restore(functools.reduce(operator.add, map(part, _offsets(weight.shape[2:]))), form)
 
 
 def data_gradient(
@@ -147,22 +147,21 @@ def data_gradient(
             flipped = jnp.flip(weight, tuple(range(2, 2 + rank)))
             return forward(grad, flipped, dataclasses.replace(geometry, padding=padding), form)
     grad = _arrange(up(grad) if form == "depthwise" else grad, form)
-    total: jax.Array | None = None
-    for tap in _offsets(weight.shape[2:]):
+
+    def part(tap: tuple[int, ...]) -> jax.Array:
         tap_weight = weight[(..., *tap)]
         if form == "depthwise":
-            part = grad * _per_channel(tap_weight, rank)
+            product = grad * _per_channel(tap_weight, rank)
         elif form == "channels_first":
-            part = contract(
-                _grouped(tap_weight, groups), _grouped(grad, groups), ((1,), (1,)), ((0,), (0,)), platform="cpu"
-            ).reshape(channels, *grad.shape[1:])
+            left, right = _grouped(tap_weight, groups), _grouped(grad, groups)
+            product = contract(left, right, ((1,), (1,)), ((0,), (0,)), platform="cpu")
+            product = product.reshape(channels, *grad.shape[1:])
         else:
-            part = contract(grad.reshape(-1, grad.shape[-1]), tap_weight, ((1,), (0,)), platform="cpu")
-            part = part.reshape(*grad.shape[:-1], channels)
-        part = _placed(part, tap, spatial, geometry, form)
-        total = part if total is None else total + part
-    assert total is not None
-    return _restore(total, form)
+            product = contract(grad.reshape(-1, grad.shape[-1]), tap_weight, ((1,), (0,)), platform="cpu")
+            product = product.reshape(*grad.shape[:-1], channels)
+        return _placed(product, tap, spatial, geometry, form)
+
+    return _restore(functools.reduce(operator.add, map(part, _offsets(weight.shape[2:]))), form)
 
 
 def _placed(part: jax.Array, tap: Sequence[int], spatial: Sequence[int], geometry: Geometry, form: Form) -> jax.Array:

@@ -67,12 +67,11 @@ def _each(single: Single) -> Callable[..., list[Any]]:
     return lowering
 
 
-def _define(name: str, overload: str, single: Single, *, inplace: bool = True, functional: bool = True, **how: Any) -> None:
+def _define(name: str, overload: str, single: Single, *, inplace: bool = True, static: tuple[str, ...] = ()) -> None:
     suffix = f".{overload}" if overload else ""
-    if functional:
-        register(f"_foreach_{name}{suffix}", **how)(_each(single))
+    register(f"_foreach_{name}{suffix}", static=static)(_each(single))
     if inplace:
-        register(f"_foreach_{name}_{suffix}", mutates=("self",), **how)(_each(single))
+        register(f"_foreach_{name}_{suffix}", mutates=("self",), static=static)(_each(single))
 
 
 for _name, (_with_tensor, _with_number, _overloads) in BINARY.items():

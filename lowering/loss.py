@@ -34,7 +34,7 @@ def _per_element(grad: jax.Array, reduction: int, count: int) -> jax.Array:
     return up(grad) / count if reduction == _MEAN else up(grad)
 
 
-# -- elementwise: a loss of (input, target) and its slope in the input -------------------------------------------------------
+# -- elementwise: a loss of (input, target) and its slope in the input ------------------------------------------------
 
 
 def _huber(difference: Any, delta: float) -> Any:
@@ -124,7 +124,7 @@ def binary_cross_entropy_with_logits(
     return _reduced(loss if weight is None else loss * up(weight), reduction)
 
 
-# -- classification: classes along axis 1, or along axis 0 of a single sample -------------------------------------------------
+# -- classification: classes along axis 1, or along axis 0 of a single sample -----------------------------------------
 
 
 def _class_weights(x: jax.Array, target: jax.Array, weight: jax.Array | None, ignored: int) -> tuple[Any, Any]:

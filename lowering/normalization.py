@@ -39,7 +39,7 @@ def _normalized_gradient(grad: jax.Array, normalized: jax.Array, rstd: jax.Array
     return rstd * (grad - mean - normalized * projection)
 
 
-# -- layer norm -----------------------------------------------------------------------------------------------------------
+# -- layer norm -------------------------------------------------------------------------------------------------------
 
 
 @register("native_layer_norm")
@@ -76,7 +76,7 @@ def native_layer_norm_backward(
     )
 
 
-# -- group norm: (N, C, *) seen as (N, group, C / group, places) ------------------------------------------------------------
+# -- group norm: (N, C, *) seen as (N, group, C / group, places) ------------------------------------------------------
 
 
 def _by_channel(parameter: jax.Array | None, group: int) -> jax.Array | None:
@@ -129,7 +129,7 @@ def native_group_norm_backward(
     )
 
 
-# -- batch norm -----------------------------------------------------------------------------------------------------------
+# -- batch norm -------------------------------------------------------------------------------------------------------
 
 
 def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -144,7 +144,12 @@ def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Ar
     return (1 - share) * as_dtype(running, value.dtype) + share * value
 
 
-@register("_native_batch_norm_legit", "native_batch_norm", mutates=("running_mean", "running_var"), lifted=("momentum",))
+@register(
+    "_native_batch_norm_legit",
+    "native_batch_norm",
+    mutates=("running_mean", "running_var"),
+    lifted=("momentum",),
+)
 def native_batch_norm(
     x: jax.Array,
     weight: jax.Array | None,
@@ -225,7 +230,7 @@ def native_batch_norm_backward(
     )
 
 
-# -- softmax --------------------------------------------------------------------------------------------------------------
+# -- softmax ----------------------------------------------------------------------------------------------------------
 
 
 @register("_softmax")

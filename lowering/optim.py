@@ -256,10 +256,13 @@ def _define_adam(name: str, decoupled: bool) -> None:
         found_inf: jax.Array | None = None,
     ) -> list[jax.Array]:
         def step(param: jax.Array, grad: jax.Array, states: list[Any], count: Any) -> tuple[jax.Array | None, ...]:
+            exp_avg, exp_avg_sq, maximum = states
             return adam_step(
                 param,
                 grad,
-                *states,
+                exp_avg,
+                exp_avg_sq,
+                maximum,
                 count,
                 lr=lr,
                 beta1=beta1,

@@ -7,7 +7,7 @@ Inputs are ``(N, C, *spatial)`` or ``(C, *spatial)``.  Windows come from the sha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ def _window_maps(
     return [windows(*size) for size in sizes]
 
 
-def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: object) -> jax.Array:
+def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: Callable[..., Any]) -> jax.Array:
     """`lax.reduce_window` over regular windows along the last axes."""
     lead = x.ndim - len(maps)
     strides, dilations = zip(*(axis_map.stride for axis_map in maps), strict=True)
@@ -74,25 +74,22 @@ def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
     One axis after the other, innermost first, which gives the order of torch's loop over the window.  XLA drops all
     of it where no one reads the positions.
     """
-    position: jax.Array | None = None
+    position = jnp.zeros(x.shape, np.int32)
     inner = 1
     for axis, axis_map in reversed(list(enumerate(maps, x.ndim - len(maps)))):
         values = axis_map.taps(x, axis, _lowest(x.dtype))
-        inner_positions = axis_map.taps(position, axis, 0) if position is not None else [None] * len(values)
-        best: jax.Array | None = None
-        for tap, (value, inner_position) in enumerate(zip(values, inner_positions, strict=True)):
-            present = along(axis_map.present[:, tap], axis, x.ndim)
-            here = along(axis_map.index[:, tap] * inner, axis, x.ndim).astype(np.int32)
-            candidate = jnp.broadcast_to(here if inner_position is None else here + inner_position, value.shape)
-            candidate = jnp.where(present, candidate, np.int32(-1))
-            if best is None:
-                best, position_next = value, candidate
-                continue
-            better = present & ((position_next < 0) | (value > best) | (value != value))
-            best, position_next = jnp.where(better, value, best), jnp.where(better, candidate, position_next)
-        assert best is not None
-        x, position, inner = best, position_next, inner * axis_map.extent
-    assert position is not None
+        present = [along(taps, axis, x.ndim) for taps in axis_map.present.T]
+        offsets = [along(taps, axis, x.ndim).astype(np.int32) for taps in axis_map.index.T * inner]
+        inside = axis_map.taps(position, axis, 0)
+        places = [
+            jnp.where(there, base + offset, np.int32(-1))  # -1: no place yet
+            for there, base, offset in zip(present, inside, offsets, strict=True)
+        ]
+        best, found = values[0], places[0]
+        for value, place, there in zip(values[1:], places[1:], present[1:], strict=True):
+            better = there & ((found < 0) | (value > best) | (value != value))
+            best, found = jnp.where(better, value, best), jnp.where(better, place, found)
+        x, position, inner = best, found, inner * axis_map.extent
     return position
 
 
@@ -287,3 +284,24 @@ def adaptive_max_pool2d_backward(grad: jax.Array, x: jax.Array, indices: jax.Arr
 @register("adaptive_max_pool3d_backward")
 def adaptive_max_pool3d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
     return _scattered(grad, x, indices, 3)
+
+
+def _unpooled(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
+    """`x` at flat spatial `indices` of zeros; of several values for one place any may stay, as in torch."""
+    rank = len(output_size)
+    planes = math.prod(x.shape[:-rank])
+    empty = jnp.zeros((planes, math.prod(output_size)), x.dtype)
+    placed = empty.at[np.arange(planes)[:, None], indices.reshape(planes, -1)].set(x.reshape(planes, -1))
+    return placed.reshape(*x.shape[:-rank], *output_size)
+
+
+@register("max_unpool2d")
+def max_unpool2d(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
+    return _unpooled(x, indices, output_size)
+
+
+@register("max_unpool3d")
+def max_unpool3d(
+    x: jax.Array, indices: jax.Array, output_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> jax.Array:
+    return _unpooled(x, indices, output_size)

@@ -160,7 +160,7 @@ for _name, (_rule, _takes_align) in _RULES.items():
     _define(_name, _rule, _takes_align)
 
 
-# -- grid_sampler: the integer codes are those of ATen/native/GridSampler.h -----------------------------------------------
+# -- grid_sampler: the integer codes are those of ATen/native/GridSampler.h -------------------------------------------
 
 _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)

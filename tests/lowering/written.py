@@ -1,4 +1,4 @@
-"""Checks lowerings of operations that return nothing and write their arguments (``_foreach_add_``, ``_fused_adam_``)."""
+"""Checks lowerings of operations that only write their arguments (``_foreach_add_``, ``_fused_adam_``)."""
 
 from __future__ import annotations
 
