@@ -55,15 +55,16 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _arm() -> None:
     global _armed, _forward_hook
-    _armed = tape.generation
-    if _forward_hook is None:
-        # A global module hook slows every module call down, so it stays in only until it has fired.
-        _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
+    with tape.lock:
+        _armed = tape.generation
+        if _forward_hook is None:
+            # A global module hook slows every module call down, so it stays in only until it has fired.
+            _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
 
 
 def _disarm() -> None:
     global _armed, _forward_hook
     _armed = -1
-    if _forward_hook is not None:
-        _forward_hook.remove()
-        _forward_hook = None
+    hook, _forward_hook = _forward_hook, None  # taken before it is removed: a loader's thread may come by
+    if hook is not None:
+        hook.remove()
