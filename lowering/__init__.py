@@ -6,19 +6,28 @@ This folder is a leaf: it imports JAX and nothing of torch or of the rest of the
 from xla_amp.lowering import (  # noqa: F401  (importing a family fills the table)
     activation,
     amp,
+    attention,
+    complex_numbers,
     contraction,
     convolution,
+    counting,
+    ctc,
+    distance,
     elementwise,
     factory,
     foreach,
+    fourier,
     indexing,
+    linalg,
     loss,
     normalization,
     optim,
     pooling,
     random_numbers,
+    recurrent,
     reduction,
     shape,
+    special,
 )
 from xla_amp.lowering.operand import Permuted
 from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table

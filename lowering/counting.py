@@ -1,0 +1,63 @@
+"""Histograms with given bins, and the inverse of counting: repeating each index a given number of times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp.lowering.operand import as_dtype
+from xla_amp.lowering.registry import register
+
+
+def _histogram(x: jax.Array, edges: jax.Array, weight: jax.Array | None, density: bool) -> tuple[jax.Array, jax.Array]:
+    """Counts between `edges`; each bin holds its lower edge, the last both."""
+    x = x.reshape(-1)
+    weight = jnp.ones_like(x) if weight is None else weight.reshape(-1)
+    bins = edges.shape[0] - 1
+    place = jnp.clip(jnp.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
+    inside = (x >= edges[0]) & (x <= edges[-1])
+    counts = jnp.zeros(bins, x.dtype).at[place].add(jnp.where(inside, weight, 0))
+    if density:
+        counts = counts / (jnp.sum(counts) * jnp.diff(edges))
+    return counts, edges
+
+
+@register("histogram.bins_tensor")
+def histogram(
+    x: jax.Array, bins: jax.Array, *, weight: jax.Array | None = None, density: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _histogram(x, bins, weight, density)
+
+
+@register("histogram.bin_ct")
+def histogram_of_equal_bins(
+    x: jax.Array,
+    bins: int = 100,
+    *,
+    range: Sequence[float] | None = None,
+    weight: jax.Array | None = None,
+    density: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Bins of equal width over `range`, or from the least to the greatest element."""
+    if range is not None:
+        low, high = (jnp.asarray(end, x.dtype) for end in range)
+    elif x.size:
+        low, high = jnp.min(x), jnp.max(x)
+    else:
+        low, high = jnp.zeros((), x.dtype), jnp.zeros((), x.dtype)
+    half = np.asarray(0.5, x.dtype)
+    low, high = jnp.where(low == high, low - half, low), jnp.where(low == high, high + half, high)
+    return _histogram(x, jnp.linspace(low, high, bins + 1, dtype=x.dtype), weight, density)
+
+
+@register("repeat_interleave.Tensor")
+def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None, out: Any) -> jax.Array:
+    """0 to n - 1, each as often as `repeats` says; the engine finds the length where `output_size` is not given."""
+    length = math.prod(out.shape)
+    ends = jnp.cumsum(as_dtype(repeats, np.int64))
+    return jnp.searchsorted(ends, jnp.arange(length), side="right")

@@ -1,0 +1,218 @@
+"""Special functions beyond those of one JAX call (which `elementwise` has): Bessel functions, orthogonal polynomials.
+
+Bessel functions are integrals of smooth periodic or fast decaying functions, for which the trapezoidal rule converges
+geometrically (Trefethen and Weideman 2014), so a fixed few nodes give full precision and no table of coefficients is
+needed.  Source of the formulas: NIST Digital Library of Mathematical Functions, numbers in brackets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from xla_amp.lowering.operand import as_dtype, opmath
+from xla_amp.lowering.registry import register
+
+_EULER = float(np.euler_gamma)
+
+# -- Bessel functions of the first and second kind, orders 0 and 1 ----------------------------------------------------
+
+_FAR = 25.0
+"""From here on the asymptotic series is exact to float64; below, the integral with `_NODES` is."""
+_NODES = 128
+_NEUMANN = 30
+"""Terms of the series for the second kind: J_2k(25) is below 1e-16 from here on."""
+_ASYMPTOTIC = 26
+
+
+def _nodes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sin t, weight, sum over k of -(-1)^k cos(2kt) / k) on a quarter of the circle, which the rest repeats."""
+    quarter = _NODES // 4
+    t = 2 * np.pi * np.arange(quarter + 1) / _NODES
+    weight = np.full(quarter + 1, 4 / _NODES)
+    weight[[0, -1]] /= 2
+    k = np.arange(1, _NEUMANN + 1)
+    series = np.cos(2 * np.outer(t, k)) @ (-((-1.0) ** k) / k)
+    return np.sin(t), weight, series
+
+
+_SINE, _WEIGHT, _SERIES = _nodes()
+
+
+def _near(x: jax.Array, order: int, second: bool) -> jax.Array:
+    """Integrals over the circle [10.9.1]; the second kind by its Neumann series [10.8.1, 10.23]."""
+    s, weight, series = (np.asarray(v, x.dtype) for v in (_SINE, _WEIGHT, _SERIES))
+    cosine, sine = jnp.cos(x[..., None] * s), jnp.sin(x[..., None] * s)
+    j0, j1 = jnp.sum(weight * cosine, -1), jnp.sum(weight * s * sine, -1)
+    if not second:
+        return j1 if order else j0
+    logarithm = np.asarray(2 / np.pi, x.dtype) * (jnp.log(x / 2) + np.asarray(_EULER, x.dtype))
+    four = np.asarray(4 / np.pi, x.dtype)
+    if order == 0:
+        return logarithm * j0 + four * jnp.sum(weight * series * cosine, -1)
+    # minus the derivative of the line above
+    slope = jnp.sum(weight * series * s * sine, -1)
+    return logarithm * j1 - np.asarray(2 / np.pi, x.dtype) / x * j0 + four * slope
+
+
+def _far(x: jax.Array, order: int, second: bool) -> jax.Array:
+    """Hankel's expansion [10.17.3, 10.17.4]; the phase is split so that it loses nothing at large x."""
+    term, parts = 1.0, ([], [])
+    for k in range(_ASYMPTOTIC):
+        parts[k % 2].append(term * (-1) ** (k // 2))
+        term *= (4 * order**2 - (2 * k + 1) ** 2) / (8 * (k + 1))
+    square = 1 / (x * x)
+    p, q = (jnp.polyval(np.asarray(part[::-1], x.dtype), square) for part in parts)
+    q = q / x
+    cosine, sine = jnp.cos(x), jnp.sin(x)
+    c, s = (sine - cosine, -sine - cosine) if order else (cosine + sine, sine - cosine)
+    wave = p * s + q * c if second else p * c - q * s
+    return wave / jnp.sqrt(np.asarray(np.pi, x.dtype) * x)
+
+
+def _bessel(order: int, second: bool) -> Callable[[jax.Array], jax.Array]:
+    def function(x: jax.Array) -> jax.Array:
+        size = jnp.abs(x)
+        far = size > _FAR
+        middle = np.asarray(_FAR, x.dtype)
+        value = jnp.where(
+            far,
+            _far(jnp.where(far, size, middle), order, second),
+            _near(jnp.where(far, middle, size), order, second),
+        )
+        value = jnp.where(jnp.isinf(size), 0, value)
+        if second:
+            return jnp.where(x < 0, jnp.nan, jnp.where(x == 0, -jnp.inf, value))
+        return jnp.where(x < 0, -value, value) if order else value
+
+    return function
+
+
+# -- modified Bessel functions of the second kind, times exp(x) --------------------------------------------------------
+
+_STEPS = 64
+_TINY = 1e-5
+"""Below this the integral would need more steps, and two terms of the series are exact to float64."""
+_DECAY = 40.0
+"""The integral ends where its integrand has fallen by exp(-40)."""
+
+
+def _scaled_k(order: int) -> Callable[[jax.Array], jax.Array]:
+    """exp(x) K(x), the integral over t of exp(x - x cosh t) cosh(order t) [10.32.9]."""
+
+    def function(x: jax.Array) -> jax.Array:
+        safe = jnp.where(x > _TINY, x, 1)
+        step = jnp.arccosh(1 + (_DECAY + 4 * order) / safe) / _STEPS
+        t = step[..., None] * np.arange(_STEPS + 1, dtype=x.dtype)
+        weight = np.ones(_STEPS + 1, x.dtype)
+        weight[0] = 0.5
+        half = jnp.sinh(t / 2)
+        integrand = jnp.exp(-2 * safe[..., None] * half * half) * (jnp.cosh(t) if order else 1)
+        integral = step * jnp.sum(weight * integrand, -1)
+        small = jnp.where(x > _TINY, _TINY, x)
+        logarithm = jnp.log(small / 2) + np.asarray(_EULER, x.dtype)  # [10.31.1, 10.31.2]
+        square = small * small / 4
+        series = 1 / small + small / 2 * (logarithm - 0.5) if order else square - logarithm * (1 + square)
+        value = jnp.where(x > _TINY, integral, series * jnp.exp(small))
+        value = jnp.where(jnp.isposinf(x), 0, value)
+        return jnp.where(x < 0, jnp.nan, jnp.where(x == 0, jnp.inf, value))
+
+    return function
+
+
+def _unscaled_k(order: int) -> Callable[[jax.Array], jax.Array]:
+    scaled = _scaled_k(order)
+    return lambda x: jnp.where(jnp.isposinf(x), 0, scaled(x) * jnp.exp(-x))
+
+
+_LARGE = 10.0
+"""From here on twelve terms of the asymptotic series of erfcx [7.12.1] are exact to float64."""
+
+
+def _erfcx(x: jax.Array) -> jax.Array:
+    """exp(x^2) erfc(x).  JAX 0.10 returns 0 around x = 26.6, where its two halves do not meet."""
+    large = jnp.where(x > _LARGE, x, _LARGE)
+    terms = np.cumprod([1.0, *(-(2 * n - 1) / 2 for n in range(1, 13))])
+    series = jnp.polyval(terms[::-1].astype(x.dtype), 1 / (large * large)) / (large * np.asarray(np.pi**0.5, x.dtype))
+    return jnp.where(x > _LARGE, series, special.erfcx(jnp.minimum(x, _LARGE)))
+
+
+def _spherical_j0(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isinf(x), 0, jnp.where(x == 0, 1, jnp.sin(x) / jnp.where(x == 0, 1, x)))
+
+
+UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "special_bessel_j0": _bessel(0, False),
+    "special_bessel_j1": _bessel(1, False),
+    "special_bessel_y0": _bessel(0, True),
+    "special_bessel_y1": _bessel(1, True),
+    "special_erfcx": _erfcx,
+    "special_modified_bessel_i0": special.i0,
+    "special_modified_bessel_i1": special.i1,
+    "special_modified_bessel_k0": _unscaled_k(0),
+    "special_modified_bessel_k1": _unscaled_k(1),
+    "special_scaled_modified_bessel_k0": _scaled_k(0),
+    "special_scaled_modified_bessel_k1": _scaled_k(1),
+    "special_spherical_bessel_j0": _spherical_j0,
+}
+
+
+def _unary(function: Callable[[jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    return lambda x, *, out: function(as_dtype(x, opmath(out.dtype)))
+
+
+for _name, _function in UNARY.items():
+    register(_name)(_unary(_function))
+
+
+# -- orthogonal polynomials: p_0 = 1, p_1, and p_(k+1) from k, x and the two before ------------------------------------
+
+First = Callable[[jax.Array], jax.Array]
+Next = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _chebyshev(k: Any, x: jax.Array, q: jax.Array, p: jax.Array) -> jax.Array:
+    return 2 * x * q - p
+
+
+POLYNOMIALS: dict[str, tuple[First, Next]] = {
+    "chebyshev_polynomial_t": (lambda x: x, _chebyshev),
+    "chebyshev_polynomial_u": (lambda x: 2 * x, _chebyshev),
+    "chebyshev_polynomial_v": (lambda x: 2 * x - 1, _chebyshev),
+    "chebyshev_polynomial_w": (lambda x: 2 * x + 1, _chebyshev),
+    "hermite_polynomial_h": (lambda x: 2 * x, lambda k, x, q, p: 2 * x * q - 2 * k * p),
+    "hermite_polynomial_he": (lambda x: x, lambda k, x, q, p: x * q - k * p),
+    "laguerre_polynomial_l": (lambda x: 1 - x, lambda k, x, q, p: ((2 * k + 1 - x) * q - k * p) / (k + 1)),
+    "legendre_polynomial_p": (lambda x: x, lambda k, x, q, p: ((2 * k + 1) * x * q - k * p) / (k + 1)),
+}
+"""torch's names without ``special_`` -> (p_1, recurrence)."""
+
+
+def _polynomial(first: First, following: Next, shifted: bool) -> Callable[..., jax.Array]:
+    def lowering(x: Any, n: Any, *, out: Any) -> jax.Array:
+        dtype = opmath(out.dtype)
+        x, n = jnp.broadcast_arrays(as_dtype(x, dtype), as_dtype(n, np.int64))
+        x = 2 * x - 1 if shifted else x
+        one = jnp.ones_like(x)
+
+        def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            k, q, p, value = state
+            q, p = following(as_dtype(k, dtype), x, q, p), q
+            return k + 1, q, p, jnp.where(n == k + 1, q, value)
+
+        start = (jnp.ones((), np.int64), first(x), one, jnp.where(n <= 0, as_dtype(n == 0, dtype), first(x)))
+        return lax.while_loop(lambda state: state[0] < jnp.max(n, initial=0), step, start)[3]
+
+    return lowering
+
+
+for _name, (_first, _next) in POLYNOMIALS.items():
+    register(f"special_{_name}")(_polynomial(_first, _next, False))
+    if _name.startswith("chebyshev"):
+        register(f"special_shifted_{_name}")(_polynomial(_first, _next, True))

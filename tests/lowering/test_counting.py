@@ -1,0 +1,28 @@
+"""Histograms and repeated indices against torch on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import check, sample
+
+from xla_amp.lowering import counting  # noqa: F401  (fills the table)
+
+
+@pytest.mark.parametrize("density", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_histogram(dtype, density):
+    x = torch.cat([sample(50, dtype=dtype), torch.tensor([-2.0, 0.0, 2.0, 5.0], dtype=dtype)])  # edges and an outlier
+    weight = sample(54, dtype=dtype, low=0.0)
+    edges = torch.tensor([-2.0, -0.5, 0.0, 2.0], dtype=dtype)
+    check("histogram.bins_tensor", x, edges, density=density)
+    check("histogram.bins_tensor", x, edges, weight=weight, density=density)
+    check("histogram.bin_ct", x, 7, density=density)
+    check("histogram.bin_ct", x, 4, range=[-2.0, 2.0], weight=weight, density=density)
+    check("histogram.bin_ct", torch.ones(5, dtype=dtype), 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_repeat_interleave(dtype):
+    check("repeat_interleave.Tensor", torch.tensor([2, 0, 3, 1], dtype=dtype), output_size=6)
+    check("repeat_interleave.Tensor", torch.zeros(3, dtype=dtype), output_size=0)
