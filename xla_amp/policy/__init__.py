@@ -7,6 +7,7 @@ operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 from xla_amp.policy.context import Region as Region
 from xla_amp.policy.context import Token as Token
 from xla_amp.policy.context import current as current
+from xla_amp.policy.context import on_pop as on_pop
 from xla_amp.policy.context import on_push as on_push
 from xla_amp.policy.context import pop as pop
 from xla_amp.policy.context import push as push
@@ -17,6 +18,8 @@ from xla_amp.policy.load import load as load
 from xla_amp.policy.names import equivalent as equivalent
 from xla_amp.policy.names import extend_known_operations as extend_known_operations
 from xla_amp.policy.names import operation_class as operation_class
+from xla_amp.policy.resolve import on_override as on_override
+from xla_amp.policy.resolve import overridden as overridden
 from xla_amp.policy.resolve import override as override
 from xla_amp.policy.resolve import resolve as resolve
 from xla_amp.policy.resolve import unused_rules as unused_rules

@@ -53,6 +53,7 @@ _newest: dict[str, Region] = {}
 
 
 _listeners: tuple[Callable[[str, Region], object], ...] = ()
+_closing: tuple[Callable[[str, Region], object], ...] = ()
 
 
 def on_push(listener: Callable[[str, Region], object]) -> None:
@@ -63,6 +64,13 @@ def on_push(listener: Callable[[str, Region], object]) -> None:
     global _listeners
     with _lock:
         _listeners = (*_listeners, listener)
+
+
+def on_pop(listener: Callable[[str, Region], object]) -> None:
+    """Calls ``listener(device_type, region)`` after every region that closes from now on."""
+    global _closing
+    with _lock:
+        _closing = (*_closing, listener)
 
 
 def push(device_type: str, region: Region) -> Token:
@@ -98,6 +106,8 @@ def pop(token: Token) -> None:
             _newest[token.device_type] = everywhere[-1].region
         else:
             del _newest[token.device_type]
+    for listener in _closing:
+        listener(token.device_type, token.region)
 
 
 def current(device_type: str) -> Region | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import names
+from xla_amp.policy import names, places
 from xla_amp.policy.rules import Policy, Rule, RuleLayer
 from xla_amp.vocab import CASTS, LOW_DTYPES, Layer, LowDtype
 
@@ -280,7 +280,10 @@ def check(layer: RuleLayer) -> RuleLayer:
     if layer.layer != "builtin":
         for rule in layer.rules:
             for pattern in rule.operations:
-                if not names.matching(pattern):
+                if places.is_place(pattern):
+                    if problem := places.problem(pattern, rule.cast):
+                        _fail(rule.origin, problem)
+                elif not names.matching(pattern):
                     _fail(rule.origin, names.unknown(pattern))
         for operation in layer.reach():
             layer.find(operation)

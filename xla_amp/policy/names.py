@@ -16,12 +16,15 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from xla_amp.errors import PolicyError
 from xla_amp.vocab import OPERATION_CLASSES, OperationClass
 
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
+
+CLASS: Final = "class:"
+"""Opens the name of an operation class where a rule names operations."""
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -110,14 +113,22 @@ def packet(operation: str) -> str:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether `pattern` has a wildcard."""
-    return _GLOB.search(pattern) is not None
+    """Whether `pattern` stands for several packets: it has a wildcard or is ``class:<operation class>``."""
+    return pattern.startswith(CLASS) or _GLOB.search(pattern) is not None
 
 
 @functools.lru_cache(maxsize=1024)
 def glob(pattern: str) -> re.Pattern[str]:
     """`pattern` compiled; ``match`` it against the name with and without its overload."""
     return re.compile(fnmatch.translate(pattern))
+
+
+def fits(pattern: str, operation: str) -> bool:
+    """Whether the glob or class `pattern` reaches `operation`, an exact name of the catalogue."""
+    if pattern.startswith(CLASS):
+        return catalogue().classes[operation] == pattern.removeprefix(CLASS)
+    match = glob(pattern).match
+    return match(operation) is not None or match(packet(operation)) is not None
 
 
 # Names beyond the catalogue. A provider is called only when a name is not found without it: listing what torch
@@ -191,9 +202,9 @@ def matching(pattern: str) -> tuple[str, ...]:
     """Known operations that `pattern` reaches, sorted; empty when there are none.
 
     Args:
-        pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob (``linalg_*``: the
-            catalogue's operations only) or a namespaced name of another library (``mylib::attention``: itself,
-            unchecked).
+        pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob or a class
+            (``linalg_*``, ``class:reduction``: the catalogue's operations only) or a namespaced name of another
+            library (``mylib::attention``: itself, unchecked).
     """
     found = _matching(pattern)
     if not found and _ask_providers():
@@ -201,12 +212,17 @@ def matching(pattern: str) -> tuple[str, ...]:
     return found
 
 
+def catalogued(name: str) -> tuple[str, ...]:
+    """What an exact name or a packet stands for in the catalogue alone; a namespaced name stands for itself."""
+    if "::" in packet(name) or (name in catalogue().classes and "." in name):
+        return (name,)
+    return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
+
+
 def _matching(pattern: str) -> tuple[str, ...]:
     unruled = catalogue().no_rule
     if is_glob(pattern):
-        match = glob(pattern).match
-        reached = (name for name in catalogue().classes if match(name) or match(packet(name)))
-        return tuple(sorted(name for name in reached if packet(name) not in unruled))
+        return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in unruled))
     if packet(pattern) in unruled:
         return ()
     if "::" in pattern or ("." in pattern and pattern in known_operations()):
@@ -217,6 +233,10 @@ def _matching(pattern: str) -> tuple[str, ...]:
 def unknown(pattern: str) -> str:
     """The rest of an error message about a name that reaches nothing: what it may have meant."""
     catalogued = catalogue()
+    if pattern.startswith(CLASS):
+        near = difflib.get_close_matches(pattern.removeprefix(CLASS), OPERATION_CLASSES, n=1, cutoff=0.4)
+        hint = f"; did you mean {CLASS + near[0]!r}?" if near else "."
+        return f"unknown operation class {pattern!r}{hint} Classes: {', '.join(OPERATION_CLASSES)}"
     if spelled := catalogued.spellings.get(pattern):
         return f"unknown operation {pattern!r}: its ATen name is {' or '.join(spelled)}"
     if packet(pattern) in catalogued.no_rule:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 from xla_amp import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import context as regions
+from xla_amp.policy import names, places
 from xla_amp.policy.load import PolicyLike, check, load, read_file, rule, rules_from_file, signature
 from xla_amp.policy.names import matching
 from xla_amp.policy.rules import Policy, Rule, RuleLayer
@@ -56,6 +57,9 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
     if context:
         local = (*local, _mapping_layer("context", _items(context)))
     return _effective(base, _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local))
+
+
+_NO_LISTS: Final[tuple[tuple[RuleLayer, ...], frozenset[Cast]]] = ((), frozenset())
 
 
 @functools.lru_cache(maxsize=512)
@@ -164,6 +168,24 @@ class _Overrides(threading.local):
 
 
 _overrides = _Overrides()
+_listeners: tuple[Callable[[RuleLayer, bool], object], ...] = ()
+
+
+def on_override(listener: Callable[[RuleLayer, bool], object]) -> None:
+    """Calls ``listener(layer, True)`` when an override opens from now on and ``listener(layer, False)`` when it closes,
+    on its thread.
+
+    For a front that must also act where no region of ours is open.
+    """
+    global _listeners
+    _listeners = (*_listeners, listener)
+
+
+def overridden(policy: Policy) -> Policy:
+    """`policy` with this thread's open overrides and nothing else on top; itself where there are none."""
+    if not _overrides.open:
+        return policy
+    return _effective(policy, _NO_LISTS, _overrides.open)
 
 
 class override:
@@ -172,11 +194,15 @@ class override:
     An inner override wins over an outer one.  The same object may be entered again while it is open.
 
     Args:
-        rules: operation (name or glob) to cast.
-        **casts: the same, for names that are identifiers.
+        rules: what to cast: an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to cast.
+        module: path of modules as ``named_modules`` gives it, globs allowed, perhaps with an operation at the end
+            (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
+        hlo_class: operation class (``"reduction"``, see `xla_amp.vocab.OperationClass`); gets `cast`.
+        cast: the cast of `module` and of `hlo_class`.
+        **casts: operation to cast, for names that are identifiers.
 
     Raises:
-        PolicyError: an unknown operation or cast, one operation given twice, or rules that disagree.
+        PolicyError: an unknown operation, class or cast, one operation given twice, or rules that disagree.
 
     Example:
         >>> from xla_amp.policy import resolve
@@ -185,22 +211,36 @@ class override:
         'low'
     """
 
-    def __init__(self, rules: Mapping[str, Cast] | None = None, /, **casts: Cast) -> None:
+    def __init__(
+        self,
+        rules: Mapping[str, Cast] | None = None,
+        /,
+        *,
+        module: str | None = None,
+        hlo_class: str | None = None,
+        cast: Cast | None = None,
+        **casts: Cast,
+    ) -> None:
         given: Mapping[str, Any] = {} if rules is None else rules
         if not isinstance(given, Mapping):
             raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
-        if twice := sorted(set(given) & set(casts)):
+        named: dict[str, Any] = {**casts, **_aimed(module, hlo_class, cast)}
+        if twice := sorted(set(given) & set(named)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
-        if not given and not casts:
+        if not given and not named:
             _no_rules()
-        self._layer = _mapping_layer("override", _items({**given, **casts}))
+        self._layer = _mapping_layer("override", _items({**given, **named}))
         self._local = _Entered()
 
     def __enter__(self) -> None:
         self._local.tokens.append([])
+        self._local.heard.append([])
         _overrides.stack.append(self)
         _overrides.open = tuple(entered._layer for entered in _overrides.stack)
         try:
+            for listener in _listeners:
+                listener(self._layer, True)
+                self._local.heard[-1].append(listener)
             for device_type, region in regions.open_here().items():
                 changed = dataclasses.replace(region, policy=resolve(region.policy))
                 self._local.tokens[-1].append(regions.push(device_type, changed))
@@ -216,6 +256,8 @@ class override:
     def _close(self) -> None:
         for token in reversed(self._local.tokens.pop()):
             regions.pop(token)
+        for listener in self._local.heard.pop():
+            listener(self._layer, False)
         stack = _overrides.stack
         del stack[len(stack) - 1 - stack[::-1].index(self)]
         _overrides.open = tuple(entered._layer for entered in stack)
@@ -224,6 +266,21 @@ class override:
 class _Entered(threading.local):
     def __init__(self) -> None:
         self.tokens: list[list[regions.Token]] = []
+        self.heard: list[list[Callable[[RuleLayer, bool], object]]] = []
+
+
+def _aimed(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:
+    aims = {places.PREFIX: module, names.CLASS: hlo_class}
+    found = {f"{prefix}{aim}": cast for prefix, aim in aims.items() if aim is not None}
+    for word, aim in (("module", module), ("hlo_class", hlo_class)):
+        if aim is not None and not isinstance(aim, str):
+            raise PolicyError(f"override({word}={aim!r}): expected a string, got {type(aim).__name__}")
+    if (cast is None) != (not found):
+        raise PolicyError(
+            'override(): module= and hlo_class= go with cast=, e.g. override(module="*.attention.softmax", '
+            'cast="low"); an operation is written override({"softmax": "low"})'
+        )
+    return found
 
 
 def _no_rules() -> NoReturn:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import names
+from xla_amp.policy import names, places
 from xla_amp.vocab import Cast, Layer, LowDtype, OperationClass
 
 
@@ -17,7 +17,7 @@ class Rule:
     """Operations that share a cast, and why.
 
     In a built-in table each name is one exact overload, as torch registers it.  In a user's rule a bare name reaches
-    every overload of the packet, and globs are allowed.
+    every overload of the packet; globs, ``class:<operation class>`` and ``module:<path>`` are allowed.
     """
 
     operations: tuple[str, ...]
@@ -74,6 +74,7 @@ class RuleLayer:
     rules: tuple[Rule, ...]
     _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
     _globs: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _places: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,9 @@ class RuleLayer:
                 )
             exact[operation] = rule
         object.__setattr__(self, "_exact", exact)
-        object.__setattr__(self, "_globs", tuple(pair for pair in pairs if names.is_glob(pair[0])))
+        located = tuple(pair for pair in pairs if places.is_place(pair[0]))
+        object.__setattr__(self, "_places", located)
+        object.__setattr__(self, "_globs", tuple(p for p in pairs if p not in located and names.is_glob(p[0])))
         object.__setattr__(self, "_hash", hash((self.layer, self.origin, self.rules)))
 
     def __hash__(self) -> int:
@@ -96,12 +99,16 @@ class RuleLayer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
 
-    def find(self, operation: str) -> Rule | None:
-        """The rule for `operation`, if this layer has one.
+    def find(self, operation: str, path: str | None = None) -> Rule | None:
+        """The rule for `operation`, if this layer has one; a rule for the module at `path` comes before the others.
 
         Raises:
             PolicyError: two rules reach it with different casts.
         """
+        if path is not None and self._places:
+            here = [rule for pattern, rule in self._places if places.reaches(pattern, operation, path)]
+            if here:
+                return _one(here, f"operation {operation!r} in module {path!r}")
         if self.layer == "builtin":
             return self._exact.get(operation)
         bare = names.packet(operation)
@@ -109,23 +116,29 @@ class RuleLayer:
             return None
         reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
         if operation in names.catalogue().classes:
-            for pattern, rule in self._globs:
-                match = names.glob(pattern).match
-                if match(operation) or match(bare):
-                    reached.append(rule)
-        if len({rule.cast for rule in reached}) > 1:
-            listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(reached))
-            raise PolicyError(
-                f"operation {operation!r} is reached by rules of one layer that disagree: {listed}. Name it in one "
-                "of them, or put the exception in a later layer, e.g. policy.override"
-            )
-        return reached[0] if reached else None
+            reached += [rule for pattern, rule in self._globs if names.fits(pattern, operation)]
+        return _one(reached, f"operation {operation!r}") if reached else None
 
     def reach(self) -> frozenset[str]:
-        """Known operations that its rules reach."""
+        """Known operations that its rules reach, wherever they run."""
         if self.layer == "builtin":
             return frozenset(self._exact)
-        return frozenset(name for pattern in self._exact for name in names.matching(pattern))
+        patterns = (pattern for pattern in self._exact if not places.is_place(pattern))
+        return frozenset(name for pattern in patterns for name in names.matching(pattern))
+
+    def reach_in_modules(self) -> frozenset[str]:
+        """Operations that its rules for modules reach inside these."""
+        return frozenset(name for pattern, _ in self._places for name in places.operations(pattern))
+
+
+def _one(rules: list[Rule], reached: str) -> Rule:
+    if len({rule.cast for rule in rules}) > 1:
+        listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(rules))
+        raise PolicyError(
+            f"{reached} is reached by rules of one layer that disagree: {listed}. Name it in one of them, or put the "
+            "exception in a later layer, e.g. policy.override"
+        )
+    return rules[0]
 
 
 def _short(rule: Rule) -> str:
@@ -152,12 +165,15 @@ class Policy:
     base: Policy | None = dataclasses.field(default=None, compare=False)
     """For the result of `resolve`: the policy before file, environment, overrides and context."""
     _hash: int = dataclasses.field(init=False, compare=False)
-    _decisions: dict[str, Decision] = dataclasses.field(init=False, compare=False)
+    by_module: bool = dataclasses.field(init=False, compare=False)
+    """Whether some rule asks for the module; if none does, nobody need find out which it is."""
+    _decisions: dict[str | tuple[str, str], Decision] = dataclasses.field(init=False, compare=False)
     _matched: set[Rule] = dataclasses.field(init=False, compare=False)
     _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {"_decisions": {}, "_matched": set(), "_reach": {}}
+        fields["by_module"] = any(layer._places for layer in self.layers)
         fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -177,11 +193,12 @@ class Policy:
         """The rules of all layers, lowest rank first."""
         return tuple(rule for layer in self.layers for rule in layer.rules)
 
-    def decide(self, operation: str) -> Decision:
+    def decide(self, operation: str, path: str | None = None) -> Decision:
         """What is done with `operation`; the answer is kept, so asking again costs one dict lookup.
 
         Args:
             operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
+            path: the module that it runs in, as ``named_modules`` calls it; None outside of any.
 
         Returns:
             The decision of the highest layer that has a rule; without one, ``keep``.
@@ -194,16 +211,17 @@ class Policy:
             >>> load("tpu").decide("mm").cast
             'low'
         """
-        decision = self._decisions.get(operation)
+        key = operation if path is None or not self.by_module else (operation, path)
+        decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decide(operation, mark=True)
-            self._decisions[operation] = decision
+            decision = self._decide(operation, path, mark=True)
+            self._decisions[key] = decision
         return decision
 
-    def _decide(self, operation: str, *, mark: bool) -> Decision:
+    def _decide(self, operation: str, path: str | None = None, *, mark: bool) -> Decision:
         winner: Decision | None = None
         for layer in reversed(self.layers):
-            rule = layer.find(operation)
+            rule = layer.find(operation, path)
             if rule is None:
                 continue
             if mark:
@@ -213,15 +231,14 @@ class Policy:
         return winner or Decision(operation, "keep", "builtin", None)
 
     def casts(self) -> Mapping[str, Cast]:
-        """Every known operation that has a rule other than ``keep``, by exact ATen name, and its cast.
+        """Every known operation that has a rule other than ``keep``, by exact ATen name, and its cast outside modules.
 
         Unlike `decide` it does not count as a match of the rules (`xla_amp.policy.unused_rules`).
         """
         known = names.known_operations()
         found = self._reach.get(known)
         if found is None:
-            reached = sorted(frozenset[str]().union(*(layer.reach() for layer in self.layers)))
-            decided = {operation: self._decide(operation, mark=False).cast for operation in reached}
+            decided = {operation: self._decide(operation, mark=False).cast for operation in sorted(self.ruled())}
             found = MappingProxyType({operation: cast for operation, cast in decided.items() if cast != "keep"})
             self._reach[known] = found
         return found
@@ -229,3 +246,16 @@ class Policy:
     def operations(self) -> frozenset[str]:
         """Exact ATen names that have a rule other than ``keep``."""
         return frozenset(self.casts())
+
+    def ruled(self) -> frozenset[str]:
+        """Exact ATen names that some rule reaches, one that says ``keep`` included."""
+        return frozenset[str]().union(*(layer.reach() for layer in self.layers))
+
+    def ruled_in_modules(self) -> frozenset[str]:
+        """Exact ATen names that some rule reaches inside a module."""
+        return frozenset[str]().union(*(layer.reach_in_modules() for layer in self.layers))
+
+    def outside(self, operation: str) -> tuple[Cast, bool]:
+        """Cast of `operation` outside modules, and whether a rule says so; it does not count as a match."""
+        decision = self._decide(operation, mark=False)
+        return decision.cast, decision.rule is not None
