@@ -1,0 +1,211 @@
+"""Indexing, embeddings and scatters against PyTorch on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from harness import lowering_of, row, sample, untested
+
+
+def positions(extent: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random positions along an axis, repeated ones among them."""
+    return torch.randint(0, extent, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distinct(extent: int, count: int) -> torch.Tensor:
+    return torch.randperm(extent, generator=torch.Generator().manual_seed(1))[:count]
+
+
+def block(dtype: torch.dtype) -> torch.Tensor:
+    return sample(5, 6, 7, dtype=dtype)
+
+
+def scalar(number: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(number).to(dtype)
+
+
+ROWS_OF = positions(7, 2, 3)
+
+READING = [
+    row("embedding", "fbi", lambda d: (sample(7, 4, dtype=d), ROWS_OF)),
+    row("embedding", "f", lambda d: (sample(7, 4, dtype=d), ROWS_OF.int(), 2)),
+    *(
+        row("index.Tensor", "fbit", lambda d, i=i: (block(d), i))
+        for i in (
+            [positions(5, 4) - 5],
+            [None, positions(6, 3), positions(7, 3)],
+            [positions(5, 3), None, positions(7, 2, 1)],  # apart: the indexed axes come first
+            [None, positions(6, 2, 2)],
+            [torch.tensor(2), None, positions(7, 2)],
+        )
+    ),
+    row("_unsafe_index.Tensor", "f", lambda d: (block(d), [positions(5, 2, 1), positions(6, 3), positions(7, 1, 1)])),
+    row("index_select", "fbt", lambda d: (block(d), 1, positions(6, 9))),
+    row("index_select", "f", lambda d: (block(d), -1, torch.tensor(3))),
+    row("index_select", "f", lambda d: (scalar(2, d), 0, torch.tensor([0]))),
+    *(
+        row("gather", "fbt", lambda d, dim=dim, i=i: (block(d), dim, i))
+        for dim, i in ((1, positions(6, 5, 4, 7)), (1, positions(6, 3, 9, 2)), (-1, positions(7, 5, 6, 7)))
+    ),
+    row("gather", "f", lambda d: (scalar(2, d), 0, torch.tensor(0))),
+    row("take", "fi", lambda d: (block(d), positions(210, 3, 2) - 100)),
+    row("nonzero_static", "fi", lambda d: (sample(6, 7, dtype=d).round(),), size=7),
+    row("nonzero_static", "i", lambda d: (sample(6, 7, dtype=d),), size=50, fill_value=-3),
+]
+
+# torch sums halves in halves where positions repeat, the lowerings in float32: compared with the float64 result.
+EMBEDDING_GRADIENTS = [
+    row("embedding_dense_backward", "fb", lambda d: (sample(2, 3, 4, dtype=d), ROWS_OF, 7, -1, False), wide=True),
+    row("embedding_dense_backward", "f", lambda d: (sample(2, 3, 4), ROWS_OF, 7, int(ROWS_OF[0, 0]), False)),
+    row("embedding_dense_backward", "f", lambda d: (sample(2, 3, 4), ROWS_OF, 7, -1, True)),
+    *(row("embedding_renorm_", "f", lambda d, p=p: (sample(7, 4), ROWS_OF, 2.0, p)) for p in (1.0, 2.0)),
+]
+
+REPEATED = positions(6, 5, 4, 7)
+MODES = ("sum", "prod", "mean", "amax", "amin")
+
+
+def source(dtype: torch.dtype) -> torch.Tensor:
+    """As large as `block`, so larger than the positions: only its first part is written."""
+    return sample(5, 6, 7, dtype=dtype, seed=4)
+
+
+SCATTERS = [
+    row("scatter.src", "fbit", lambda d: (block(d), 1, sample(5, 6, 7).argsort(1)[:, :4].contiguous(), source(d))),
+    row("scatter.value", "fbt", lambda d: (block(d), 1, REPEATED, 1)),
+    row("scatter.value", "fb", lambda d: (block(d), 1, REPEATED, 0.3)),
+    row("scatter_add", "fbi", lambda d: (block(d), 1, REPEATED, source(d)), wide=True),
+    row("scatter_add", "f", lambda d: (block(d), 2, positions(7, 3, 2, 7), source(d))),
+    row("scatter_add", "f", lambda d: (scalar(2, d), 0, torch.tensor(0), scalar(3, d))),
+    *(
+        row("scatter.reduce", "fi", lambda d: (block(d), 1, REPEATED, source(d)), reduce=mode)
+        for mode in ("add", "multiply")
+    ),
+    *(row("scatter.value_reduce", "fi", lambda d: (block(d), 1, REPEATED, 2), reduce=m) for m in ("add", "multiply")),
+    *(
+        row(
+            "scatter_reduce.two",
+            "fbi",
+            lambda d, mode=mode: (block(d), 1, REPEATED, source(d), mode),
+            include_self=include_self,
+            wide=True,
+        )
+        for mode in MODES
+        for include_self in (True, False)
+    ),
+    *(
+        row(
+            "scatter_reduce.two",
+            "f",
+            lambda d, mode=mode: (torch.where(block(d) > 2.5, math.nan, block(d)), 1, REPEATED, source(d), mode),
+        )
+        for mode in ("amax", "amin")
+    ),
+]
+
+SLICES = [
+    row("index_add", "fbi", lambda d: (block(d), 1, positions(6, 4), sample(5, 4, 7, dtype=d)), wide=True),
+    row("index_add", "fi", lambda d: (block(d), -1, positions(7, 9), sample(5, 6, 9, dtype=d)), alpha=2),
+    row("index_add", "f", lambda d: (scalar(2, d), 0, torch.tensor(0), scalar(3, d))),
+    row("index_copy", "fbt", lambda d: (block(d), 1, distinct(6, 4), sample(5, 4, 7, dtype=d))),
+    row("index_copy", "f", lambda d: (scalar(2, d), 0, torch.tensor(0), scalar(3, d))),
+    row("index_copy", "f", lambda d: (sample(4), 0, torch.tensor(1), scalar(3, d))),
+    row("index_fill.int_Scalar", "fbi", lambda d: (block(d), 1, distinct(6, 3), 3)),
+    row("index_fill.int_Scalar", "f", lambda d: (scalar(2, d), 0, torch.tensor(0), 1)),
+    row("index_fill.int_Tensor", "fb", lambda d: (block(d), 1, distinct(6, 3) - 6, scalar(1, d))),
+    *(
+        row(
+            "index_reduce",
+            "fi",
+            lambda d, mode=mode: (block(d), 1, positions(6, 4), sample(5, 4, 7, dtype=d, seed=3), mode),
+            include_self=include_self,
+        )
+        for mode in MODES[1:]
+        for include_self in (True, False)
+    ),
+    row("put", "fbt", lambda d: (block(d), distinct(210, 9), sample(9, dtype=d))),
+    row("put", "fi", lambda d: (block(d), positions(210, 9) - 50, sample(9, dtype=d), True)),
+]
+
+AT = [
+    row("index_put", "fbit", lambda d: (block(d), [distinct(5, 3)], sample(3, 6, 7, dtype=d))),
+    row("index_put", "f", lambda d: (block(d), [None, distinct(6, 3)], sample(3, 1))),
+    row("index_put", "fbi", lambda d: (block(d), [positions(5, 4)], sample(4, 6, 7, dtype=d), True), wide=True),
+    row("index_put", "f", lambda d: (block(d), [None, positions(6, 4) - 6, positions(7, 4)], sample(4), True)),
+    row("_unsafe_index_put", "f", lambda d: (block(d), [distinct(5, 3), None, distinct(7, 3)], sample(1))),
+    row("_index_put_impl", "f", lambda d: (block(d), [positions(5, 4)], sample(4, 6, 7), True, True)),
+]
+
+PLACES = sample(5, 6) > 0
+INNER = sample(6, 7, seed=2) > 0
+MIDDLE = sample(6, seed=2) > 0
+HITS, INNER_HITS, MIDDLE_HITS = (int(mask.sum()) for mask in (PLACES, INNER, MIDDLE))
+LAST = sample(7) > 0
+LAST_HITS = int(LAST.sum())
+
+MASKED = {
+    "one number": ([PLACES], ()),
+    "a row for each hit": ([PLACES], (HITS, 7)),
+    "one row": ([PLACES], (7,)),
+    "one row, with its axis": ([PLACES], (1, 7)),
+    "a number for each hit": ([PLACES], (HITS, 1)),
+    "inner axes": ([None, INNER], (5, INNER_HITS)),
+    "inner axes, broadcast": ([None, INNER], (INNER_HITS,)),
+    "inner axes, one number": ([None, INNER], ()),
+    "a middle axis": ([None, MIDDLE], (5, MIDDLE_HITS, 7)),
+    "a middle axis, broadcast": ([None, MIDDLE], (MIDDLE_HITS, 7)),
+    "beside one position": ([None, MIDDLE, torch.tensor([3])], (5, MIDDLE_HITS)),
+    "beside one position, one number": ([None, MIDDLE, torch.tensor([3])], ()),
+    "beside a position per hit": ([None, MIDDLE, positions(7, MIDDLE_HITS)], ()),
+    "apart from a position": ([torch.tensor(1), None, LAST], (LAST_HITS, 6)),
+    "behind a position": ([torch.tensor(1), MIDDLE], (MIDDLE_HITS, 7)),
+    "no hits": ([torch.zeros(5, dtype=torch.bool)], (0, 6, 7)),
+    "no hits, one number": ([torch.zeros(5, dtype=torch.bool)], ()),
+    "bytes": ([PLACES.byte()], (HITS, 7)),
+}
+"""Indices with masks, and the shape of what is written."""
+
+MASKS = [
+    *(
+        row("index_put", "fi", lambda d, i=i, s=s, add=add: (block(d), i, sample(*s, dtype=d, seed=9), add))
+        for i, s in MASKED.values()
+        for add in (False, True)
+    ),
+    row("index_put", "b", lambda d: (block(d), [PLACES], sample(HITS, 7, dtype=d), True)),
+    row("index_put", "t", lambda d: (block(d), [PLACES], sample(HITS, 7, dtype=d))),
+    row("masked_scatter", "fbt", lambda d: (block(d), sample(6, 7) > 0, sample(300, dtype=d))),
+    row("masked_scatter", "f", lambda d: (block(d), sample(5, 6, 1) > 0, sample(15, 20))),
+    row("masked_scatter_backward", "f", lambda d: (block(d), sample(5, 6, 7) > 0, [15, 20])),
+]
+
+ROWS = [*READING, *EMBEDDING_GRADIENTS, *SCATTERS, *SLICES, *AT, *MASKS]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The reduce argument of torch.scatter:UserWarning",
+    "ignore:index_reduce:UserWarning",
+    "ignore:indexing with dtype torch.uint8:UserWarning",
+)
+@pytest.mark.parametrize("sample_row", ROWS)
+def test_row(sample_row):
+    sample_row.check()
+
+
+def test_every_operation_is_tested():
+    assert untested(("indexing", "scattering"), ROWS) == []
+
+
+ONE_MASK = {name: case for name, case in MASKED.items() if sum(i is not None for i in case[0]) == 1}
+
+
+@pytest.mark.parametrize(("indices", "shape"), ONE_MASK.values(), ids=ONE_MASK)
+def test_one_mask_is_written_without_a_scatter(indices, shape):
+    with jax.enable_x64(True):
+        mask = [None if i is None else jnp.asarray(i.numpy()) for i in indices]
+        x, values = jnp.zeros((5, 6, 7)), jnp.ones(shape)
+        program = jax.jit(lowering_of("index_put").function).lower(x, mask, values).as_text()
+    assert "stablehlo.scatter" not in program
