@@ -1,0 +1,130 @@
+"""Which module is running: its path in the model, as ``named_modules`` of the outermost running module calls it.
+
+Known only between `acquire` and `release`, which a region with rules for modules and `xla_amp.explain` call; then two
+global hooks follow every ``Module.__call__``, and otherwise there is nothing.  What `torch.utils.checkpoint` runs again
+during the backward pass has the path that it had in the forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[torch.nn.Module, str]] = []
+        """Running modules of this thread with their paths, innermost last."""
+        self.names: dict[int, str] = {}
+        """Paths by ``id`` of everything in the outermost of them."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Token:
+    """Proof of one `acquire`, for `release`."""
+
+    found: list[tuple[torch.nn.Module, str]] | None
+    """The stack that was made up from the frames of a thread that was inside a model already."""
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_holders = 0
+_handles: list[Any] = []
+_seen: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+"""Path of each module in the model that it last ran in: by then a recomputed part runs alone."""
+
+
+def current() -> str | None:
+    """Path of the innermost running module of this thread: ``""`` for the model itself, None outside of any.
+
+    Meaningful between `acquire` and `release` only.
+    """
+    stack = _thread.stack
+    return stack[-1][1] if stack else None
+
+
+def acquire() -> Token:
+    """Follows modules until `release` gets the token.  A thread that is inside a model already finds its place there."""
+    global _holders
+    with _lock:
+        _holders += 1
+        if _holders == 1:
+            _handles.append(torch_module.register_module_forward_pre_hook(_enter))
+            _handles.append(torch_module.register_module_forward_hook(_leave, always_call=True))
+    running = _running()
+    stack = _thread.stack
+    if len(running) == len(stack) and all(a is b for a, (b, _) in zip(running, stack, strict=True)):
+        return Token(None)
+    # Either the hooks came after these modules had begun, or an exception that is no Exception passed them by.
+    _thread.stack = stack = []
+    for module in running:
+        _enter(module, ())
+    return Token(stack)
+
+
+def release(token: Token) -> None:
+    """Ends what one `acquire` began."""
+    global _holders
+    if token.found is not None and token.found is _thread.stack:
+        _thread.stack = []
+    with _lock:
+        _holders -= 1
+        if _holders == 0:
+            for handle in _handles:
+                handle.remove()
+            _handles.clear()
+
+
+def _enter(module: torch.nn.Module, _args: Any) -> None:
+    stack = _thread.stack
+    stack.append((module, _path(module, stack[-1][1]) if stack else _outermost(module)))
+
+
+def _leave(module: torch.nn.Module, _args: Any, _result: Any) -> None:
+    stack = _thread.stack
+    for place in range(len(stack) - 1, -1, -1):
+        if stack[place][0] is module:
+            del stack[place:]
+            return
+
+
+def _path(module: torch.nn.Module, parent: str) -> str:
+    found = _thread.names.get(id(module))
+    if found is None:  # no part of the model: made while it runs, or reached through a closure
+        found = _join(parent, type(module).__name__)
+    return found
+
+
+def _outermost(module: torch.nn.Module) -> str:
+    recomputed = torch._C._current_graph_task_id() != -1
+    top = _seen.get(module, "") if recomputed else ""
+    _thread.names = {id(part): _join(top, name) for name, part in module.named_modules()}
+    if not recomputed:
+        _seen.update((part, name) for name, part in module.named_modules())
+    return top
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent and name else parent or name
+
+
+_CALL = torch.nn.Module.__call__.__code__  # type: ignore[attr-defined]
+
+
+def _running() -> list[torch.nn.Module]:
+    """Modules whose call is on this thread's Python stack, outermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return found[::-1]
