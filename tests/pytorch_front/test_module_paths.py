@@ -100,14 +100,18 @@ def test_exceptions(seen, kind):
 def test_a_hook_of_the_users_that_fails_before_ours_ran(seen):
     def refuse(module, args):
         if module is inner:
-            raise ValueError
+            raise ValueError("refused")
+
+    def call(x):
+        with pytest.raises(ValueError, match="refused"):
+            inner(x)
+        return x
 
     inner = Note(seen)
     first = torch_module.register_module_forward_pre_hook(refuse)
     torch_module._global_forward_pre_hooks.move_to_end(first.id, last=False)
     try:
-        outer = Note(seen, do=lambda x: pytest.raises(ValueError, inner, x) and x)
-        outer(ONE)
+        Note(seen, do=call)(ONE)
     finally:
         first.remove()
     assert seen == ["", ""]

@@ -52,7 +52,7 @@ def current() -> str | None:
 
 
 def acquire() -> Token:
-    """Follows modules until `release` gets the token.  A thread that is inside a model already finds its place there."""
+    """Follows modules until `release` gets the token.  A thread that is inside a model finds its place there."""
     global _holders
     with _lock:
         _holders += 1
@@ -116,7 +116,7 @@ def _join(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent and name else parent or name
 
 
-_CALL = torch.nn.Module.__call__.__code__  # type: ignore[attr-defined]
+_CALL = torch.nn.Module.__call__.__code__
 
 
 def _running() -> list[torch.nn.Module]:
