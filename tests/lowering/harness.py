@@ -50,7 +50,7 @@ A value computed in the half type itself, or a float64 value that went through f
 _QUICK = {"xla_backend_optimization_level": 0}
 """Every program here is compiled for one run on a few elements: half the time without LLVM's optimisation."""
 
-_DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
+DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
 
 
 def operator(name: str) -> Any:
@@ -214,7 +214,7 @@ class Call:
         text = str(argument.real_type)
         kind = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
         value = self.values[argument.name]
-        if kind in _DROPPED or argument.name == "pin_memory":
+        if kind in DROPPED or argument.name == "pin_memory":
             return None
         if kind == "ScalarType":
             dtype = DTYPES[value] if isinstance(value, torch.dtype) else None

@@ -1,0 +1,83 @@
+"""What every lowering of every family promises about the operation that it names, held against torch's schemas."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import DROPPED, operator
+
+from xla_amp.lowering import SUPPLIES, Lowering, register, registry, table
+
+NAMES = sorted(name for name in table() if "::" not in name)  # the others are of libraries loaded elsewhere
+
+UNCHANGED = {
+    # Marked as written for torch.compile's sake; the caller counts the steps (torch/optim/adagrad.py).
+    "_fused_adagrad_": {"state_steps"},
+    "_fused_adagrad_.tensor_lr": {"state_steps"},
+}
+"""Arguments that a schema marks as written and that the operation leaves as they are."""
+
+
+def problems(lowering: Lowering) -> Iterator[str]:
+    """How `lowering` disagrees with the schema of its operation."""
+    try:
+        schema = operator(lowering.name)._schema
+    except AttributeError:
+        yield "torch has no such operation"
+        return
+    qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(qualified, "CompositeImplicitAutograd") and not has_kernel(qualified, "Autograd"):
+        # A kernel of the device's own would take the place of the composition that autograd differentiates.
+        yield "torch composes it of other operations, it must not have a kernel"
+    kept = [a for a in schema.arguments if str(a.real_type).removeprefix("Optional[").removesuffix("]") not in DROPPED]
+    kept = [a for a in kept if a.name != "pin_memory"]
+    kinds = {a.name: str(a.real_type).removeprefix("Optional[").removesuffix("]") for a in kept}
+    for argument in lowering.static:
+        if kinds.get(argument) != "number":
+            yield f"static argument {argument!r} is no Scalar of {schema}"
+    for argument in lowering.lifted:
+        if kinds.get(argument) not in ("float", "Tensor"):  # forms of one operation share a function
+            yield f"lifted argument {argument!r} is no float of {schema}"
+    for argument in lowering.mutates:
+        if argument not in kinds:
+            yield f"mutated argument {argument!r} is none of {schema}"
+    written = {a.name for a in kept if a.alias_info is not None and a.alias_info.is_write}
+    if not written <= set(lowering.mutates) | UNCHANGED.get(lowering.name, set()):
+        yield f"{sorted(written)} are written, but mutates says {lowering.mutates}"
+    positional = [None for a in kept if not a.kwarg_only]
+    keywords = [a.name for a in kept if a.kwarg_only]
+    try:
+        inspect.signature(lowering.function).bind(*positional, **dict.fromkeys([*keywords, *lowering.supplies]))
+    except TypeError as error:
+        yield f"{error}: {schema}"
+    if not lowering.supplies <= SUPPLIES.keys():
+        yield f"asks for {sorted(lowering.supplies)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lowering_fits_the_operation(name):
+    assert list(problems(table()[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("no_such_operation", {}, "no such operation"),
+        ("dropout", {}, "composes it"),
+        ("exp.out", {}, "are written"),
+        ("exp", {"static": ("self",)}, "no Scalar"),
+        ("sum.dim_IntList", {"lifted": ("keepdim",)}, "no float"),
+        ("exp", {"mutates": ("other",)}, "is none of"),
+        ("mul.Tensor", {}, "too many positional arguments"),
+    ],
+)
+def test_a_lowering_that_does_not_fit_is_noticed(name: str, options: dict[str, Any], complaint: str, monkeypatch):
+    monkeypatch.setattr(registry, "_table", {})
+    monkeypatch.setattr(registry, "listeners", [])
+    register(name, **options)(lambda x: x)
+    assert any(complaint in line for line in problems(registry._table[name]))
