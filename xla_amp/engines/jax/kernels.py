@@ -177,6 +177,7 @@ class _Operation:
             "_operands": storage.operands,
             "_require_here": storage.require_here,
             "_require_no_generator": storage.require_no_generator,
+            "_bump": torch.autograd.graph.increment_version,
             "_write": storage.fill if self.name.split(".")[0] in ("fill_", "zero_") else storage.write,
             "_write_out": storage.write_out,
             "_new": storage.new_tensor,
@@ -420,7 +421,8 @@ class _Source:
             index = operation.arguments.index(argument)
             name = argument.variable
             if argument.kind == "tensors":
-                self.lines += [f"for _t in {name} or (): _write(_t, _n); _n += 1"]
+                # PyTorch bumps the version of a written argument by itself; for the tensors of a list the kernel must.
+                self.lines += [f"if {name}: _bump({name})", f"for _t in {name} or (): _write(_t, _n); _n += 1"]
             elif operation.mutated == (argument,):
                 self.lines += [
                     f"if _b{index} is not None: _b{index}.number = _n",
