@@ -61,7 +61,7 @@ def test_formats(device: torch.device) -> None:
     x = torch.tensor(1.5).to(device)
     assert f"{x:.3f}" == "1.500"
     assert f"{x}" == "1.5"
-    assert "%d" % torch.tensor(3).to(device) == "3"
+    assert format(torch.tensor(3).to(device), "4d") == "   3"
     assert f"{torch.tensor([1, 2]).to(device)}" == "tensor([1, 2], device='jax:0')"
 
 
@@ -229,14 +229,21 @@ def _values() -> dict[str, torch.Tensor]:
     }
 
 
-PLACES = [lambda: "jax", lambda: "jax:0", lambda: torch.device("jax"), lambda: torch.device("jax", 0), lambda: {"cpu": "jax:0"}]
+PLACES = {
+    "type": lambda: "jax",
+    "type and index": lambda: "jax:0",
+    "device": lambda: torch.device("jax"),
+    "device 0": lambda: torch.device("jax", 0),
+    "mapping": lambda: {"cpu": "jax:0"},
+}
+"""Functions, because the name is no device before the engine has started."""
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
-@pytest.mark.parametrize("place", PLACES, ids=["type", "type and index", "device", "device 0", "mapping"])
+@pytest.mark.parametrize("place", PLACES)
 def test_a_cpu_checkpoint_loads_onto_the_device(device: torch.device, place: Any, weights_only: bool) -> None:
     expected = _values()
-    loaded = torch.load(_saved(expected), map_location=place(), weights_only=weights_only)
+    loaded = torch.load(_saved(expected), map_location=PLACES[place](), weights_only=weights_only)
     for name, want in expected.items():
         assert loaded[name].device == device, name
         assert loaded[name].stride() == want.stride(), name
@@ -330,7 +337,7 @@ def test_safetensors(device: torch.device, tmp_path: Any) -> None:
     assert torch.equal(model.weight.cpu(), loaded["weight"])
 
 
-# ---- what cannot be done with a storage that holds no bytes: an error, never a crash or garbage ------------------------
+# ---- what cannot be done with a storage that holds no bytes: an error, never a crash or garbage ----------------------
 
 
 def test_storages_are_not_made_or_copied(device: torch.device) -> None:

@@ -225,7 +225,8 @@ def test_a_recomputed_dropout_without_its_state_has_another_mask(device: torch.d
 def test_checkpointing_changes_no_number(device: torch.device) -> None:
     def losses(checkpointed: bool) -> list[float]:
         torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)]).to(device)
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*blocks).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         x, history = torch.linspace(-1, 1, 24).view(4, 6).to(device), []
         for _ in range(4):
