@@ -32,10 +32,9 @@ def coin(rng: Any, probability: Any, shape: Sequence[int]) -> jax.Array:
     shape = tuple(shape)
     bits = jax.random.bits(rng, shape, jnp.uint32)
     if isinstance(probability, (int, float)):
-        threshold = round(probability * _WORD)
-        return jnp.ones(shape, jnp.bool_) if threshold >= _WORD else bits < jnp.uint32(max(threshold, 0))
-    threshold = jnp.clip(jnp.round(as_dtype(probability, jnp.float64) * _WORD), 0, _WORD)
-    return as_dtype(bits, jnp.float64) < threshold
+        words = round(probability * _WORD)
+        return jnp.ones(shape, jnp.bool_) if words >= _WORD else bits < jnp.uint32(max(words, 0))
+    return as_dtype(bits, jnp.float64) < jnp.round(as_dtype(probability, jnp.float64) * _WORD)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------

@@ -59,7 +59,23 @@ def ends(points: str) -> list[torch.Tensor | float]:
     return [torch.tensor(float(i)) if kind == "Tensor" else float(i) for i, kind in enumerate(points.split("_"), 1)]
 
 
-ROWS = [*FILLED, *PROGRESSIONS]
+WINDOWS = [
+    *(
+        row(f"{name}_window", "f", lambda d, n=n: (n,), dtype=dtype)
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for n, dtype in ((1, torch.float32), (8, torch.float32), (9, torch.float64))
+    ),
+    *(
+        row(f"{name}_window.periodic", "f", lambda d, n=n: (n, False), atol=1e-6)
+        for name in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for n in (1, 2, 9)
+    ),
+    row("hamming_window.periodic_alpha", "f", lambda d: (9, True, 0.6)),
+    row("hamming_window.periodic_alpha_beta", "f", lambda d: (9, False, 0.6, 0.3)),
+    row("kaiser_window.beta", "f", lambda d: (9, False, 5.0)),
+]
+
+ROWS = [*FILLED, *PROGRESSIONS, *WINDOWS]
 
 
 @pytest.mark.filterwarnings("ignore:torch.range is deprecated:UserWarning")
