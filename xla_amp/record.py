@@ -42,6 +42,8 @@ class DecisionRecord:
     """dtypes of the results, where they are known."""
     location: str = ""
     """The user's ``file:line``, where the front can tell."""
+    module: str = ""
+    """Path of the module that it ran in, where somebody follows modules; empty for the model itself and outside."""
 
 
 Sink: TypeAlias = Callable[[DecisionRecord], None]

@@ -57,6 +57,10 @@ class Operands:
         positional = [(i, k) for i, (k, a) in enumerate(zip(kinds, self.arguments, strict=True)) if not a.kwarg_only]
         self.tensors = tuple(index for index, kind in positional if kind == "tensor")
         self.lists = tuple(index for index, kind in positional if kind == "list")
+        if any(a.name == "running_mean" for a in self.arguments):
+            # The running statistics are written to, so a cast would be a copy that takes the update; and where they
+            # stay, weight and bias, which kernels want in the same dtype, stay with them.
+            self.tensors = self.tensors[:1]
         self.keywords = tuple(a.name for a, kind in zip(self.arguments, kinds, strict=True) if a.kwarg_only and kind)
 
     def all(self, arguments: Arguments, keywords: Keywords) -> list[torch.Tensor]:
