@@ -86,8 +86,11 @@ def _run() -> None:
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
             outputs = _execute(program, arrays, jax.device_put((floats, ints), runtime.jax_device()))
     except BaseException as error:
-        _restore(targets, arrays, error)
-        raise
+        reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
+        _restore(targets, arrays, reason)
+        if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
+            raise
+        raise reason from error
     if key in _programs:
         _programs.move_to_end(key)
     else:
@@ -118,9 +121,8 @@ def _forget(targets: list[Buffer]) -> None:
     tape.clear()
 
 
-def _restore(targets: list[Buffer], arrays: list[Any], error: BaseException) -> None:
+def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> None:
     """Takes back the tape: buffers keep the arrays from before it, values that never came to be say why."""
-    reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
     for buffer, array in zip(tape.leaves, arrays, strict=True):
         if array.is_deleted():
             buffer.array = Lost(f"this tensor's memory was handed to a step that then failed: {reason}")  # type: ignore[assignment]

@@ -56,10 +56,16 @@ def require_no_generator(generator: torch.Generator) -> None:
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
-    """The buffer behind a tensor of the lazy device; a storage that has none gets one that was never written."""
+    """The buffer behind a tensor of the lazy device; a storage that has none gets one that was never written.
+
+    Raises:
+        DeviceError: a tensor of another device, to be written by an operation of this one.
+    """
     store = tensor.untyped_storage()
     buffer = store._xla_amp
     if buffer is None:
+        if tensor.device.type != DEVICE_TYPE:
+            raise _foreign(tensor)
         buffer = store._xla_amp = Buffer(spec(tuple(tensor.shape), tensor.dtype))
     return buffer
 
@@ -82,9 +88,13 @@ def operand(value: Any) -> tuple[int, Any]:
     if value.device.type == "cpu" and value.dim() == 0:
         buffer = Buffer(spec((), value.dtype), array=transfer.upload(value))
         return leaf(buffer), buffer.spec
-    raise DeviceError(
+    raise _foreign(value)
+
+
+def _foreign(tensor: torch.Tensor) -> DeviceError:
+    return DeviceError(
         f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE_TYPE}:0 and "
-        f"{value.device}: a tensor of shape {list(value.shape)} and dtype {value.dtype} is on {value.device}. "
+        f"{tensor.device}: a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} is on {tensor.device}. "
         "Move it with tensor.to(xla_amp.xla_device()) first"
     )
 

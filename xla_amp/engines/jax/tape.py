@@ -271,6 +271,8 @@ def broadcast(number: int, source: Spec, shape: Any) -> tuple[int, Spec]:
     shape = tuple(shape)
     instruction = _broadcasts.get((source, shape))
     if instruction is None:
+        if torch.broadcast_shapes(source.shape, shape) != shape:
+            raise RuntimeError(f"a value of shape {list(source.shape)} does not broadcast to the shape {list(shape)}")
         target = spec(shape, source.dtype)
         instruction = _broadcasts[source, shape] = Instruction(
             "broadcast_to", lambda context, inputs, *_: [jax.numpy.broadcast_to(inputs[0], shape)], (target,), 1
