@@ -49,6 +49,11 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
     return tensor
 
 
+@_kernel("_efficientzerotensor")
+def _efficient_zeros(size: Any, **options: Any) -> torch.Tensor:
+    return aten.full(size, 0, **options)  # XLA folds zeros by itself: no need of a tensor kind of their own
+
+
 @_kernel("empty_strided")
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     # Fresh tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts by itself.

@@ -175,7 +175,7 @@ def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tu
     for other in packet.overloads():
         candidate = getattr(packet, other)
         if infer.functional_arguments(candidate) == arguments and any(a.is_out for a in candidate._schema.arguments):
-            # The overload's name does not tell: the form of add.Tensor is add.out, that of sum.dim_IntList is sum.IntList_out.
+            # The overload's name does not tell: add.Tensor's form is add.out, sum.dim_IntList's is sum.IntList_out.
             found.append(("out", f"{base}.{other}"))
     return found
 
@@ -192,10 +192,17 @@ def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
     name = str(operator).removesuffix(".default")
     raise MissingLoweringError(
         f"the operation {name} has no lowering for the lazy XLA device. Either give it one:\n"
-        f'    @xla_amp.lowering.register("{name.removeprefix("aten.")}")\n'
+        f'    @xla_amp.lowering.register("{_registered_name(operator)}")\n'
         "    def lowering(*jax_arrays): ...\n"
         "or set XLA_AMP_FALLBACK=cpu to run it on the CPU (each call then waits for the device)"
     )
+
+
+def _registered_name(operator: Any) -> str:
+    """The operator's name as `xla_amp.lowering.register` takes it."""
+    library, _, name = operator._schema.name.partition("::")
+    overload = operator._schema.overload_name
+    return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
 
 
 def _decompositions() -> Any:
