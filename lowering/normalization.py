@@ -251,16 +251,17 @@ def safe_softmax(x: jax.Array, dim: int, dtype: np.dtype | None = None) -> jax.A
     return jnp.where(masked, 0, jax.nn.softmax(x, axis=dim))
 
 
+def _sum_along(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.sum(x, axis=dim if x.ndim else None, keepdims=True)
+
+
 @register("_softmax_backward_data")
 def softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
     grad, output = up(grad), up(output)
-    product = grad * output
-    return product - output * jnp.sum(product, axis=dim, keepdims=True) if output.ndim else jnp.zeros_like(product)
+    return grad * output - output * _sum_along(grad * output, dim)
 
 
 @register("_log_softmax_backward_data")
 def log_softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
-    grad, output = up(grad), up(output)
-    if not output.ndim:
-        return jnp.zeros_like(grad)
-    return grad - jnp.exp(output) * jnp.sum(grad, axis=dim, keepdims=True)
+    grad = up(grad)
+    return grad - jnp.exp(up(output)) * _sum_along(grad, dim)

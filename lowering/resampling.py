@@ -8,7 +8,6 @@ visible fraction of a pixel.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -189,43 +188,50 @@ def _inside(position: jax.Array, extent: int, padding: int, align: bool) -> jax.
 
 
 def _pixels(image: jax.Array, places: Sequence[jax.Array]) -> jax.Array:
-    """``image[n, :, places]`` for integer-valued `places`, each ``(N, P)``, one for each spatial axis; 0 outside."""
+    """``image[n, :, *places]`` for integer-valued `places`, one array ``(N, ...)`` for each spatial axis; 0 outside.
+
+    Returns:
+        ``(N, C, ...)``.
+    """
     spatial = image.shape[2:]
     flat, present = jnp.zeros((), jnp.int32), jnp.ones((), bool)
     for place, extent in zip(places, spatial, strict=True):
         present = present & (place >= 0) & (place < extent)
         flat = flat * extent + jnp.clip(place, 0, extent - 1).astype(jnp.int32)
     planes = image.reshape(*image.shape[:2], math.prod(spatial))
-    seen = jnp.take_along_axis(planes, flat[:, None, :], axis=2, mode="clip")
-    return jnp.where(present[:, None, :], seen, jnp.zeros((), seen.dtype))
+    seen = jnp.take_along_axis(planes, flat.reshape(flat.shape[0], 1, -1), axis=2, mode="clip")
+    seen = seen.reshape(*image.shape[:2], *flat.shape[1:])
+    return jnp.where(present[:, None], seen, jnp.zeros((), seen.dtype))
+
+
+def _axis_taps(place: jax.Array, extent: int, mode: int, padding: int, align: bool) -> tuple[jax.Array, jax.Array]:
+    """Along one axis: pixel positions ``(N, P, taps)`` that sampling at `place` ``(N, P)`` reads, and their weights."""
+    if mode == _BICUBIC:
+        base = jax.lax.stop_gradient(jnp.floor(place))[..., None]
+        offsets = jnp.arange(-1, 3, dtype=place.dtype)
+        pixels = jnp.round(_inside(base + offsets, extent, padding, align))
+        return pixels, _cubic_weights(jnp.abs(place[..., None] - base - offsets), -0.75, jnp.where)
+    place = _inside(place, extent, padding, align)
+    if mode == _NEAREST:
+        return jnp.round(place)[..., None], jnp.ones_like(place)[..., None]
+    base = jax.lax.stop_gradient(jnp.floor(place))
+    fraction = place - base
+    return jnp.stack([base, base + 1], axis=-1), jnp.stack([1 - fraction, fraction], axis=-1)
 
 
 def _sampled(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: bool) -> jax.Array:
     extents = image.shape[2:]
-    points = grid.reshape(grid.shape[0], -1, grid.shape[-1])
-    positions = []
+    rank = len(extents)
+    points = grid.reshape(grid.shape[0], -1, rank)
+    places, weight = [], jnp.ones((), image.dtype)
     for axis, extent in enumerate(extents):
-        place = points[..., len(extents) - 1 - axis]  # the grid names x first
+        place = points[..., rank - 1 - axis]  # the grid names x first
         place = (place + 1) / 2 * (extent - 1) if align else ((place + 1) * extent - 1) / 2
-        positions.append(place if mode == _BICUBIC else _inside(place, extent, padding, align))
-    if mode == _NEAREST:
-        result = _pixels(image, [jnp.round(position) for position in positions])
-    else:
-        offsets = range(-1, 3) if mode == _BICUBIC else range(2)
-        result = jnp.zeros((), image.dtype)
-        bases = [jax.lax.stop_gradient(jnp.floor(position)) for position in positions]
-        for corner in itertools.product(offsets, repeat=len(extents)):
-            weight: Any = 1.0
-            places = []
-            for position, base, offset, extent in zip(positions, bases, corner, extents, strict=True):
-                if mode == _BICUBIC:
-                    weight = weight * _cubic_weights(jnp.abs(position - base - offset), -0.75, jnp.where)
-                    places.append(jnp.round(_inside(base + offset, extent, padding, align)))
-                else:
-                    fraction = position - base
-                    weight = weight * (fraction if offset else 1 - fraction)
-                    places.append(base + offset)
-            result = result + _pixels(image, places) * weight[:, None, :]
+        pixels, shares = _axis_taps(place, extent, mode, padding, align)
+        spread = (*place.shape, *(1,) * axis, -1, *(1,) * (rank - 1 - axis))
+        places.append(pixels.reshape(spread))
+        weight = weight * shares.reshape(spread)
+    result = jnp.sum(_pixels(image, places) * weight[:, None], axis=tuple(range(3, 3 + rank)))
     return result.reshape(*image.shape[:2], *grid.shape[1:-1])
 
 

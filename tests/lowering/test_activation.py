@@ -1,0 +1,129 @@
+"""Activations and their gradients against torch on the CPU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import compare, row, run, sample, untested
+
+KINKS = torch.tensor(
+    [-5.0, -4.0, -3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 40.0, -40.0, math.inf, math.nan]
+)
+
+
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    """Ordinary numbers, and those where a formula changes."""
+    return torch.cat([sample(16, dtype=torch.float64, low=-5, high=5), KINKS.double()]).to(dtype).reshape(4, 8)
+
+
+def finite(dtype: torch.dtype) -> torch.Tensor:
+    # What torch gives at NaN and infinity depends on whether its kernel ran on vectors or on single numbers.
+    return torch.nan_to_num(inputs(dtype), nan=1.5, posinf=2.5)
+
+
+def grad(dtype: torch.dtype) -> torch.Tensor:
+    return sample(4, 8, dtype=dtype, seed=1)
+
+
+def forward(*numbers: Any) -> Any:
+    return lambda dtype: (inputs(dtype), *numbers)
+
+
+def tame(*numbers: Any) -> Any:
+    return lambda dtype: (finite(dtype), *numbers)
+
+
+def backward(*numbers: Any) -> Any:
+    return lambda dtype: (grad(dtype), finite(dtype), *numbers)
+
+
+def of_result(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return grad(dtype), torch.sigmoid(finite(torch.float64)).to(dtype)
+
+
+def channels(dtype: torch.dtype) -> torch.Tensor:
+    return sample(8, dtype=dtype, seed=2).expand(4, 8).contiguous()
+
+
+ROWS = [
+    row("celu", "fdb", forward(1.3), wide=True),
+    row("elu", "fdb", forward(), wide=True),
+    row("elu", "fdb", forward(1.5, 2.0, 0.5), wide=True),
+    row("elu_backward", "fdb", lambda d: (grad(d), 1.5, 2.0, 0.5, False, finite(d)), wide=True),
+    row("elu_backward", "fdb", lambda d: (grad(d), 1.5, 2.0, 0.5, True, finite(d).clamp(min=-3)), wide=True),
+    row("gelu", "fdb", tame(), wide=True),
+    row("gelu", "fdb", tame(), approximate="tanh", wide=True),
+    row("gelu_backward", "fdb", backward(), wide=True),
+    row("gelu_backward", "fdb", backward(), approximate="tanh", wide=True),
+    row("glu", "fdb", forward(), wide=True),
+    row("glu", "fdb", forward(0), wide=True),
+    row("glu_backward", "fdb", lambda d: (sample(4, 4, dtype=d, seed=3), finite(d), 1), wide=True),
+    row("hardshrink", "fdbh", forward(0.5)),
+    row("hardshrink_backward", "fdb", backward(0.5)),
+    row("hardsigmoid", "fdb", forward(), wide=True),
+    row("hardsigmoid_backward", "fb", backward(), wide=True),
+    row("hardsigmoid_backward", "d", backward(), rtol=1e-7),  # torch's 1/6 is a float32
+    row("hardswish", "fdb", forward(), wide=True),
+    row("hardswish_backward", "fdb", backward(), wide=True),
+    row("hardtanh", "fdbi", forward()),
+    row("hardtanh", "fdb", forward(-2.0, 3.0)),
+    row("hardtanh_backward", "fdb", backward(-1.0, 3.0)),
+    row("leaky_relu", "fdb", forward(0.2), wide=True),
+    row("leaky_relu_backward", "fdb", backward(0.2, False), wide=True),
+    row("log_sigmoid_forward", "fdb", forward(), wide=True),
+    row(
+        "log_sigmoid_backward",
+        "fdb",
+        lambda d: (grad(d), finite(d), torch.exp(-finite(torch.float64).abs()).to(d)),
+        rtol=2**-7,
+        atol=2**-9,
+    ),
+    row("logit_backward", "fdb", lambda d: (grad(d), sample(4, 8, dtype=d, low=-0.5, high=1.5)), wide=True),
+    row("logit_backward", "fdb", lambda d: (grad(d), sample(4, 8, dtype=d, low=-0.5, high=1.5), 0.1), wide=True),
+    row("mish", "fdb", tame(), wide=True),
+    row("mish_backward", "fdb", backward(), wide=True),
+    row("sigmoid_backward", "fdbc", of_result, wide=True),
+    row("silu", "fdb", forward(), wide=True),
+    row("silu_backward", "fdb", backward(), wide=True),
+    row("softplus", "fdb", forward(2.0, 5.0), wide=True),
+    row("softplus_backward", "fdb", backward(2.0, 5.0), wide=True),
+    row("softshrink", "fdb", forward(1.0), wide=True),
+    row("softshrink_backward", "fdb", backward(1.0)),
+    row("tanh_backward", "fdbc", of_result, wide=True),
+    row("threshold", "fdb", forward(0.5, 2.0)),
+    row("threshold", "i", forward(2, 7)),
+    row("threshold_backward", "fdb", backward(0)),
+    row("threshold_backward", "fdb", backward(0.5)),
+    row("_prelu_kernel", "fdb", lambda d: (inputs(d), channels(d)), wide=True),
+    row("_prelu_kernel_backward", "fdb", lambda d: (grad(d), finite(d), channels(d)), wide=True),
+    row("rrelu_with_noise", "fdb", lambda d: (finite(d), torch.zeros(4, 8, dtype=d), 0.1, 0.3, False), wide=True),
+]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_as_torch(case: Any) -> None:
+    case.check()
+
+
+def test_every_lowering_has_a_row() -> None:
+    assert untested(["activation"], ROWS) == []
+
+
+def test_random_slopes() -> None:
+    x, noise = sample(1000), torch.zeros(1000)
+    y, slope = run("rrelu_with_noise", x, noise, 0.25, 0.5, True, like=[x, noise])
+    negative = x <= 0
+    assert torch.equal(y, x * slope)
+    assert torch.equal(slope[~negative], torch.ones_like(slope[~negative]))
+    assert 0.25 <= slope[negative].min() < 0.27
+    assert 0.48 < slope[negative].max() < 0.5
+
+
+def test_a_kink_moved_is_noticed() -> None:
+    gradient, x = grad(torch.float32), finite(torch.float32)
+    (moved,) = run("threshold_backward", gradient, x, 0.25, like=[gradient])
+    with pytest.raises(AssertionError, match="moved kink"):
+        compare(moved, torch.ops.aten.threshold_backward(gradient, x, 0.5), where="moved kink")

@@ -1,0 +1,92 @@
+"""Operations on lists of tensors against torch on the CPU, functional and in place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from harness import check, sample
+from written import check_written
+
+from xla_amp.lowering import table
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+NAMES = sorted(name for name in table() if name.startswith("_foreach_"))
+POSITIVE = ("log", "log10", "log2", "log1p", "sqrt", "rsqrt", "lgamma", "pow")
+
+
+def lists(name: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Three lists of three tensors, the last 0-dimensional, where `name` is defined."""
+    low, high = (0.3, 2.0) if name in POSITIVE else (-0.9, 0.9)
+    return [
+        [sample(*shape, dtype=dtype, low=low, high=high, seed=seed + i) for i, shape in enumerate(((3, 4), (5,), ()))]
+        for seed in (1, 4, 7)
+    ]
+
+
+def arguments(name: str, overload: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Sample arguments by the overload's name, which says what the last one is."""
+    xs, ys, zs = lists(name, dtype)
+    last: Any = {
+        "List": ys,
+        "Scalar": 0.7,
+        "ScalarList": [0.3, 2, 1.0],
+        "Tensor": torch.tensor(0.7, dtype=dtype),
+        "": None,
+    }.get(overload)
+    if name == "copy":
+        return xs, [y.float() for y in ys]
+    if name == "norm":
+        return xs, 2
+    if overload == "ScalarAndTensor":
+        return 0.9, xs
+    if name == "lerp":
+        return xs, ys, zs if overload == "List" else last
+    if name in ("addcmul", "addcdiv"):
+        return xs, ys, zs, torch.tensor([0.3, 0.5, 0.7], dtype=dtype) if overload == "Tensor" else last
+    return (xs,) if last is None else (xs, last)
+
+
+def check_any(name: str, *args: Any, **kwargs: Any) -> None:
+    (check_written if name.partition(".")[0].endswith("_") else check)(name, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_torch(name: str) -> None:
+    base, _, overload = name.removeprefix("_foreach_").partition(".")
+    inplace, base = base.endswith("_"), base.removesuffix("_")
+    # the in-place form shares its arithmetic: one dtype shows that it is written where it should be
+    for dtype in (BF16,) if inplace else (F64, BF16):
+        check_any(name, *arguments(base, overload, dtype))
+
+
+@pytest.mark.parametrize("name", ["_foreach_add.List", "_foreach_sub_.List", "_foreach_add.Tensor"])
+def test_alpha(name: str) -> None:
+    base, _, overload = name.removeprefix("_foreach_").partition(".")
+    check_any(name, *arguments(base.removesuffix("_"), overload, F32), alpha=0.3)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2.5, math.inf])
+def test_norms(order: float) -> None:
+    check("_foreach_norm.Scalar", lists("norm", F32)[0], order)
+
+
+def test_norm_in_a_wider_dtype() -> None:
+    # 300**2 overflows float16, and its sum of 4096 ones would stop at 2048
+    check("_foreach_norm.Scalar", [torch.full((4096,), 300.0, dtype=torch.float16)], 2, F32)
+
+
+def test_promotion() -> None:
+    integers = [sample(3, dtype=torch.int64), sample(2, 2, dtype=torch.int64)]
+    check("_foreach_mul.Scalar", integers, 2.5)
+    check("_foreach_div.Scalar", integers, 2)
+    check("_foreach_sqrt", [x.abs() for x in integers])
+    check_written("_foreach_add_.Scalar", integers, 2)
+    check("_foreach_add.List", [sample(3)], [sample(3, dtype=BF16)])
+    check_written("_foreach_copy_", [sample(3, 4)], [sample(4, dtype=F64)])
+
+
+def test_empty_list() -> None:
+    check("_foreach_add.Scalar", [torch.empty(0)], 1.0)

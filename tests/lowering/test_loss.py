@@ -1,0 +1,185 @@
+"""Losses and their gradients against torch on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import check, row, sample, untested
+
+NONE, MEAN, SUM = range(3)
+REDUCTIONS = (NONE, MEAN, SUM)
+
+
+def pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and target; differences at and around the kinks of the losses."""
+    x, target = sample(4, 5, dtype=dtype), sample(4, 5, dtype=dtype, seed=1)
+    x[0, :4] = target[0, :4] + torch.tensor([0.0, 1.0, -1.0, 0.5], dtype=dtype)
+    return x, target
+
+
+def signs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    x, target = pair(dtype)
+    return x, target.sign()
+
+
+def grad(dtype: torch.dtype, reduction: int, *shape: int) -> torch.Tensor:
+    return sample(*shape, dtype=dtype, seed=2) if reduction == NONE else sample(dtype=dtype, seed=2)
+
+
+def probabilities(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    x, target = (torch.sigmoid(t.double()).to(dtype) for t in pair(torch.float64))
+    x[1, :2] = torch.tensor([0.0, 1.0], dtype=dtype)
+    return x, target
+
+
+def elementwise(name: str, *parameters: float, make: Any = pair) -> list[Any]:
+    rows = []
+    for reduction in REDUCTIONS:
+        rest = (reduction, *parameters)
+        rows.append(row(name, "fdb", lambda d, rest=rest: (*make(d), *rest), wide=True))
+        rows.append(
+            row(
+                f"{name}_backward",
+                "fdb",
+                lambda d, rest=rest: (grad(d, rest[0], 4, 5), *make(d), *rest),
+                wide=True,
+            )
+        )
+    return rows
+
+
+def with_weight(make: Any, reduction: int, weighted: bool) -> Any:
+    return lambda d: (*make(d), sample(5, dtype=d, low=0.1, seed=3) if weighted else None, reduction)
+
+
+def bce_backward(reduction: int) -> Any:
+    return lambda d: (grad(d, reduction, 4, 5), *probabilities(d), sample(5, dtype=d, low=0.1, seed=3), reduction)
+
+
+def logits(reduction: int) -> Any:
+    def make(dtype: torch.dtype) -> tuple[Any, ...]:
+        weights = [sample(5, dtype=dtype, low=0.1, seed=seed) for seed in (3, 4)]
+        return pair(dtype)[0], probabilities(dtype)[1], *weights, reduction
+
+    return make
+
+
+# -- classification: two layouts, an ignored class, weights -----------------------------------------------------------
+
+TARGETS = {
+    "nll_loss": torch.tensor([1, 4, -100, 0]),
+    "nll_loss2d": torch.tensor([[[0, 4, 2], [-100, 1, 1]], [[3, -100, 0], [2, 2, 4]]]),
+}
+
+
+def classified(name: str, dtype: torch.dtype, weighted: bool) -> tuple[Any, ...]:
+    target = TARGETS[name]
+    x = sample(target.shape[0], 5, *target.shape[1:], dtype=dtype)
+    return x, target, sample(5, dtype=dtype, low=0.1, seed=3) if weighted else None
+
+
+def nll(name: str, reduction: int, weighted: bool) -> list[Any]:
+    def backward(dtype: torch.dtype) -> tuple[Any, ...]:
+        x, target, weight = classified(name, dtype, weighted)
+        total = torch.ops.aten.nll_loss_forward(torch.zeros(4, 5), TARGETS["nll_loss"], None, reduction, -100)[1]
+        return grad(dtype, reduction, *target.shape), x, target, weight, reduction, -100, total.to(dtype)
+
+    forward = lambda d: (*classified(name, d, weighted), reduction, -100)  # noqa: E731  (a row's maker)
+    return [
+        row(f"{name}_forward", "fdb", forward, wide=True),
+        row(f"{name}_backward", "fdb", backward, wide=True),
+    ]
+
+
+def margin_rows(reduction: int) -> list[Any]:
+    rows, target = [], torch.tensor([1, 4, 2, 0])
+    for p, weighted in ((1, True), (2, False)):
+
+        def rest(dtype: torch.dtype, p: int = p, weighted: bool = weighted) -> tuple[Any, ...]:
+            weight = sample(5, dtype=dtype, low=0.1, seed=3) if weighted else None
+            return sample(4, 5, dtype=dtype), target, p, 1.5, weight, reduction
+
+        rows.append(row("multi_margin_loss", "fd", rest))
+        rows.append(row("multi_margin_loss_backward", "fd", lambda d, r=rest: (grad(d, reduction, 4), *r(d))))
+    return rows
+
+
+LISTED = torch.tensor([[1, 2, -1, 0, 0], [0, -1, 1, 2, 3], [-1, 1, 1, 1, 1], [4, 3, 2, 1, 0]])
+
+
+def multilabel_rows(reduction: int) -> list[Any]:
+    def backward(dtype: torch.dtype) -> tuple[Any, ...]:
+        x = sample(4, 5, dtype=dtype)
+        is_target = torch.ops.aten.multilabel_margin_loss_forward(x, LISTED, reduction)[1]
+        return grad(dtype, reduction, 4), x, LISTED, reduction, is_target
+
+    return [
+        row("multilabel_margin_loss_forward", "fd", lambda d: (sample(4, 5, dtype=d), LISTED, reduction)),
+        row("multilabel_margin_loss_backward", "fd", backward),
+    ]
+
+
+ROWS = [
+    *elementwise("huber_loss", 1.0),
+    *elementwise("huber_loss", 0.7),
+    *elementwise("mse_loss"),
+    *elementwise("smooth_l1_loss", 1.0),
+    *elementwise("smooth_l1_loss", 0.3),
+    *elementwise("soft_margin_loss", make=signs),
+    row("smooth_l1_loss", "fdb", lambda d: (*pair(d), MEAN, 0.0), wide=True),
+    *(
+        row("binary_cross_entropy", "fdb", with_weight(probabilities, reduction, weighted), wide=True)
+        for reduction in REDUCTIONS
+        for weighted in (False, True)
+    ),
+    *(row("binary_cross_entropy_backward", "fdb", bce_backward(reduction), wide=True) for reduction in REDUCTIONS),
+    *(row("binary_cross_entropy_with_logits", "fdb", logits(reduction), wide=True) for reduction in REDUCTIONS),
+    *(r for name in TARGETS for reduction in REDUCTIONS for w in (False, True) for r in nll(name, reduction, w)),
+    *(r for reduction in REDUCTIONS for r in margin_rows(reduction)),
+    *(r for reduction in REDUCTIONS for r in multilabel_rows(reduction)),
+]
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_as_torch(case: Any) -> None:
+    case.check()
+
+
+def test_every_lowering_has_a_row() -> None:
+    assert untested(["loss"], ROWS) == []
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_one_sample(reduction: int) -> None:
+    x, weight = sample(5), sample(5, low=0.1, seed=3)
+    for target in (torch.tensor(2), torch.tensor(-100)):
+        check("nll_loss_forward", x, target, weight, reduction, -100)
+        total = torch.ops.aten.nll_loss_forward(x, target, weight, reduction, -100)[1]
+        check("nll_loss_backward", sample(seed=2), x, target, weight, reduction, -100, total)
+    check("multi_margin_loss", x, torch.tensor([2]), 1, 1.0, None, reduction)
+    check("multilabel_margin_loss_forward", x, LISTED[0], reduction)
+
+
+def test_all_ignored_is_nan_for_the_mean() -> None:
+    target = torch.full((4,), 3)
+    for reduction in REDUCTIONS:
+        check("nll_loss_forward", sample(4, 5), target, None, reduction, 3)
+
+
+def test_infinite_log_probability_of_an_ignored_class_stays_out() -> None:
+    x = sample(2, 3)
+    x[1] = -torch.inf
+    check("nll_loss_forward", x, torch.tensor([1, -100]), None, SUM, -100)
+
+
+def test_broadcast_target() -> None:
+    check("mse_loss", sample(4, 5), sample(5, seed=1), MEAN)
+
+
+def test_halves_are_summed_in_float32() -> None:
+    # 4096 ones: a bfloat16 running sum would stop at 256
+    ones = torch.ones(4096, dtype=torch.bfloat16)
+    check("mse_loss", ones, torch.zeros_like(ones), SUM, wide=True, rtol=0, atol=0)
+    assert sum([torch.ones((), dtype=torch.bfloat16)] * 4096).item() == 256
