@@ -210,6 +210,22 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
     return _copy_(dst, self)
 
 
+# -- operations that are others together ------------------------------------------------------------------------------
+
+
+@_kernel("_weight_norm_interface")
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=torch.float32 if g.dtype is torch.bfloat16 else None)
+    return v * (g / norm.to(g.dtype)), norm
+
+
+@_kernel("_weight_norm_interface_backward")
+def _weight_norm_backward(
+    grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return aten._weight_norm_differentiable_backward(grad_w, saved_v, saved_g, saved_norms, dim)
+
+
 # -- values that Python asks for --------------------------------------------------------------------------------------
 
 
