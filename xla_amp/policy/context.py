@@ -122,6 +122,12 @@ def current(device_type: str) -> Region | None:
     return None if _thread.pushed else _newest.get(device_type)
 
 
+def opened_here(device_type: str) -> Region | None:
+    """The innermost region of `device_type` that this thread itself opened, or None."""
+    stack = _thread.stacks.get(device_type)
+    return stack[-1].region if stack else None
+
+
 def open_here() -> Mapping[str, Region]:
     """The innermost open region of each device type on this thread."""
     return {device_type: stack[-1].region for device_type, stack in _thread.stacks.items() if stack}

@@ -25,7 +25,7 @@ from xla_amp import policy as policies
 from xla_amp.engines import native
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy
-from xla_amp.pytorch import decorate, devices
+from xla_amp.pytorch import decorate, devices, native_overrides
 from xla_amp.pytorch import dispatch as dispatch  # installs its kernels when a region opens
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -60,7 +60,9 @@ class autocast:
         enabled: False switches mixed precision off inside.
         cache_enabled: torch's flag of the same name; None leaves it as it is.
         policy: which rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's own: on XLA
-            the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.
+            the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
+            cpu, cuda, xpu, hpu and mps the operations that the rules treat otherwise than torch get kernels of ours for
+            as long as the region is open.
 
     Raises:
         DeviceError: `device` is none (also a `ValueError`), or autocast would have no effect on it.
@@ -94,6 +96,8 @@ class autocast:
         self._effective: Policy | None = None
         if not devices.is_xla(self.device):
             native.region(self.device, dtype, enabled, cache_enabled)
+            if enabled and self.policy is not None:
+                self._low(native_overrides.rules(self.device, self.policy) or self.policy)
         elif enabled:
             _warn_of_legacy_flags()
             if self.policy is not None or devices.engine().is_started():
@@ -138,9 +142,15 @@ class autocast:
         return self.dtype
 
     def _enter_native(self) -> _Entry:
-        region = native.region(self.device, self.dtype, self.enabled, self.cache_enabled)
+        rules = self._effective or native_overrides.rules(self.device, self.policy)
+        low = self._low(rules) if self.enabled and self.policy is not None and rules is not None else self.dtype
+        region = native.region(self.device, low, self.enabled, self.cache_enabled)
+        token = None
+        if rules is not None:
+            named = str(region.fast_dtype).removeprefix("torch.")
+            token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
-        return _Entry(self, region, None)
+        return _Entry(self, region, token)
 
     def _enter_xla(self) -> _Entry:
         engine = devices.engine()

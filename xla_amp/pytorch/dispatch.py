@@ -6,16 +6,18 @@ What such a kernel does is in `xla_amp.pytorch.kernels`.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from xla_amp import policy as policies
 from xla_amp.policy import Policy, names
-from xla_amp.pytorch import devices, kernels
+from xla_amp.pytorch import devices, kernels, scoped
 
 KEYS: Mapping[str, str] = MappingProxyType({"jax": "AutocastPrivateUse1"})
 """Device type -> dispatch key."""
@@ -51,20 +53,38 @@ def install(policy: Policy, device_type: str) -> None:
         if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
             _library("_", key).fallback(torch.library.fallthrough_kernel)
         missing = False
-        rules = kernels.region_rules(device_type, _without_region)
         for name in sorted(policy.ruled() - installed):
             operator = kernels.operator(name)
             if operator is None:
                 missing = missing or "::" in name
                 continue
             namespace, _, bare = name.rpartition("::")
-            kernel = kernels.make(name, operator, device_type, key, rules, ("keep", False))
+            kernel = _kernel(device_type, name, operator)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a library may have registered a cast of its own; ours replaces it
                 _library(namespace or "aten", key).impl(bare, kernel, with_keyset=True, allow_override=True)
             installed.add(name)
         if not missing:
             _done.setdefault(device_type, set()).add(policy)
+
+
+def acquire(device_type: str, operations: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+    """Kernels for more operations, until `scoped.release` gets what this returns."""
+    key = KEYS[device_type]
+    more = sorted(frozenset(operations) - _installed.get(device_type, set()))
+    return key, scoped.acquire(key, more, functools.partial(_kernel, device_type))
+
+
+def in_use() -> list[str]:
+    """Device types that regions have been opened on."""
+    return list(_installed)
+
+
+def _kernel(device_type: str, name: str, operator: Any) -> kernels.Kernel:
+    key = KEYS[device_type]
+    rules = kernels.region_rules(device_type, _without_region)
+    ours = scoped.holds(key, name)
+    return kernels.make(name, operator, device_type, key, rules, ("keep", False), keep_kernel=not ours)
 
 
 def _library(namespace: str, key: str) -> torch.library.Library:

@@ -33,21 +33,31 @@ def operator(name: str) -> Any:
     return getattr(packet, overload or "default", None)
 
 
-def make(name: str, operator: Any, device_type: str, key: str, rules: Rules, torchs: tuple[Cast, bool]) -> Kernel:
+def make(
+    name: str,
+    operator: Any,
+    device_type: str,
+    key: str,
+    rules: Rules,
+    torchs: tuple[Cast, bool],
+    *,
+    keep_kernel: bool = True,
+) -> Kernel:
     """The kernel; it takes the dispatcher's key set first (``with_keyset=True``).
 
     Args:
         name: the operation as policies call it.
         operator: its torch operator.
         device_type: whose tensors it casts.
-        key: the dispatch key that it will be installed on; torch's own kernel is looked up there now.
+        key: the dispatch key that it will be installed on.
         rules: gives the policy in force for the calling thread.
         torchs: what torch itself does on this key: the cast, and whether by a kernel of its own.
+        keep_kernel: the kernel that is there now is torch's or the user's, to be called where ours has nothing to do.
     """
-    operands = casts.Operands(operator)
+    operands = casts.operands(operator)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     dispatch_key = getattr(torch._C.DispatchKey, key)
-    own = _torchs_own(operands, device_type, dispatch_key, torchs[0])
+    own = _torchs_own(operands, device_type, dispatch_key, torchs[0], keep_kernel)
     made: dict[str, casts.Prepare] = {}
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casts.Prepare | None]:
@@ -97,10 +107,10 @@ def make(name: str, operator: Any, device_type: str, key: str, rules: Rules, tor
     return kernel
 
 
-def _torchs_own(operands: casts.Operands, device_type: str, key: Any, torchs: Cast) -> Kernel:
+def _torchs_own(operands: casts.Operands, device_type: str, key: Any, torchs: Cast, keep_kernel: bool) -> Kernel:
     """What happens on `key` without us."""
     operator = operands.operator
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
+    has_kernel = keep_kernel and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     kernel = torch.library.get_kernel(operator, key).call_boxed if has_kernel else None
     redispatch = operator.redispatch
     after = torch._C._dispatch_keyset_full_after(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from types import FrameType
@@ -59,9 +60,7 @@ def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tupl
     target: torch.dtype | None = None
     if cast == "low":
         target = torch.get_autocast_dtype(device_type)
-    elif cast == "fp32" or (
-        cast == "promote" and len({t.dtype for t, e in zip(tensors, eligible, strict=True) if e}) > 1
-    ):
+    elif cast == "fp32" or (cast == "promote" and len({t.dtype for t in itertools.compress(tensors, eligible)}) > 1):
         target = torch.float32
     if target is None:
         return dtypes(tensors)
