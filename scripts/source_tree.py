@@ -126,7 +126,9 @@ def target(path: str) -> str:
         first = inside[0] if inside else stem
         return {"__init__": "package", "errors": "vocab"}.get(first, first)
     if folder == "tests":
-        return "_".join([folder, *inside]) if inside and last != "conftest.py" else "tests_support"
+        if last in ("conftest.py", "run_pytest.py"):
+            return "tests_support"
+        return "_".join([folder, *(inside or ["top"])])
     return {"lowering": "lowering", "examples": stem}.get(folder, f"{folder}_{stem}")
 
 
