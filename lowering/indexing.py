@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xla_amp.lowering import scattering  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering import embedding_bag, scattering  # noqa: F401  (the rest of this family; fill the table)
 from xla_amp.lowering.operand import up
 from xla_amp.lowering.reduction import vector_norm
 from xla_amp.lowering.registry import register

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xla_amp.lowering import ordering  # noqa: F401  (the other half of this family; fills the table)
 from xla_amp.lowering.operand import as_dtype, axes, opmath, up
@@ -59,8 +60,8 @@ def trace(x: jax.Array, *, out: Any) -> jax.Array:
 # -- extremes: NaN wins, the first of equals is reported --------------------------------------------------------------
 
 _EXTREMES: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
-    "max": (jnp.max, jnp.argmax),
-    "min": (jnp.min, jnp.argmin),
+    "max": (jnp.max, lax.argmax),
+    "min": (jnp.min, lax.argmin),
 }
 
 
@@ -70,8 +71,9 @@ def _register_extreme(name: str, extreme: Callable[..., jax.Array], argument: Ca
 
     def place(x: jax.Array, dim: int | None, *, out: Any) -> jax.Array:
         if dim is None or x.ndim == 0:
-            return argument(x.reshape(-1), axis=0).reshape(out.shape)
-        return argument(x, axis=dim).reshape(out.shape)
+            x, dim = x.reshape(-1), 0
+        index = np.int32 if x.size < 2**31 else np.int64
+        return argument(x, dim % x.ndim, index).reshape(out.shape)
 
     def both(x: jax.Array, dim: int, keepdim: bool = False, *, out: Any) -> tuple[jax.Array, jax.Array]:
         return over(x, dim, keepdim), place(x, dim, out=out)
