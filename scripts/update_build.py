@@ -58,7 +58,7 @@ def lowering(fields: Fields) -> Iterator[str]:
 
 
 def test(fields: Fields) -> str:
-    """One pytest run over the files of a folder; the tests of the repository look at the whole tree, so no sandbox for them."""
+    """One pytest run over a folder; the tests of the repository look at the whole tree, so no sandbox for them."""
     folder = fields["srcs"][0].rpartition("/")[0]
     files = [path for path in fields["srcs"] if "/test_" in path]
     merged: dict[str, str | list[str]] = {"name": fields["name"], "size": '"large"'}
