@@ -241,17 +241,6 @@ def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     return self.shape == other.shape and bool((self == other).all().item())
 
 
-@_kernel("nonzero")
-def _nonzero(self: torch.Tensor) -> torch.Tensor:
-    return transfer.to_device(torch.nonzero(storage.to_host(self)))
-
-
-@_kernel("masked_select")
-def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    self, mask = torch.broadcast_tensors(self, mask)
-    return self.reshape(-1).index_select(0, _nonzero(mask.reshape(-1)).view(-1))
-
-
 @_kernel("is_pinned")
 def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
     return False
@@ -260,18 +249,3 @@ def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
 @_kernel("record_stream")
 def _record_stream(self: torch.Tensor, s: Any) -> None:
     return None
-
-
-def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``index.Tensor`` kernel `index`, with boolean masks turned into positions (their count is a host sync)."""
-
-    def indexed(self: torch.Tensor, indices: Any) -> torch.Tensor:
-        positions: list[Any] = []
-        for i in indices:
-            if i is not None and i.dtype in (torch.bool, torch.uint8):
-                positions += _nonzero(i.to(self.device)).unbind(1)
-            else:
-                positions.append(i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device))
-        return index(self, positions)
-
-    return indexed

@@ -10,7 +10,20 @@ from typing import Any
 import torch
 
 from xla_amp import config
-from xla_amp.engines.jax import boundary, builtin, compat, hooks, infer, random, runtime, storage, transfer
+from xla_amp.engines.jax import (
+    adapters,
+    boundary,
+    builtin,
+    compat,
+    composites,
+    dynamic,
+    hooks,
+    infer,
+    random,
+    runtime,
+    storage,
+    transfer,
+)
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.kernels import Form, make_kernel
 from xla_amp.engines.jax.metrics import metrics
@@ -86,7 +99,7 @@ class BackendModule:
         return dict(runtime.jax_device().memory_stats() or {})
 
 
-_libraries: dict[str, torch.library.Library] = {}
+_libraries: dict[tuple[str, str], torch.library.Library] = {}
 _installed: set[str] = set()
 _starting = threading.Lock()
 _started = False
@@ -122,20 +135,27 @@ def device() -> torch.device:
 
 
 def _install_kernels() -> None:
-    for name, kernel in builtin.KERNELS.items():
+    for name, kernel in (builtin.KERNELS | dynamic.KERNELS | adapters.KERNELS).items():
         _implement("aten", name, kernel)
     for lowering in list(table().values()):
         _install(lowering)
     registry.listeners.append(_install)
-    fallback = _libraries["_"] = torch.library.Library("_", "IMPL", "PrivateUse1")
+    for name, kernel in composites.KERNELS.items():
+        if f"aten::{name}" not in _installed:
+            _implement("aten", name, kernel)  # where autograd is off altogether (inference mode)
+        _implement("aten", name, kernel, "AutogradPrivateUse1")
+    fallback = _libraries["_", "PrivateUse1"] = torch.library.Library("_", "IMPL", "PrivateUse1")
     fallback.fallback(_missing)
 
 
-def _implement(namespace: str, name: str, kernel: Any) -> None:
-    library = _libraries.get(namespace)
+def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "PrivateUse1") -> None:
+    library = _libraries.get((namespace, dispatch_key))
     if library is None:
-        library = _libraries[namespace] = torch.library.Library(namespace, "IMPL", "PrivateUse1")
+        library = _libraries[namespace, dispatch_key] = torch.library.Library(namespace, "IMPL", dispatch_key)
     key = f"{namespace}::{name}"
+    if dispatch_key != "PrivateUse1":
+        library.impl(name, kernel)
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replacing our own kernel (override=True) is meant
         library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
@@ -152,7 +172,7 @@ def _install(lowering: Lowering) -> None:
     if operator is None:
         return  # an operation of another torch version, or of a library that is not imported
     kernel = make_kernel(lowering, operator, "functional")
-    _implement(namespace, name, builtin.expand_masks(kernel) if name == "index.Tensor" else kernel)
+    _implement(namespace, name, adapters.adapted(kernel, lowering, operator))
     if not lowering.mutates:
         for form, derived in _derived(namespace, base, overload, operator):
             key = f"{namespace}::{derived}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from xla_amp.engines.jax.shapes import SHAPES
 from xla_amp.engines.jax.tape import Spec, spec
 
 
@@ -36,7 +37,8 @@ def functional_arguments(operator: Any) -> list[tuple[str, str]]:
 
 def results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Spec | None, ...]:
     """Specs of what `operator` returns; raises what torch raises for arguments that do not fit."""
-    returned = operator(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs.items()})
+    shapes = SHAPES.get(operator, operator)
+    returned = shapes(*map(on_meta, args), **{name: on_meta(value) for name, value in kwargs.items()})
     return tuple(
         None if tensor is None else spec(tuple(tensor.shape), tensor.dtype)
         for tensor in (returned if isinstance(returned, (tuple, list)) else (returned,))

@@ -1,0 +1,178 @@
+"""Results of the operations for which torch has no meta kernel, or one that says something else than the engine needs.
+
+Each function takes the operation's arguments with tensors on ``meta`` and returns what the operation returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+SHAPES: dict[Any, Callable[..., Any]] = {}
+"""Operator -> function of its arguments; `infer.results` asks here first."""
+
+
+def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    base, _, overload = name.partition(".")
+    packet = getattr(aten, base, None)  # private operations come and go with torch's versions
+    operator = getattr(packet, overload or "default", None)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if operator is not None:
+            SHAPES[operator] = function
+        return function
+
+    return decorate
+
+
+# -- linear algebra ---------------------------------------------------------------------------------------------------
+
+
+@_of("geqrf")
+def _geqrf(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(a), a.new_empty((*a.shape[:-2], min(a.shape[-2:])))
+
+
+@_of("linalg_lstsq")
+def _lstsq(
+    a: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = a.shape[-2:]
+    vector = b.dim() == a.dim() - 1
+    if b.dtype is not a.dtype:
+        raise RuntimeError(f"torch.linalg.lstsq expects input and other of one dtype, got {a.dtype} and {b.dtype}")
+    if b.shape[a.dim() - 2 : a.dim() - 1] != (rows,):
+        raise RuntimeError(
+            f"torch.linalg.lstsq expects as many rows in other as in input, got {list(b.shape)} for {list(a.shape)}"
+        )
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1] if vector else b.shape[:-2])
+    width = () if vector else b.shape[-1:]
+    solution = b.new_empty((*batch, columns, *width))
+    real = solution.real.dtype if a.is_complex() else a.dtype
+    with_residuals = rows > columns and driver != "gelsy"
+    residuals = b.new_empty((*batch, *width) if with_residuals else (0,), dtype=real)
+    rank = b.new_empty(batch if driver in RANK_REVEALING else (0,), dtype=torch.int64)
+    values = b.new_empty((*batch, min(rows, columns)) if driver in ("gelsd", "gelss") else (0,), dtype=real)
+    return solution, residuals, rank, values
+
+
+RANK_REVEALING = ("gelsd", "gelss", "gelsy")
+"""Drivers of least squares that give the rank."""
+
+
+# -- recurrent cells --------------------------------------------------------------------------------------------------
+
+
+@_of("_thnn_fused_lstm_cell")
+def _lstm_cell(
+    input_gates: torch.Tensor, hidden_gates: torch.Tensor, cx: torch.Tensor, *biases: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(cx), torch.empty_like(cx), torch.empty_like(input_gates)
+
+
+@_of("_thnn_fused_gru_cell")
+def _gru_cell(
+    input_gates: torch.Tensor, hidden_gates: torch.Tensor, hx: torch.Tensor, *biases: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
+
+
+@_of("_thnn_fused_gru_cell_backward")
+def _gru_cell_backward(grad: torch.Tensor, workspace: torch.Tensor, has_bias: bool) -> tuple[torch.Tensor | None, ...]:
+    gates = grad.new_empty((grad.shape[0], 3 * grad.shape[1]))
+    bias = grad.new_empty(gates.shape[1:]) if has_bias else None
+    return gates, torch.empty_like(gates), torch.empty_like(grad), bias, bias
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@_of("_scaled_dot_product_fused_attention_overrideable")
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    output = query.new_empty((*query.shape[:3], value.shape[-1]))
+    logsumexp = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+    seed = query.new_empty((2,), dtype=torch.int64) if dropout > 0 else None
+    return output, logsumexp, None, None, None, None, seed, None, None
+
+
+@_of("_scaled_dot_product_fused_attention_overrideable_backward")
+def _attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    wanted: list[bool],
+    *rest: Any,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    of = (query, key, value, bias)
+    return tuple(torch.empty_like(x) if want and x is not None else None for x, want in zip(of, wanted, strict=True))
+
+
+@_of("_native_multi_head_attention")
+def _multi_head_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    if query.dim() != 3 or query.shape[-1] != embed_dim or embed_dim % num_head:
+        raise RuntimeError(
+            f"multi-head attention expects [batch, rows, {embed_dim}] and an embed_dim that {num_head} heads divide, "
+            f"got {list(query.shape)}"
+        )
+    heads = () if average_attn_weights else (num_head,)
+    weights = query.new_empty((query.shape[0], *heads, query.shape[1], key.shape[1])) if need_weights else None
+    return torch.empty_like(query), weights
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+@_of("_ctc_loss.Tensor")
+def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, 2 * targets.shape[1] + 1))
+
+
+@_of("_ctc_loss_backward.Tensor")
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty_like(log_probs)
+
+
+@_of("_standard_gamma_grad")
+def _standard_gamma_grad(alpha: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(alpha)
+
+
+@_of("histogram.bins_tensor")
+def _histogram(x: torch.Tensor, bins: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((bins.shape[0] - 1,)), torch.empty_like(bins)
+
+
+@_of("histogram.bin_ct")
+def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty((bins,)), x.new_empty((bins + 1,))
