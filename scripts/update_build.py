@@ -19,6 +19,11 @@ package(default_visibility = ["//visibility:public"])
 '''
 ORDER = ["package", *(prefix.partition(".")[2] for row in LAYERS for prefix in row)]
 TEST_MAIN = "tests/run_pytest.py"
+DATA = {
+    "package": '"xla_amp/py.typed"',
+    "policy": '"xla_amp/policy/tables/*.toml"',
+    "tests_support": '"docs/*.md", "pyproject.toml"',
+}
 
 Fields = Mapping[str, str | list[str]]
 
@@ -38,10 +43,8 @@ def render(rule: str, fields: Fields) -> str:
 
 def data(name: str, paths: list[str]) -> str | list[str]:
     """What the target's files read at run time besides Python."""
-    if name == "policy":
-        return 'glob(["xla_amp/policy/tables/*.toml"])'
-    if name in ("package", "tests_support"):
-        return {"package": ["xla_amp/py.typed"], "tests_support": ["pyproject.toml"]}[name]
+    if name in DATA:
+        return f"glob([{DATA[name]}])"
     if not name.startswith("tests_"):
         return []
     files = (file for file in (ROOT / paths[0]).parent.iterdir() if file.is_file() and file.suffix != ".py")
