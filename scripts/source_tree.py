@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Import:
     """False under ``if TYPE_CHECKING``: a dependency for the reader, not for the running program."""
 
 
+@functools.cache
 def python_files(root: Path = ROOT) -> list[str]:
     """Every source file of the repository, as sorted paths relative to `root`."""
     found = (path.relative_to(root) for folder in FOLDERS for path in (root / folder).rglob("*.py"))
@@ -62,6 +64,7 @@ def module_name(path: str) -> str:
     return ".".join(["xla_amp", *parts] if parts[0] == "lowering" else parts)
 
 
+@functools.cache
 def modules(root: Path = ROOT) -> dict[str, str]:
     """Module name -> path for the files that install as part of the package."""
     return {module_name(path): path for path in python_files(root) if path.startswith(("xla_amp/", "lowering/"))}
@@ -94,6 +97,7 @@ def imports(source: str, package: str) -> Iterator[Import]:
             yield Import(name=name, line=node.lineno, runtime=id(node) not in typing_only)
 
 
+@functools.cache
 def file_imports(path: str, root: Path = ROOT) -> list[Import]:
     """`imports` of one file of the repository."""
     name = module_name(path)
