@@ -86,8 +86,8 @@ READS_ONCE = ("SGD", {"momentum": 0.9, "dampening": 0.3})
 @pytest.mark.parametrize("bad", [(), (0, 1, 4)], ids=str)
 @pytest.mark.parametrize(("name", "options"), TORCH_OPTIMIZERS, ids=str)
 def test_torchs_optimizers(device, name, options, bad):
-    if options.get("fused") and 0 in bad and name == "SGD":
-        pytest.skip("torch's own fused SGD reads uninitialised memory after a skipped first step")
+    if options.get("fused") and name == "SGD":
+        bad = bad[1:]  # torch's own fused SGD reads uninitialised memory after a skipped first step
     kwargs = {"init_scale": 64.0, "growth_interval": 2}
     scales, expected = reference(name, options, bad, **kwargs)
     params = parameters(device)

@@ -76,7 +76,9 @@ def reference(name, options, steps=STEPS):
 
 def assert_close(params, expected, rtol=1e-5, atol=1e-6):
     for parameter, other in zip(params, expected, strict=True):
-        torch.testing.assert_close(parameter.detach().cpu().double(), other.detach().double(), rtol=rtol, atol=atol)
+        torch.testing.assert_close(
+            parameter.detach().cpu().double(), other.detach().cpu().double(), rtol=rtol, atol=atol
+        )
 
 
 def bits(optimizer, params):
@@ -330,3 +332,59 @@ def test_parameters_that_are_not_floating():
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(RuntimeError, match=r"expected floating parameters, got torch\.complex64"):
         optimizer.step()
+
+
+# ---- any optimizer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")  # the reference leaves a step out by hand
+@pytest.mark.parametrize("scaler", [None, xla_amp.GradScaler, torch.amp.GradScaler], ids=["alone", "ours", "torchs"])
+def test_wrap(device, scaler):
+    params, expected = parameters(device), parameters("cpu", torch.float64)
+    optimizer = syncfree.wrap(torch.optim.RMSprop(params, lr=0.01, momentum=0.9))
+    assert isinstance(optimizer, torch.optim.RMSprop)
+    assert syncfree.wrap(optimizer) is optimizer
+    schedule = ExponentialLR(optimizer, 0.9)
+    scaler = scaler and scaler(device.type, init_scale=4.0)
+    plain = torch.optim.RMSprop(expected, lr=0.01, momentum=0.9, foreach=False)
+    other = ExponentialLR(plain, 0.9)
+    one = torch.ones((), device=device)
+    for step in range(STEPS):
+        bad = step in (0, 2)
+        factor = scaler.scale(one).item() if scaler else 1.0
+        set_gradients(params, step, factor=float("inf") if bad else factor)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            assert optimizer.step(lambda: 3, found_inf=one * bad) == 3
+        schedule.step()
+        if not bad:
+            set_gradients(expected, step)
+            plain.step()
+        other.step()
+    assert_close(params, expected)
+
+
+@pytest.mark.filterwarnings("ignore:SkippableAdagrad keeps a count on the host:UserWarning")
+def test_wrapped_optimizers_are_copied_and_saved(device):
+    params = parameters(device)
+    optimizer = syncfree.wrap(torch.optim.Adagrad(params, lr=0.05))
+    set_gradients(params, 0)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is type(optimizer)
+        others = other.param_groups[0]["params"]
+        set_gradients(others, 1)
+        other.step(found_inf=torch.ones((), device=device))
+        assert_close(others, params, rtol=0, atol=0)
+    torch.optim.Adagrad(parameters(device)).load_state_dict(optimizer.state_dict())
+
+
+def test_wrap_refuses():
+    with pytest.raises(TypeError, match=r"expects a torch.optim.Optimizer, got 3 \(int\)"):
+        syncfree.wrap(3)
+    optimizer = torch.optim.RMSprop(parameters("cpu"))
+    ExponentialLR(optimizer, 0.9)
+    with pytest.raises(ValueError, match="wrap the optimizer first"):
+        syncfree.wrap(optimizer)

@@ -87,7 +87,7 @@ class GradScaler(torch.amp.GradScaler):
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        return step_where_finite(optimizer, sum(found[1:], found[0]), *args, **kwargs)
+        return step_where_finite(optimizer, sum(found[1:], found[0]), lambda: optimizer.step(*args, **kwargs))
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""

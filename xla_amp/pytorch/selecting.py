@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -48,8 +48,8 @@ class _State(NamedTuple):
     """Everything else; tensors are copies."""
 
 
-def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``optimizer.step(*args, **kwargs)``, undone where `found_inf` (a scalar on the XLA device) is not zero."""
+def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any]) -> Any:
+    """Calls `step`, which steps `optimizer`; undone where `found_inf` (a scalar on the XLA device) is not zero."""
     engine = devices.engine()
     owners = {
         parameter: group
@@ -63,7 +63,7 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, *args: Any,
         shape = _structure(optimizer, parameters)
         kept = [*parameters, *before.tensors.values()]
         values = engine.snapshot(kept)
-        result = optimizer.step(*args, **kwargs)
+        result = step()
         after = _collect(optimizer, parameters)
         engine.restore_where(found_inf, kept, values)
         unknown = _start_over(optimizer, found_inf, owners, before, after)

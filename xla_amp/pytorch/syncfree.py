@@ -4,7 +4,7 @@ They run torch's fused kernels, which take `grad_scale` (what gradients must be 
 leave everything as it is) as tensors.  A scaler sets both as attributes (torch's contract for optimizers with
 ``_step_supports_amp_scaling``, so ours and torch's own scaler work); without a scaler, ``step(found_inf=...)`` takes
 the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise as they
-were, also when it is the first.
+were, also when it is the first.  `wrap` gives any other optimizer the same step, by selecting old values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["SGD", "Adam", "AdamW"]
+from xla_amp.pytorch.skippable import flag_of
+from xla_amp.pytorch.skippable import wrap as wrap
+
+__all__ = ["SGD", "Adam", "AdamW", "wrap"]
 
 
 class _Scaling(NamedTuple):
@@ -74,7 +77,8 @@ class _SyncFree(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            scaling = _Scaling(getattr(self, "grad_scale", None), _flag(getattr(self, "found_inf", None), found_inf))
+            flag = flag_of(getattr(self, "found_inf", None), found_inf)
+            scaling = _Scaling(getattr(self, "grad_scale", None), flag)
             for group in self.param_groups:
                 for device, parameters in _by_device_and_dtype(self, group):
                     self._step_group(group, parameters, scaling.on(device))
@@ -345,16 +349,6 @@ class AdamW(Adam):
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True
-
-
-def _flag(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """float32 (): 1 where one of the flags is not zero, else 0."""
-    flag = one if other is None else other
-    if flag is None:
-        return None
-    if one is not None and other is not None:
-        flag = one + other.to(one.device)
-    return (flag.reshape(()) != 0).to(torch.float32)
 
 
 def _by_device_and_dtype(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[torch.device, list[Tensor]]]:
