@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from xla_amp.engines.jax import compat, infer, random, storage
+from xla_amp.engines.jax import checks, compat, infer, random, storage
 from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.program import Context
@@ -88,6 +88,8 @@ class _Operation:
     def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
         """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
         storage.notice_foreign_autocast()
+        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
+        checks.check(self.name.partition(".")[0], named)
         fresh = self._fresh(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)

@@ -1,0 +1,66 @@
+"""Mistakes that torch's kernels report but its meta kernels let pass; looked for once per new signature.
+
+Without these an operation on the lazy device would quietly compute something where every other device raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+SAME_DTYPE: Mapping[str, tuple[str, ...]] = {
+    "addbmm": ("self", "batch1", "batch2"),
+    "addmm": ("self", "mat1", "mat2"),
+    "addmv": ("self", "mat", "vec"),
+    "baddbmm": ("self", "batch1", "batch2"),
+    "binary_cross_entropy": ("self", "target"),
+    "bmm": ("self", "mat2"),
+    "convolution": ("input", "weight", "bias"),
+    "dot": ("self", "tensor"),
+    "index_add": ("self", "source"),
+    "index_copy": ("self", "source"),
+    "index_put": ("self", "values"),
+    "linear": ("input", "weight", "bias"),
+    "mm": ("self", "mat2"),
+    "mv": ("self", "vec"),
+    "vdot": ("self", "other"),
+}
+"""Operation -> arguments that must share one dtype; none of these promotes."""
+
+FLOATING: Mapping[str, str] = {"_log_softmax": "self", "_softmax": "self", "gelu": "self", "silu": "self"}
+"""Operation -> argument that must be floating or complex, because the result has its dtype."""
+
+INDEX: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
+    "nll_loss2d_forward": ("target", (torch.int64, torch.uint8)),
+    "nll_loss_forward": ("target", (torch.int64, torch.uint8)),
+}
+"""Operation -> (argument, dtypes that it may have)."""
+
+
+def check(operation: str, arguments: Mapping[str, Any]) -> None:
+    """Raises what torch raises for these arguments.
+
+    Args:
+        operation: ATen name without overload; the in-place form counts as the functional one.
+
+    Raises:
+        RuntimeError: dtypes do not fit.
+    """
+    name = operation.removesuffix("_")
+    if name in SAME_DTYPE:
+        tensors = {key: arguments.get(key) for key in SAME_DTYPE[name]}
+        dtypes = {key: value.dtype for key, value in tensors.items() if isinstance(value, torch.Tensor)}
+        if len(set(dtypes.values())) > 1:
+            found = ", ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
+            raise RuntimeError(f"{operation}: expected {' and '.join(dtypes)} to have the same dtype, but {found}")
+    if name in FLOATING:
+        dtype = arguments[FLOATING[name]].dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise NotImplementedError(f'"{operation}" not implemented for {dtype}: convert to a floating dtype first')
+    if name in INDEX:
+        key, legal = INDEX[name]
+        dtype = arguments[key].dtype
+        if dtype not in legal:
+            raise RuntimeError(f"{operation}: expected {key} dtype to be {' or '.join(map(str, legal))}, but got {dtype}")
