@@ -63,4 +63,4 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         key, legal = INDEX[name]
         dtype = arguments[key].dtype
         if dtype not in legal:
-            raise RuntimeError(f"{operation}: expected {key} dtype to be {' or '.join(map(str, legal))}, but got {dtype}")
+            raise RuntimeError(f"{operation}: expected {key} to be {' or '.join(map(str, legal))}, but got {dtype}")
