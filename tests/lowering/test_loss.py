@@ -38,11 +38,11 @@ def elementwise(name: str, *parameters: float, make: Any = pair) -> list[Any]:
     rows = []
     for reduction in REDUCTIONS:
         rest = (reduction, *parameters)
-        rows.append(row(name, "fdb", lambda d, rest=rest: (*make(d), *rest), wide=True))
+        rows.append(row(name, "fb", lambda d, rest=rest: (*make(d), *rest), wide=True))
         rows.append(
             row(
                 f"{name}_backward",
-                "fdb",
+                "fb",
                 lambda d, rest=rest: (grad(d, rest[0], 4, 5), *make(d), *rest),
                 wide=True,
             )
@@ -88,8 +88,8 @@ def nll(name: str, reduction: int, weighted: bool) -> list[Any]:
 
     forward = lambda d: (*classified(name, d, weighted), reduction, -100)  # noqa: E731  (a row's maker)
     return [
-        row(f"{name}_forward", "fdb", forward, wide=True),
-        row(f"{name}_backward", "fdb", backward, wide=True),
+        row(f"{name}_forward", "fb", forward, wide=True),
+        row(f"{name}_backward", "fb", backward, wide=True),
     ]
 
 
@@ -101,8 +101,8 @@ def margin_rows(reduction: int) -> list[Any]:
             weight = sample(5, dtype=dtype, low=0.1, seed=3) if weighted else None
             return sample(4, 5, dtype=dtype), target, p, 1.5, weight, reduction
 
-        rows.append(row("multi_margin_loss", "fd", rest))
-        rows.append(row("multi_margin_loss_backward", "fd", lambda d, r=rest: (grad(d, reduction, 4), *r(d))))
+        rows.append(row("multi_margin_loss", "f", rest))
+        rows.append(row("multi_margin_loss_backward", "f", lambda d, r=rest: (grad(d, reduction, 4), *r(d))))
     return rows
 
 
@@ -116,8 +116,8 @@ def multilabel_rows(reduction: int) -> list[Any]:
         return grad(dtype, reduction, 4), x, LISTED, reduction, is_target
 
     return [
-        row("multilabel_margin_loss_forward", "fd", lambda d: (sample(4, 5, dtype=d), LISTED, reduction)),
-        row("multilabel_margin_loss_backward", "fd", backward),
+        row("multilabel_margin_loss_forward", "f", lambda d: (sample(4, 5, dtype=d), LISTED, reduction)),
+        row("multilabel_margin_loss_backward", "f", backward),
     ]
 
 
@@ -128,14 +128,14 @@ ROWS = [
     *elementwise("smooth_l1_loss", 1.0),
     *elementwise("smooth_l1_loss", 0.3),
     *elementwise("soft_margin_loss", make=signs),
-    row("smooth_l1_loss", "fdb", lambda d: (*pair(d), MEAN, 0.0), wide=True),
+    row("smooth_l1_loss", "fb", lambda d: (*pair(d), MEAN, 0.0), wide=True),
     *(
-        row("binary_cross_entropy", "fdb", with_weight(probabilities, reduction, weighted), wide=True)
+        row("binary_cross_entropy", "fb", with_weight(probabilities, reduction, weighted), wide=True)
         for reduction in REDUCTIONS
         for weighted in (False, True)
     ),
-    *(row("binary_cross_entropy_backward", "fdb", bce_backward(reduction), wide=True) for reduction in REDUCTIONS),
-    *(row("binary_cross_entropy_with_logits", "fdb", logits(reduction), wide=True) for reduction in REDUCTIONS),
+    *(row("binary_cross_entropy_backward", "fb", bce_backward(reduction), wide=True) for reduction in REDUCTIONS),
+    *(row("binary_cross_entropy_with_logits", "fb", logits(reduction), wide=True) for reduction in REDUCTIONS),
     *(r for name in TARGETS for reduction in REDUCTIONS for w in (False, True) for r in nll(name, reduction, w)),
     *(r for reduction in REDUCTIONS for r in margin_rows(reduction)),
     *(r for reduction in REDUCTIONS for r in multilabel_rows(reduction)),
