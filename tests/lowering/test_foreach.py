@@ -57,7 +57,7 @@ def check_any(name: str, *args: Any, **kwargs: Any) -> None:
 def test_as_torch(name: str) -> None:
     base, _, overload = name.removeprefix("_foreach_").partition(".")
     inplace, base = base.endswith("_"), base.removesuffix("_")
-    # the two forms share their arithmetic: float64 in the one shows lost digits, bfloat16 in the other a double rounding
+    # both forms share their arithmetic: float64 in one shows lost digits, bfloat16 in the other a double rounding
     check_any(name, *arguments(base, overload, F64 if inplace else BF16))
 
 
