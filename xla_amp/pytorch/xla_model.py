@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from xla_amp.errors import DeviceError
-from xla_amp.pytorch import devices, dispatch
+from xla_amp.pytorch import backward, devices, dispatch
 
 REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
 """What `all_reduce` can do with several tensors; torch_xla has the same as REDUCE_SUM and so on."""
@@ -35,6 +35,7 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     """
     dispatch.install_defaults()
     device = devices.engine().device()
+    backward.make_possible(device)
     if n not in (None, 0):
         raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number 0; leave n out")
     if devkind is not None and _kind(devkind) != xla_device_hw(device):
