@@ -7,6 +7,7 @@ for a device that came later fails an internal check.  Without those threads aut
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 
@@ -24,10 +25,23 @@ def make_possible(device: torch.device) -> None:
         torch.autograd.set_multithreading_enabled(False)
 
 
+class _Nothing(torch.autograd.Function):
+    """A node whose backward pass computes nothing, so that asking records nothing on the device."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
 def _probe(device: torch.device) -> bool:
-    leaf = torch.empty(0, device=device, requires_grad=True)
     try:
-        leaf.backward(torch.empty(0, device=device))
+        with torch.enable_grad():
+            result = _Nothing.apply(torch.empty(0, device=device, requires_grad=True))
+        result.backward(torch.empty(0, device=device))
     except RuntimeError as error:
         if "device_ready_queues_" in str(error):
             return False
