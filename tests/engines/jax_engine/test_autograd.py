@@ -287,7 +287,7 @@ def test_a_value_needed_for_backward_that_was_changed(device: torch.device) -> N
     w = torch.ones(3, device=device, requires_grad=True)
     y = w.exp()
     y.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         y.sum().backward()
     z = w.exp()
     z[1:].zero_()
@@ -368,7 +368,7 @@ def test_a_nan_in_backward_is_named(device: torch.device) -> None:
         (x * 0).sqrt().mul(0).sum().backward()
 
 
-# ---- one executable ---------------------------------------------------------------------------------------------------
+# ---- one executable --------------------------------------------------------------------------------------------------
 
 
 def test_a_backward_pass_does_not_cut(device: torch.device) -> None:

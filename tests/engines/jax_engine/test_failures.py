@@ -88,9 +88,10 @@ def test_a_shape_error_is_raised_where_it_is_and_changes_nothing(device: torch.d
 
 def test_a_dtype_error_is_torchs_own(device: torch.device) -> None:
     whole = torch.arange(3).to(device)
-    with pytest.raises(RuntimeError, match="result type Float can't be cast to|Promotion of int.* in in-place ops are not possible"):
+    not_possible = r"result type Float can't be cast to|Promotion of int.* in in-place ops are not possible"
+    with pytest.raises(RuntimeError, match=not_possible):
         whole.add_(1.5)
-    with pytest.raises(RuntimeError, match="same dtype|expected .* to have the same dtype|but got"):
+    with pytest.raises(RuntimeError, match=r"expected self and mat2 to have the same dtype"):
         torch.mm(torch.ones(2, 2).to(device), torch.ones(2, 2, dtype=torch.float64).to(device))
     assert whole.tolist() == [0, 1, 2]
 
@@ -113,7 +114,7 @@ def test_tensors_of_two_devices(device: torch.device) -> None:
         with pytest.raises(RuntimeError, match=r"[Ee]xpected all tensors to be on the same device"):
             mistake()
     assert host.tolist() == [1, 1, 1]
-    with pytest.raises(DeviceError, match=r"jax:0 and cpu: a tensor of shape \[3\] and dtype torch.float32 is on cpu.*\.to"):
+    with pytest.raises(DeviceError, match=r"jax:0 and cpu: a tensor of shape \[3\] .* is on cpu\. Move it"):
         x * host
     assert (x * host.to(device)).tolist() == [1, 1, 1]
 
@@ -135,9 +136,9 @@ def test_a_device_that_does_not_exist(device: torch.device) -> None:
 
 
 def test_a_dtype_that_does_not_exist(device: torch.device) -> None:
-    with pytest.raises(XlaAmpError, match="torch.complex32 does not exist on the device 'jax'; legal: torch.float64"):
+    with pytest.raises(XlaAmpError, match=r"torch\.complex32 does not exist on the device 'jax'; legal: torch"):
         torch.ones(2, dtype=torch.float32).to(device).to(torch.complex32)
-    with pytest.raises(XlaAmpError, match="torch.float8_e8m0fnu does not exist"):
+    with pytest.raises(XlaAmpError, match=r"torch\.float8_e8m0fnu does not exist"):
         torch.empty(2, dtype=torch.float8_e8m0fnu, device=device)
 
 
@@ -170,7 +171,7 @@ def test_the_advice_works(device: torch.device) -> None:
     with counted() as counts:
         assert [torch.ops.lazy_failures.advised(x, k)[0].item() for k in (2.0, 3.5)] == [3, 4.5]
     assert counts.compilations == 1
-    with pytest.raises(ValueError, match="already has a lowering.*override=True"):
+    with pytest.raises(ValueError, match=r"already has a lowering.*override=True"):
         lowering.register("lazy_failures::advised")(advised)
 
 
@@ -213,7 +214,7 @@ def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> 
     assert (counts.executions, counts.compilations) == (0, 0)
     assert (array_behind(parameter), array_behind(state)) == before
     assert parameter.tolist() == state.tolist() == [1, 1, 1]
-    with pytest.raises(StepFailedError, match="was to be computed by a step that failed: .*no such luck"):
+    with pytest.raises(StepFailedError, match=r"was to be computed by a step that failed: .*no such luck"):
         lost.tolist()
     with pytest.raises(StepFailedError, match="no such luck"):
         lost + 1
@@ -306,7 +307,7 @@ def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: p
     with pytest.raises(StepFailedError, match="RuntimeError: device lost"):
         engine.sync()
     monkeypatch.undo()
-    with pytest.raises(StepFailedError, match="memory was handed to a step that then failed: RuntimeError: device lost"):
+    with pytest.raises(StepFailedError, match="memory was handed to a step that then failed: RuntimeError: device"):
         x.tolist()
     assert y.tolist() == [1, 1, 1]
     x.copy_(y)
@@ -329,12 +330,13 @@ def test_a_failed_step_gives_its_random_numbers_back(device: torch.device) -> No
 def test_autocast_for_xla_is_noticed_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_reported", set())
     x = torch.ones(2, 17).to(device)
-    with pytest.warns(UserWarning, match=r"torch.autocast\('xla'\) is active.*xla_amp.autocast\(xla_amp.xla_device\(\)\)"):
-        torch.set_autocast_enabled("xla", True)
-        try:
-            assert (x * 1.5 - x).dtype is torch.float32
-        finally:
-            torch.set_autocast_enabled("xla", False)
+    torch.set_autocast_enabled("xla", True)
+    try:
+        with pytest.warns(UserWarning, match=r"torch.autocast\('xla'\) is active.*xla_amp\.autocast\("):
+            y = x * 1.5 - x
+    finally:
+        torch.set_autocast_enabled("xla", False)
+    assert y.dtype is torch.float32
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.set_autocast_enabled("xla", True)

@@ -107,6 +107,25 @@ def test_every_dtype_there_and_back(device: torch.device, dtype: torch.dtype) ->
     assert x.element_size() == dtype.itemsize
 
 
+@pytest.mark.parametrize(
+    "target", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float32, torch.uint8], ids=str
+)
+@pytest.mark.parametrize("source", [torch.float64, torch.float32], ids=str)
+def test_casts_round_as_torchs_do(device: torch.device, source: torch.dtype, target: torch.dtype) -> None:
+    """Also subnormals of float16, ties, the edge of its range, and negative numbers as bytes."""
+    torch.manual_seed(0)
+    tiny = [2.0**-24, 2.0**-25, 2.0**-25 * 1.01, 6.1e-5, 6.09e-5, 0.0, -0.0]
+    edges = torch.tensor([65504, 65519.99, 65520, -65520, *tiny])
+    spread = torch.randn(20_000, dtype=torch.float64) * 10.0 ** torch.randint(-9, 4, (20_000,))
+    host = torch.cat([edges.double(), spread, (spread * 4).round() / 8 + 2.0**-11]).to(source)
+    if target is torch.uint8:
+        host = host.clamp(-1e6, 1e6)
+    got, computed = host.to(device).to(target), (host.to(device) * 1).to(target).to(torch.float64).to(target)
+    expected = host.to(target).double()
+    assert torch.equal(got.cpu().double(), expected)
+    assert torch.equal(computed.cpu().double(), expected)
+
+
 def test_strided_and_conjugated_sources_are_uploaded_as_they_look(device: torch.device) -> None:
     base = torch.arange(12.0).view(3, 4)
     sources = [base.t(), base[:, ::2], base[1].expand(2, 4), torch.complex(base, base).conj(), base.flip(0)]

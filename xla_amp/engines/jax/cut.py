@@ -49,10 +49,11 @@ def sync(wait: bool = False) -> None:
     """
     with tape.lock:
         cut()
-        if wait:
-            metrics.host_syncs += 1
-            # Programs run in the order of their data, so the newest values are ready only after the older ones.
-            jax.block_until_ready([buffer.array for reference in _newest if (buffer := reference()) is not None])
+        # Programs run in the order of their data, so the newest values are ready only after the older ones.
+        newest = [buffer.array for reference in _newest if (buffer := reference()) is not None]
+    if wait:
+        metrics.host_syncs += 1
+        jax.block_until_ready([array for array in newest if isinstance(array, jax.Array)])
 
 
 def programs() -> list[Program]:

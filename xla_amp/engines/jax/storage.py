@@ -332,11 +332,14 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         of = buffer.spec
         settled = buffer.number < 0 and isinstance(buffer.array, jax.Array)
         whole = tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype
-        if settled and not whole and of.size * of.numpy_dtype.itemsize <= _SMALL:
-            flat = transfer.download(buffer.array).reshape(-1).view(tensor.dtype)
-            return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
-        array = array_of(tensor)
-    return transfer.download(array)
+        on_host = settled and not whole and of.size * of.numpy_dtype.itemsize <= _SMALL
+        array = buffer.array if on_host else array_of(tensor)
+    # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
+    value = transfer.download(array)  # type: ignore[arg-type]
+    if on_host:
+        flat = value.reshape(-1).view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
+    return value
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -346,11 +349,11 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         array = transfer.upload(source if source.dtype is target.dtype else source.to(target.dtype))
         buffer = buffer_of(target)
         of = buffer.spec
-        if source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype:
+        whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
+        if whole and (buffer.number < 0 or not _is_leaf(buffer)):
             # A whole upload replaces the array; what was recorded before keeps the number it read.
-            if buffer.number < 0 or not _is_leaf(buffer):
-                buffer.array, buffer.number = array, -1
-                return
+            buffer.array, buffer.number = array, -1
+            return
         source = transfer.wrap(array)
     number, of = read(source)
     number, of = cast(number, of, target.dtype)
@@ -370,7 +373,7 @@ def notice_foreign_autocast() -> None:
     if "xla" not in _reported and torch.is_autocast_enabled("xla"):
         _reported.add("xla")
         warnings.warn(
-            "torch.autocast('xla') is active, but these tensors live on the lazy device 'jax', on which it does nothing: "
+            "torch.autocast('xla') is active, but these tensors live on the lazy device 'jax', where it does nothing: "
             "operations keep the dtype of their inputs. Use xla_amp.autocast(xla_amp.xla_device()) instead",
             UserWarning,
             stacklevel=2,

@@ -29,6 +29,8 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lowering import Permuted
 
 Numbers = tuple[int, ...]
+_interning = threading.RLock()
+"""Held while a spec or an instruction is given its identity: a loader's thread meets new shapes beside the tape."""
 
 
 class Spec:
@@ -62,9 +64,17 @@ def spec(shape: Any, dtype: torch.dtype) -> Spec:
     """The one `Spec` of this shape and dtype."""
     found = _specs.get((shape, dtype))
     if found is None:
+        with _interning:
+            return _new_spec(tuple(shape), dtype)
+    return found
+
+
+def _new_spec(shape: Numbers, dtype: torch.dtype) -> Spec:
+    found = _specs.get((shape, dtype))
+    if found is None:
         if dtype not in TO_NUMPY:
-            raise DeviceError(f"dtype {dtype} does not exist on the device 'jax'; legal: {', '.join(map(str, TO_NUMPY))}")
-        shape = tuple(shape)
+            legal = ", ".join(map(str, TO_NUMPY))
+            raise DeviceError(f"dtype {dtype} does not exist on the device 'jax'; legal: {legal}")
         found = _specs[shape, dtype] = Spec(shape, dtype)
     return found
 
@@ -98,8 +108,9 @@ class Instruction:
         if outs and outs[0] is not None:
             self.shape = outs[0].shape
             self.dtype = outs[0].dtype
-        self.id = len(instructions)
-        instructions.append(self)
+        with _interning:
+            self.id = len(instructions)
+            instructions.append(self)
 
 
 instructions: list[Instruction] = []
@@ -252,13 +263,25 @@ def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
         return x != 0
     if jax.numpy.issubdtype(x.dtype, np.complexfloating) and not jax.numpy.issubdtype(dtype, np.complexfloating):
         x = jax.numpy.real(x)
-    if dtype.itemsize == 2 and x.dtype.itemsize > 2 and jax.numpy.issubdtype(x.dtype, np.floating):
-        if jax.numpy.issubdtype(dtype, np.floating):
-            # With float16's own 5 exponent bits reduce_precision would flush its subnormals, where small gradients live.
-            x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=jax.numpy.finfo(dtype).nmant)
-            largest = float(jax.numpy.finfo(dtype).max)
-            x = jax.numpy.where(abs(x) > largest, jax.numpy.copysign(jax.numpy.inf, x), x) if dtype == np.float16 else x
+    if jax.numpy.issubdtype(x.dtype, np.floating):
+        if dtype.itemsize == 2 < x.dtype.itemsize and jax.numpy.issubdtype(dtype, np.floating):
+            x = _round_to_half(jax.lax.convert_element_type(x, np.float32), dtype)  # float64 too goes by way of float32
+        elif dtype == np.uint8:
+            x = jax.lax.convert_element_type(x, np.int64)  # torch wraps a negative value around by way of int64
     return jax.lax.convert_element_type(x, dtype)
+
+
+def _round_to_half(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """float32 `x`, still in float32, rounded to the nearest value that `dtype` (bfloat16 or float16) has."""
+    limits = jax.numpy.finfo(dtype)
+    rounded = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=limits.nmant)
+    if dtype != np.float16:
+        return rounded
+    # reduce_precision with float16's own 5 exponent bits would flush its subnormals, where small gradients live.  They
+    # are the multiples of 2**-24, which is the spacing of float32 at 0.5: adding that rounds to them.
+    subnormal = jax.numpy.copysign((abs(x) + np.float32(0.5)) - np.float32(0.5), x)
+    rounded = jax.numpy.where(abs(x) < float(limits.smallest_normal), subnormal, rounded)
+    return jax.numpy.where(abs(rounded) > float(limits.max), jax.numpy.copysign(jax.numpy.inf, x), rounded)
 
 
 _broadcasts: dict[tuple[Spec, Numbers], Instruction] = {}
