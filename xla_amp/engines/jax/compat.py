@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -68,6 +70,8 @@ def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch._C._acc.create_empty_tensor(shape, dtype)
 
 
-def x64() -> Any:
-    """Context manager: JAX keeps 64-bit types inside, whatever the user's own switch says."""
-    return jax.enable_x64(True)
+@contextlib.contextmanager
+def x64() -> Iterator[None]:
+    """Inside, JAX keeps 64-bit types and promotes as NumPy does, whatever the user's own switches say."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
