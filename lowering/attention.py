@@ -40,7 +40,8 @@ class _Attention:
     Args:
         query: [batch, heads, rows, features].
         key: [batch, heads or a divisor, columns, features].
-        bias: added to the scores, broadcast to [batch, heads, rows, columns], or ``None``.
+        bias: added to the scores, broadcast to [batch, heads, rows, columns]; or a mask that is true for what is seen;
+            or ``None``.
         causal: row i sees columns 0 to i.
         scale: factor of the scores; ``None`` is 1 / sqrt(features).
     """
@@ -55,7 +56,9 @@ class _Attention:
         self.query, self.key = _grouped(query, self.groups), key
         scores = self.contract(self.query, key, ((3,), (3,))).reshape(self.shape)
         scores = scores * np.asarray(self.scale, scores.dtype)
-        if bias is not None:
+        if bias is not None and bias.dtype == jnp.bool_:
+            scores = jnp.where(bias, scores, -jnp.inf)
+        elif bias is not None:
             scores = scores + as_dtype(bias, scores.dtype)
         if causal:
             row, column = (lax.broadcasted_iota(np.int32, self.shape, axis) for axis in (2, 3))
@@ -129,14 +132,14 @@ def attention_backward(
     platform: str,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of query, key, value and bias."""
-    grad, output, seed, bias = (x.materialize() if isinstance(x, Permuted) else x for x in (grad, output, seed, bias))
+    output, seed, bias = (x.materialize() if isinstance(x, Permuted) else x for x in (output, seed, bias))
     of = _Attention(query, key, bias, causal, scale, platform)
     kept = None
     if dropout > 0:
         kept = of.kept(jax.random.wrap_key_data(as_dtype(seed, np.uint32), impl="threefry2x32"), dropout)
     # 1 / total goes into the gradient, which is smaller than the weights.
-    scaled_grad = up(grad) / of.total
-    grouped_grad = _grouped(as_dtype(scaled_grad, of.dtype), of.groups)
+    scaled_grad, low_grad = _divided(grad, of.total, of.dtype)
+    grouped_grad = _grouped(low_grad, of.groups)
     weights = of.exponentials if kept is None else of.exponentials * kept
     dvalue = of.contract(of.low(weights), grouped_grad, ((2,), (2,)))
     dweights = of.contract(grouped_grad, value, ((3,), (3,))).reshape(of.shape)
@@ -150,6 +153,20 @@ def attention_backward(
     if wanted[3] and bias is not None:
         dbias = _sum_to(dscores, bias.shape)
     return dquery if wanted[0] else None, dkey if wanted[1] else None, dvalue if wanted[2] else None, dbias
+
+
+def _divided(grad: Operand, total: jax.Array, dtype: Any) -> tuple[jax.Array, Operand]:
+    """``grad / total`` in opmath and in `dtype`.
+
+    The second keeps a pending transpose of `grad` pending: XLA:CPU has no low kernel for a dot whose operand it has
+    transposed itself.
+    """
+    if not isinstance(grad, Permuted):
+        quotient = up(grad) / total
+        return quotient, as_dtype(quotient, dtype)
+    back = tuple(int(axis) for axis in np.argsort(grad.permutation))
+    base = up(grad.base) / lax.transpose(total, back)
+    return Permuted(base, grad.permutation).materialize(), Permuted(as_dtype(base, dtype), grad.permutation)
 
 
 def _sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -172,8 +189,8 @@ def _affine(x: jax.Array, weight: jax.Array, bias: jax.Array, platform: str) -> 
 
 
 def _mask_bias(mask: jax.Array, mask_type: int | None, batch: int, heads: int) -> jax.Array:
-    """A boolean mask (true: not seen) or an additive one, as a bias of the scores."""
-    bias = jnp.where(mask, -jnp.inf, 0.0) if mask.dtype == jnp.bool_ else up(mask)
+    """A boolean mask (here true is what is not seen) or an additive one, as `_Attention` takes it."""
+    bias = ~mask if mask.dtype == jnp.bool_ else mask
     if mask_type == _PADDING_MASK:
         return bias[:, None, None, :]
     return bias.reshape(batch, heads, *bias.shape[-2:]) if bias.ndim == 3 else bias

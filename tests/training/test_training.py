@@ -190,17 +190,11 @@ def test_an_overflow_skips_the_step_exactly(optimizer: str, dtype: torch.dtype, 
 
 # ---- dtypes of the compiled program ----------------------------------------------------------------------------------
 
-CONTRACTION = re.compile(r"= \(?(\w+)\[[^=]*?\b(dot|convolution)\((?:(\w+)\[)?")
-
-
-def contraction_operands(stablehlo: str) -> set[tuple[str, str]]:
-    """(left, right) element types of every contraction of a StableHLO module."""
-    found = set()
-    for line in stablehlo.splitlines():
-        if "stablehlo.dot_general" in line or "stablehlo.convolution" in line:
-            left, right = re.findall(r"tensor<(?:\d+x)*(\w+)>", line.rsplit(" : ", 1)[1].split("->")[0])
-            found.add((left, right))
-    return found
+def contraction_operands(hlo: str) -> set[tuple[str, ...]]:
+    """(left, right) element types of every dot of an optimized HLO module."""
+    types = dict(re.findall(r"%?([\w.-]+) = (\w+)\[", hlo))
+    dots = re.findall(r" dot\(([^)]*)\)", hlo)
+    return {tuple(types[operand.strip().lstrip("%")] for operand in dot.split(",")) for dot in dots}
 
 
 @pytest.mark.parametrize("network", ["mlp", "transformer"])
@@ -209,11 +203,11 @@ def test_every_contraction_of_a_bf16_step_has_bf16_operands(network: str) -> Non
     for _ in range(3):
         trainer.step()
         xla_amp.sync()
-    assert contraction_operands(cut.programs()[-1].lower().as_text()) == {("bf16", "bf16")}
+    assert contraction_operands(cut.programs()[-1].optimized_hlo()) == {("bf16", "bf16")}
 
 
 def test_an_fp32_step_has_fp32_contractions() -> None:
     trainer = Trainer("mlp", "sgd", torch.bfloat16)
     loss_of(trainer.model, trainer.batches[0]).backward()
     xla_amp.sync()
-    assert contraction_operands(cut.programs()[-1].lower().as_text()) == {("f32", "f32")}
+    assert contraction_operands(cut.programs()[-1].optimized_hlo()) == {("f32", "f32")}
