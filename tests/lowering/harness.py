@@ -160,7 +160,13 @@ class Call:
         return (*fresh, *written)
 
     def lowered(self, expected: Sequence[Any], *, platform: str = "cpu", seed: int = 0) -> list[torch.Tensor | None]:
-        """The lowering's results, jitted with arrays as inputs, converted to the dtypes of `expected`."""
+        """The lowering's results, converted to the dtypes of `expected` (torch's)."""
+        return execute([self], [expected], platform=platform, seed=seed)[0]
+
+    def bind(
+        self, expected: Sequence[Any], platform: str, seed: int
+    ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], list[Any]]]:
+        """The arrays that the engine would pass, and the lowering as a function of them alone."""
         arrays: list[jax.Array] = []
         args, kwargs = [], {}
 
@@ -169,33 +175,27 @@ class Call:
             index = len(arrays) - 1
             return lambda inputs: inputs[index]
 
-        with jax.enable_x64(True):
-            for argument in self.schema.arguments:
-                slot = self._slot(argument, place)
-                if slot is None:
-                    continue
-                if argument.kwarg_only:
-                    kwargs[argument.name] = slot
-                else:
-                    args.append(slot)
-            supplies = self._supplies(expected, platform)
-            if "rng" in self.lowering.supplies:
-                kwargs["rng"] = place(jax.random.key(seed))
+        for argument in self.schema.arguments:
+            slot = self._slot(argument, place)
+            if slot is None:
+                continue
+            if argument.kwarg_only:
+                kwargs[argument.name] = slot
+            else:
+                args.append(slot)
+        supplies = self._supplies(expected, platform)
+        if "rng" in self.lowering.supplies:
+            kwargs["rng"] = place(jax.random.key(seed))
 
-            def run(inputs: Sequence[Any]) -> Any:
-                results = self.lowering.function(
-                    *[slot(inputs) for slot in args],
-                    **{name: slot(inputs) for name, slot in kwargs.items()},
-                    **supplies,
-                )
-                return list(results) if isinstance(results, (tuple, list)) else [results]
+        def function(inputs: Sequence[Any]) -> list[Any]:
+            results = self.lowering.function(
+                *[slot(inputs) for slot in args],
+                **{name: slot(inputs) for name, slot in kwargs.items()},
+                **supplies,
+            )
+            return list(results) if isinstance(results, (tuple, list)) else [results]
 
-            results = jax.jit(run, compiler_options=_QUICK)(arrays)
-            assert len(results) == len(expected), f"{self.name}: {len(results)} results, torch gives {len(expected)}"
-            return [
-                None if e is None or r is None else to_tensor(r, e.dtype)
-                for r, e in zip(results, expected, strict=True)
-            ]
+        return arrays, function
 
     def _supplies(self, expected: Sequence[Any], platform: str) -> dict[str, Any]:
         outs = tuple(
@@ -233,6 +233,26 @@ class Call:
             items = list(value) if isinstance(value, (list, tuple)) else [value] * (argument.N or 1)
             return lambda inputs: items
         return lambda inputs: value
+
+
+def execute(
+    calls: Sequence[Call], expected: Sequence[Sequence[Any]], *, platform: str = "cpu", seed: int = 0
+) -> list[list[torch.Tensor | None]]:
+    """The lowerings' results, converted to the dtypes of `expected`; one program for all calls."""
+    with jax.enable_x64(True):
+        bound = [call.bind(promised, platform, seed) for call, promised in zip(calls, expected, strict=True)]
+
+        def program(inputs: Sequence[Any]) -> list[list[Any]]:
+            return [function(arrays) for (_, function), arrays in zip(bound, inputs, strict=True)]
+
+        results = jax.jit(program, compiler_options=_QUICK)([arrays for arrays, _ in bound])
+        tensors = []
+        for call, got, promised in zip(calls, results, expected, strict=True):
+            assert len(got) == len(promised), f"{call.name}: {len(got)} results, torch gives {len(promised)}"
+            tensors.append(
+                [None if e is None or r is None else to_tensor(r, e.dtype) for r, e in zip(got, promised, strict=True)]
+            )
+        return tensors
 
 
 def _operand(value: Any, place: Callable[[Any], Any]) -> Callable[[Sequence[Any]], Any]:
@@ -286,19 +306,31 @@ def check(
             still come from torch's own run.
         skip: results whose values are not compared (unspecified by torch); their shapes are.
     """
-    call = Call(name, args, kwargs)
-    promised = call.on_cpu()
-    actual = call.lowered(promised, platform=platform)
-    expected = call.on_cpu(widened) if wide else promised
-    for index, (got, want, like) in enumerate(zip(actual, expected, promised, strict=True)):
-        where = f"{name}, result {index}"
-        if like is None or got is None:
-            assert got is like, f"{where}: {type(got).__name__}, torch gives {type(like).__name__}"
-            continue
-        assert got.shape == like.shape, f"{where}: shape {tuple(got.shape)}, torch gives {tuple(like.shape)}"
-        if index in skip:
-            continue
-        compare(got, want.to(like.dtype), rtol=rtol, atol=atol, where=where)
+    _check_calls([Call(name, args, kwargs)], rtol=rtol, atol=atol, platform=platform, wide=wide, skip=skip)
+
+
+def _check_calls(
+    calls: Sequence[Call],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    platform: str = "cpu",
+    wide: bool = False,
+    skip: Sequence[int] = (),
+) -> None:
+    promised = [call.on_cpu() for call in calls]
+    actual = execute(calls, promised, platform=platform)
+    for call, results, likes in zip(calls, actual, promised, strict=True):
+        expected = call.on_cpu(widened) if wide else likes
+        dtypes = [str(v.dtype).removeprefix("torch.") for v in _leaves(call.values.values()) if hasattr(v, "dtype")]
+        for index, (got, want, like) in enumerate(zip(results, expected, likes, strict=True)):
+            where = f"{call.name} of {', '.join(dtypes)}: result {index}"
+            if like is None or got is None:
+                assert got is like, f"{where}: {type(got).__name__}, torch gives {type(like).__name__}"
+                continue
+            assert got.shape == like.shape, f"{where}: shape {tuple(got.shape)}, torch gives {tuple(like.shape)}"
+            if index not in skip:
+                compare(got, want.to(like.dtype), rtol=rtol, atol=atol, where=where)
 
 
 def compare(
@@ -363,14 +395,14 @@ class Row:
     kinds: str
     make: Callable[[torch.dtype], tuple[Any, ...]]
     """The positional arguments for a dtype."""
-    kwargs: Mapping[str, Any]
-    options: Mapping[str, Any]
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Passed to `check` beside the operation's own arguments."""
 
     def check(self) -> None:
-        """`check` for each dtype."""
-        for kind in self.kinds:
-            check(self.name, *self.make(KINDS[kind]), **self.kwargs, **self.options)
+        """`check` for each dtype, compiled together."""
+        calls = [Call(self.name, self.make(KINDS[kind]), dict(self.kwargs)) for kind in self.kinds]
+        _check_calls(calls, **self.options)
 
 
 _OPTIONS = ("rtol", "atol", "wide", "skip")

@@ -10,7 +10,7 @@ from typing import Any
 import harness
 import pytest
 import torch
-from harness import check, lowering_of, row, sample, untested
+from harness import Row, check, lowering_of, row, sample, untested
 
 from xla_amp.lowering import arithmetic, elementwise
 
@@ -58,12 +58,11 @@ NO_SPECIAL_VALUES = {"bitwise_not"}
 @pytest.mark.parametrize("name", sorted(ONE))
 def test_one_operand(name):
     low, high = DOMAIN.get(name, (-3.0, 3.0))
-    for kind in ONE[name]:
-        check(name, sample(5, 7, dtype=harness.KINDS[kind], low=low, high=high))
-    if name not in NO_SPECIAL_VALUES:
-        check(name, SPECIAL)
+    Row(name, ONE[name], lambda d: (sample(5, 7, dtype=d, low=low, high=high),)).check()
     if name in elementwise.FLOAT:
-        check(name, torch.tensor([1, 2, 0]))  # integers become floats
+        Row(name, "fi", lambda d: (SPECIAL if d.is_floating_point else torch.tensor([1, 2, 0]),)).check()
+    elif name not in NO_SPECIAL_VALUES:
+        check(name, SPECIAL)
 
 
 def test_float16_and_booleans_take_the_same_ways():
@@ -113,7 +112,6 @@ PAIRS: dict[str, tuple[str, Operands]] = {
 }
 """Operands by operation, where not any two will do.  Kinds not given: float32, bfloat16, int64."""
 NO_SPECIAL_PAIRS = {"gcd", "igamma", "igammac", "lcm", "special_zeta"}
-NUMBER = {"f": 2.3, "d": 2.3, "b": 2.3, "i": 2, "u": 2, "t": True}
 
 TABLES = (arithmetic.LINEAR, arithmetic.ARITHMETIC, arithmetic.FLOAT, arithmetic.COMPARISONS, arithmetic.LOGICAL)
 OF_FLOATS = [name for table in TABLES for names in table for name in names]
@@ -124,13 +122,15 @@ TWO = [*OF_FLOATS, *(name for names in arithmetic.BITWISE for name in names), "d
 def test_two_operands(name):
     base, _, overload = name.partition(".")
     kinds, make = PAIRS.get(base, ("fbi", _plain))
-    for kind in kinds:
-        x, y = make(harness.KINDS[kind])
+
+    def operands(dtype: torch.dtype) -> tuple[Any, Any]:
+        x, y = make(dtype)
+        number = 2.3 if dtype.is_floating_point else True if dtype is torch.bool else 2
         if name == "pow.Scalar" or overload in ("Scalar_Tensor", "Scalar_Self", "self_scalar"):
-            x = NUMBER[kind]
-        elif overload in ("Scalar", "Tensor_Scalar", "Scalar_Other", "other_scalar"):
-            y = NUMBER[kind]
-        check(name, x, y)
+            return number, y
+        return x, number if overload in ("Scalar", "Tensor_Scalar", "Scalar_Other", "other_scalar") else y
+
+    Row(name, kinds, operands).check()
 
 
 WITHOUT_NUMBERS = [n for n in OF_FLOATS if n.partition(".")[2] in ("", "Tensor", "Tensor_Tensor")]
