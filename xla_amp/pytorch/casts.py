@@ -6,6 +6,9 @@ operation, so it looks only at the arguments that the schema says hold tensors, 
 where the dtype already asks for a cast.
 
 Eligible tensors are torch's: floating, not float64, on the region's device.
+
+Casts are not kept for the next use, as torch keeps those of weights: a step uses most weights once, XLA merges equal
+casts, and what is not kept cannot be stale after an in-place update.
 """
 
 from __future__ import annotations
