@@ -36,9 +36,10 @@ def jax_events() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.fixture(params=["sgd", "adam", "adamw, capturable"])
-def step(device: torch.device, request: pytest.FixtureRequest) -> Callable[[float], torch.Tensor]:
+@pytest.fixture(scope="module", params=["sgd", "adam", "adamw, capturable"])
+def step(request: pytest.FixtureRequest) -> Callable[[float], torch.Tensor]:
     """A training step with dropout, clipping and a learning rate; its input is on the device already."""
+    device = engine.device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 4)).to(device)
     optimizer = {
