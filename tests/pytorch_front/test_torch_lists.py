@@ -134,7 +134,7 @@ def test_the_procedure_can_fail(lists, procedure):
     """Rules of another device: on CUDA softmax gives float32 and relu is not cast; the `tpu` table casts relu."""
     matrix = torch.rand(8, 8, device="jax")
     procedure("cuda")("mm", (matrix, matrix), FP16, amp_dtype=FP16)
-    with pytest.raises(AssertionError, match="produced torch.float32, should produce torch.float16"):
+    with pytest.raises(AssertionError, match=r"produced torch\.float32, should produce torch\.float16"):
         procedure("cuda")("relu", (matrix,), FP16, amp_dtype=FP16)
     with pytest.raises(AssertionError, match="did not match control"):
         procedure("cuda")("exp", (matrix.half(),), FP16, out_type=FP32, amp_dtype=FP16)
