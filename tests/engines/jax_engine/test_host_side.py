@@ -452,6 +452,14 @@ def test_changing_the_dtype_of_a_module_on_the_device(device: torch.device) -> N
     assert (weight.dtype, weight.device.type) == (torch.float64, "cpu")
 
 
+def test_lazy_modules_move_before_they_are_initialized(device: torch.device) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyConv1d(2, 1)).to(device)
+    outputs = model(torch.ones(2, 4, 4, device=device))
+    assert outputs.shape == (2, 2, 3)
+    assert type(model[0].weight) is nn.Parameter
+    assert model[1].running_mean.device == model[0].weight.device == device
+
+
 def test_moving_under_a_live_graph_is_refused(device: torch.device) -> None:
     model = nn.Linear(2, 2)
     loss = model(torch.ones(1, 2)).sum()

@@ -149,6 +149,7 @@ def _keep_parameters_when_moved() -> None:
     swap is asked for here only for a parameter that enters or leaves the lazy device.
     """
     from torch.nn.modules import module
+    from torch.nn.parameter import is_lazy
 
     apply, wrapped = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
 
@@ -159,10 +160,14 @@ def _keep_parameters_when_moved() -> None:
             return result
 
         noting.notes = True  # type: ignore[attr-defined]
+        # A swap takes the class along, but a parameter of a lazy module must stay uninitialized.
+        lazy = {name: type(p) for name, p in self._parameters.items() if p is not None and is_lazy(p)}
         try:
             return apply(self, fn if hasattr(fn, "notes") else noting, recurse)
         finally:
             _crossing.now = False
+            for name, kind in lazy.items():
+                self._parameters[name].__class__ = kind
 
     def should_swap(tensor: Any) -> bool:
         return getattr(_crossing, "now", False) or wrapped(tensor)
