@@ -20,6 +20,7 @@ from xla_amp.engines.jax import (
     hooks,
     infer,
     random,
+    recurrent,
     runtime,
     storage,
     transfer,
@@ -140,7 +141,7 @@ def _install_kernels() -> None:
     for lowering in list(table().values()):
         _install(lowering)
     registry.listeners.append(_install)
-    for name, kernel in composites.KERNELS.items():
+    for name, kernel in (composites.KERNELS | recurrent.KERNELS).items():
         if f"aten::{name}" not in _installed:
             _implement("aten", name, kernel)  # where autograd is off altogether (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
