@@ -128,7 +128,7 @@ def _print_through_the_host() -> None:
 
 
 def _pin_nothing() -> None:
-    """Reason: DataLoader(pin_memory=True) asks the accelerator for a pinned allocator, which a Python device has not."""
+    """Reason: DataLoader(pin_memory=True) asks the accelerator for a pinned allocator; a Python device has none."""
     original = torch.Tensor.pin_memory
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
