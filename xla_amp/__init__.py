@@ -21,6 +21,7 @@ _PUBLIC = {
     "autocast": "xla_amp.pytorch.autocast",
     "custom_bwd": "xla_amp.pytorch.custom_function",
     "custom_fwd": "xla_amp.pytorch.custom_function",
+    "explain": "xla_amp.diagnose.explain",
     "is_autocast_available": "xla_amp.pytorch.custom_function",
     "metrics": "xla_amp.engines.jax",
     "sync": "xla_amp.engines.jax",

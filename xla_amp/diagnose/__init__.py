@@ -1,0 +1,1 @@
+"""Looking into what mixed precision did."""
