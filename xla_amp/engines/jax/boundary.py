@@ -2,7 +2,8 @@
 
 A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
 ``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a cut; what springs it is the
-beginning of the next step: a module's forward, an upload, the entry of an autocast region, or the next optimizer step.
+beginning of the next step: a module's forward, the entry of an autocast region, or the next optimizer step.  An upload
+does not: it records nothing, and loops fetch the next batch before they drop the gradients.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from xla_amp.engines.jax import compat, infer, storage, transfer
-from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.cut import bound
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
@@ -177,7 +176,6 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
         return storage.to_host(self).to(device, dtype)
     storage.require_here(device)
     if self.device.type != DEVICE_TYPE:
-        step_begins()
         return transfer.wrap(transfer.upload(self.to("cpu", dtype)))
     with tape.lock:
         bound()
@@ -190,8 +188,6 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if self.device.type != DEVICE_TYPE:
         return self.copy_(storage.to_host(src))
-    if src.device.type != DEVICE_TYPE:
-        step_begins()
     with tape.lock:
         bound()
         storage.copy(self, src)
