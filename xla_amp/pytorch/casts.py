@@ -164,7 +164,8 @@ def _promote(operands: Operands, device_type: str) -> Prepare:
         for index in lists:
             values += arguments[index]
         for value in values:
-            if value is None or (dtype := value.dtype) is first:
+            dtype = getattr(value, "dtype", None)  # neither None nor a number has one
+            if dtype is first:
                 continue
             if dtype in ELIGIBLE and value.device.type == device_type:
                 if first is not None:
@@ -236,7 +237,8 @@ def _caster(
         stale = STALE[target]
 
         def one(value: Any) -> Any:
-            if value is not None and value.dtype in stale and value.device.type == device_type:
+            # Neither None nor a number (`x + 1` is an add.Tensor) has a dtype.
+            if getattr(value, "dtype", None) in stale and value.device.type == device_type:
                 return value.to(target)
             return value
 
