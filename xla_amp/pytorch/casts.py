@@ -140,7 +140,7 @@ def _to(operands: Operands, device_type: str, fixed: torch.dtype | None) -> Prep
         stale = STALE[target]
         count = len(arguments)
         for index in tensors:
-            if index < count and (value := arguments[index]) is not None and value.dtype in stale:
+            if index < count and getattr(arguments[index], "dtype", None) in stale:
                 return call, *cast(arguments, keywords, target)
         for index in lists:
             if index < count and any(value is not None and value.dtype in stale for value in arguments[index] or ()):
