@@ -200,11 +200,20 @@ def _ctc_loss_backward(
 # -- what the device does not have ------------------------------------------------------------------------------------
 
 
-@_kernel("embedding_sparse_backward")
-def _sparse_embedding_gradient(grad: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(
-        "the gradient of an embedding with sparse=True is a sparse tensor, which the lazy XLA device does not have. "
-        "Use torch.nn.Embedding(..., sparse=False), with torch.optim.Adam in place of SparseAdam"
+def _no_sparse_tensors(what: str, instead: str) -> Kernel:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(f"{what} is a sparse tensor, which the lazy XLA device does not have. {instead}")
+
+    return refuse
+
+
+KERNELS["embedding_sparse_backward"] = _no_sparse_tensors(
+    "the gradient of an embedding with sparse=True",
+    "Use torch.nn.Embedding(..., sparse=False), with torch.optim.Adam in place of SparseAdam",
+)
+for _name in ("", ".sparse_dim", "_bsc", "_bsr", "_csc", "_csr"):
+    KERNELS[f"_to_sparse{_name}"] = _no_sparse_tensors(
+        "the result of Tensor.to_sparse", "Keep it dense, or move it to the CPU first: tensor.cpu().to_sparse()"
     )
 
 

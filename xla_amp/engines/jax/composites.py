@@ -14,6 +14,7 @@ import torch
 aten = torch.ops.aten
 KERNELS: dict[str, Callable[..., Any]] = {}
 """ATen name -> function for tensors of the device, with or without gradients."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -22,6 +23,19 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return function
 
     return decorate
+
+
+def taken_apart(*tensors: torch.Tensor) -> bool:
+    """Whether this call is of a transform that knows torch's own operations: of torch.func, forward AD, torch.compile.
+
+    Operations without a batching rule, a forward derivative or defined results would stop there.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+        or any(type(x) not in _PLAIN for x in tensors)
+    )
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -66,7 +80,7 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     # torch asks a C++ table which attention a device has; a device written in Python is not in it.
-    if _fits(query, key, value, attn_mask, is_causal, enable_gqa):
+    if _fits(query, key, value, attn_mask, is_causal, enable_gqa) and not taken_apart(query, key, value):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 

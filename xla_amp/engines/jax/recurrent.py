@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from xla_amp.engines.jax.composites import taken_apart
 from xla_amp.engines.jax.shapes import SHAPES
 
 aten = torch.ops.aten
@@ -89,7 +90,8 @@ def _network(
     directions, each = (2 if bidirectional else 1), (4 if has_biases else 2)
     x = input.transpose(0, 1) if batch_first and input.dim() == 3 else input
     fits = (
-        x.dim() == 3
+        not taken_apart(x)
+        and x.dim() == 3
         and x.shape[0] > 0
         and len(params) == num_layers * directions * each  # more with projections
         and all(t.device == input.device and t.dtype is input.dtype for t in (*start, *params))

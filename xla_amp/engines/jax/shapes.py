@@ -163,9 +163,22 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
     return torch.empty_like(log_probs)
 
 
+@_of("_logcumsumexp")
+@_of("_sample_dirichlet")
 @_of("_standard_gamma_grad")
-def _standard_gamma_grad(alpha: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(alpha)
+def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_of("multi_margin_loss_backward")
+@_of("multilabel_margin_loss_backward")
+def _like_the_second(grad: torch.Tensor, x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_of("binomial")
+def _binomial(count: torch.Tensor, prob: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return count.new_empty(torch.broadcast_shapes(count.shape, prob.shape))
 
 
 @_of("histogram.bins_tensor")
