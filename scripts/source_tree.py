@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -38,6 +39,7 @@ THIRD_PARTY: Mapping[int, frozenset[str]] = {
     3: frozenset({"jax", "ml_dtypes", "numpy"}),
 }
 
+MODULE = re.compile(r"xla_amp(\.[a-z_]+)+")
 FOLDERS = ("xla_amp", "lowering", "examples", "benchmarks", "scripts", "tests")
 
 
@@ -93,6 +95,8 @@ def imports(source: str, package: str) -> Iterator[Import]:
             names = [prefix if alias.name == "*" else f"{prefix}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            names = [node.value]  # an entry of a table of modules that are loaded by name
         for name in names:
             yield Import(name=name, line=node.lineno, runtime=id(node) not in typing_only)
 
