@@ -73,7 +73,7 @@ def modules(root: Path = ROOT) -> dict[str, str]:
 
 
 def imports(source: str, package: str) -> Iterator[Import]:
-    """The modules that `source` imports, at the top or inside functions; `package` resolves relative imports.
+    """The modules that `source` imports at the top, inside functions or by name; `package` resolves relative imports.
 
     ``from a import b`` yields ``a.b``: `resolve` decides whether ``b`` is a module or a name in ``a``.
     """
@@ -93,8 +93,6 @@ def imports(source: str, package: str) -> Iterator[Import]:
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             prefix = ".".join([*base, *([node.module] if node.module else [])])
             names = [prefix if alias.name == "*" else f"{prefix}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             names = [node.value]  # an entry of a table of modules that are loaded by name
         for name in names:

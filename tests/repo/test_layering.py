@@ -80,6 +80,7 @@ KNOWN = {
         ("xla_amp.engines.jax.cut", "from ..base import Engine", None),
         ("xla_amp.engines.jax.cut", "def f():\n    import xla_amp.jax.scale", "may not import xla_amp.jax.scale"),
         ("xla_amp.engines.base", "import_module('xla_amp.cli')", "may not import xla_amp.cli (layer 6)"),
+        ("xla_amp.engines.base", "MODULES = {'x': 'xla_amp.cli'}", "may not import xla_amp.cli (layer 6)"),
         ("xla_amp.jax.scale", "from xla_amp.pytorch import grad_scaler", "may not import xla_amp.pytorch.grad_scaler"),
         ("xla_amp.jax.scale", "from xla_amp import autocast", "may not import xla_amp (layer 6)"),
         ("xla_amp.cli", "import xla_amp", None),
