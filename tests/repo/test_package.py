@@ -70,7 +70,14 @@ def test_readme_python_runs_as_printed():
     assert run.stdout
 
 
-def test_readme_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
+    assert [page for page in pages if f"({page})" not in index] == []
