@@ -59,6 +59,8 @@ def make(
     dispatch_key = getattr(torch._C.DispatchKey, key)
     own = _torchs_own(operands, device_type, dispatch_key, torchs[0], keep_kernel)
     made: dict[str, casts.Prepare] = {}
+    # Without a rule such an operation is nothing but its parts, which are met one by one.
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casts.Prepare | None]:
         decision = policy.decide(name, path)
@@ -84,7 +86,7 @@ def make(
             if policy is not seen:
                 seen, decision, prepare = chosen = choose(policy, None)
         if prepare is None:
-            if record.sinks and (decision.rule is not None or observe.everything):
+            if record.sinks and (decision.rule is not None or (observe.everything and not composite)):
                 given = operands.all(args, kwargs)
                 before, used = observe.dtypes(given), observe.after(decision.cast, given, device_type)
                 result = own(keyset, *args, **kwargs)

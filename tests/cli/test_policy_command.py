@@ -1,0 +1,191 @@
+"""``xla-amp policy``: what it prints, its exit status, and that a mistake is one line without a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xla_amp import cli
+from xla_amp.policy import BUILTIN, load, override
+
+GOOD = 'extends = "tpu"\n\n[[rule]]\noperations = ["softmax"]\ncast = "low"\n'
+
+
+@pytest.fixture
+def run(capsys):
+    """Exit status, standard output and standard error of one call."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main(["policy", *arguments])
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_show_lists_every_rule(run, name):
+    status, out, err = run("show", name)
+    assert (status, err) == (0, "")
+    policy = load(name)
+    head, _, table = out.partition("\n\n")
+    assert head.startswith(f"{name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}.")
+    header, rule, *rows = table.splitlines()
+    assert header.split() == ["cast", "layer", "rule", "operations", "why"]
+    assert set(rule) == {"-", " "}
+    assert [row.split()[0] for row in rows] == [row.cast for row in policy.rules]
+    assert all(row.origin in line and row.why in line for row, line in zip(policy.rules, rows, strict=True))
+
+
+def test_show_as_json(run):
+    status, out, _ = run("show", "cpu", "--json")
+    shown = json.loads(out)
+    assert status == 0
+    assert (shown["name"], shown["low"], shown["dtypes"]) == ("cpu", "bfloat16", ["bfloat16", "float16"])
+    listed = {operation: row["cast"] for row in shown["rules"] for operation in row["operations"]}
+    assert listed == dict(load("cpu").casts())
+
+
+def test_show_one_operation(run):
+    status, out, _ = run("show", "tpu", "--operation", "pow")
+    assert status == 0
+    assert [line for line in out.splitlines() if line and line[0] != " "] == [
+        f"{name}: {load('tpu').decide(name).cast}" for name in ("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor")
+    ]
+    assert "tables/tpu.toml:" in out
+    status, out, _ = run("show", "tpu", "--operation", "mm", "--json")
+    (row,) = json.loads(out)
+    assert (row["operation"], row["cast"], row["layer"]) == ("mm", "low", "builtin")
+    status, out, _ = run("show", "cpu", "--operation", "special_airy_ai")  # torch knows it, the catalogue does not
+    assert (status, out.splitlines()[0]) == (0, "special_airy_ai: keep")
+
+
+def test_show_tells_the_layers_in_force(run, monkeypatch):
+    monkeypatch.setenv("XLA_AMP_RULES", "module:*.head.softmax=low;exp=keep")
+    assert "environment" in run("show", "tpu")[1]
+    assert run("show", "tpu", "--operation", "exp")[1].startswith("exp: keep\n  layer  environment\n")
+    assert run("show", "tpu", "--operation", "softmax")[1].startswith("softmax.int: fp32")
+    assert run("show", "tpu", "--operation", "softmax", "--module", "head")[1].startswith("softmax.int: low")
+    with override(softmax="promote"):
+        assert run("show", "tpu", "--operation", "softmax")[1].startswith("softmax.int: promote")
+
+
+def test_check_of_good_files(run, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    casts = len(load(file).operations())
+    expected = f"{file}: ok, policy 'mine', low = bfloat16, 1 rule of its own, casts {casts} operations\n"
+    assert run("check", str(file)) == (0, expected, "")
+    file.write_text('[[rule]]\noperations = ["softmax", "class:fourier"]\ncast = "low"\n')
+    status, out, _ = run("check", str(file))
+    assert status == 0
+    assert "1 rule for XLA_AMP_POLICY, reaching" in out
+
+
+# text of the file, where the error is, what it must say about the fix
+MALFORMED = [
+    ("[[rule]\n", ":", "not TOML.*line 1"),
+    ('extends = "tpu"\n[rule]\ncast = "low"\n', ":", r"\[\[rule\]\], with two brackets"),
+    ('extends = "tup"\n', ":", "expected one of .*tpu"),
+    ('extends = "tpu"\nlow = "bf16"\n', ":", "one of bfloat16, float16"),
+    ('extends = "tpu"\ncolour = "red"\n', ":", "unknown header key 'colour'.*Legal"),
+    (GOOD.replace("softmax", "sofmax"), ":3 (rule 1):", "nearest: softmax"),
+    (GOOD.replace('"low"', '"bf16"'), ":3 (rule 1):", "did you mean 'low'"),
+    (GOOD.replace("cast", "kast"), ":3 (rule 1):", "did you mean 'cast'"),
+    (GOOD.replace('cast = "low"', ""), ":3 (rule 1):", "cast missing; a row has operations, cast"),
+    (GOOD.replace('["softmax"]', '"softmax"'), ":3 (rule 1):", r"list of names, e\.g\. \[\"softmax\"\]"),
+    (GOOD.replace("softmax", "add_"), ":3 (rule 1):", "e.g. 'add'"),
+    (GOOD.replace("softmax", "view"), ":3 (rule 1):", "Name the operation that computes"),
+    (GOOD.replace("softmax", "class:losses"), ":3 (rule 1):", "did you mean 'class:loss'"),
+    (GOOD.replace("softmax", "module:"), ":3 (rule 1):", "write its path"),
+    (GOOD + GOOD.partition("\n\n")[2], ":6 (rule 2):", "other row is .*:3 .rule 1.. Keep one of them"),
+    (
+        GOOD + '[[rule]]\noperations = ["soft*"]\ncast = "fp32"\n',
+        "operation 'softmax.int'",
+        "exception in a later layer",
+    ),
+    ('dtypes = ["bfloat16"]\n', ":", "add low ="),
+]
+
+
+@pytest.mark.parametrize(("text", "place", "fix"), MALFORMED)
+def test_check_of_a_malformed_file_is_one_line_that_names_place_and_fix(run, tmp_path, text, place, fix):
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    status, out, err = run("check", str(file))
+    assert (status, err) == (1, "")
+    assert out.count("\n") == 1
+    assert place in out
+    assert str(file) in out
+    assert pytest.importorskip("re").search(fix, out), out
+
+
+def test_diff(run, tmp_path):
+    status, out, _ = run("diff", "xpu", "cuda")
+    assert status == 1
+    assert out.splitlines()[0].split() == ["operation", "xpu", "cuda"]
+    assert [line.split() for line in out.splitlines()[2:]] == [
+        ["_cudnn_rnn", "keep", "low"],
+        ["cudnn_convolution", "keep", "low"],
+        ["cudnn_convolution_transpose", "keep", "low"],
+    ]
+    assert run("diff", "tpu", "tpu") == (0, "the same casts for every operation\n", "")
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD)
+    status, out, _ = run("diff", "tpu", str(file), "--json")
+    assert status == 1
+    assert json.loads(out) == {
+        "low": {"a": "bfloat16", "b": "bfloat16"},
+        "operations": {"softmax.int": {"a": "fp32", "b": "low"}},
+    }
+    assert "(low dtype)" in run("diff", "tpu", "gpu")[1]
+    file.write_text(GOOD.replace("softmax", "module:*.head"))
+    assert run("diff", "tpu", str(file))[:2] == (
+        1,
+        "the same casts for every operation outside modules; rules for modules differ\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "tup"], "xla-amp: unknown policy 'tup'; nearest: tpu"),
+        (["show", "missing.toml"], "xla-amp: policy file 'missing.toml' cannot be read"),
+        (["show", "tpu", "--operation", "sofmax"], "nearest: softmax"),
+        (["diff", "tpu", "tup"], "nearest: tpu"),
+        (["diff", "tpu"], "the following arguments are required: B"),
+        ([], "the following arguments are required: ACTION"),
+        (["show", "tpu", "--jason"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes_in_the_call(run, arguments, words):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_malformed_settings_are_an_error_of_the_call(run, monkeypatch):
+    monkeypatch.setenv("XLA_AMP_RULES", "softmax")
+    status, out, err = run("show", "tpu")
+    assert (status, out) == (2, "")
+    assert err.startswith("xla-amp: XLA_AMP_RULES, rule 1 ('softmax'): expected operation=cast")
+
+
+def test_as_a_program():
+    """Neither a library is loaded nor a traceback shown, and the script of the installed package is this function."""
+    command = [sys.executable, "-X", "importtime", "-m", "xla_amp.cli", "policy", "show", "tpu", "--operation", "mm"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.startswith("mm: low\n")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "xla_amp.policy.load" in loaded
+    assert loaded.isdisjoint({"torch", "jax", "numpy"})
+    scripts = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert 'xla-amp = "xla_amp.cli:main"' in scripts

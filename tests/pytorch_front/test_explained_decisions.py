@@ -1,0 +1,75 @@
+"""What `explain` reports for PyTorch's own autocast kernels, against what these do to their operands."""
+
+from __future__ import annotations
+
+import pytest
+import samples
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.diagnose.explain import Report
+from xla_amp.policy import load
+
+LOW, FULL = torch.bfloat16, torch.float32
+REGISTERED = sorted(load("cpu").operations())
+
+
+class Watch(TorchDispatchMode):
+    """Notes what floating tensors are converted to until the first other operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, torch.dtype]] = []
+        self.over = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        converts = function is torch.ops.aten._to_copy.default and kwargs["dtype"].is_floating_point
+        self.over = self.over or not converts
+        if not self.over:
+            self.found.append((args[0].dtype, kwargs["dtype"]))
+        return function(*args, **(kwargs or {}))
+
+
+def done_and_told(report: Report, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
+    """Conversions that the dispatcher made before the operation, and those that the report lists for it."""
+    given = samples.arguments(operation, samples.Maker("cpu", dtypes))
+    report.records.clear()
+    with torch.autocast("cpu", cache_enabled=False), Watch() as watch:
+        samples.call(operation, given)
+    done = [f"{a}->{b}".replace("torch.", "") for a, b in watch.found]
+    (told,) = [row for row in report.rows() if row["operation"] == operation]
+    return done, told["casts"].split(", ") if told["casts"] else []
+
+
+def given_to(operation: str) -> list[list[torch.dtype]]:
+    """dtypes of operands with which the operation can run on the CPU after its cast."""
+    cast = policy.resolve("cpu").decide(operation).cast
+    return {"fp32": [[LOW], [FULL], [LOW, FULL]], "low": [[FULL], [LOW], [FULL, LOW]]}.get(cast, [[FULL], [LOW, FULL]])
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated operations are registered too
+def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation():
+    assert len(REGISTERED) == len(
+        [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if n.startswith("aten::")]
+    )
+    wrong = {}
+    with xla_amp.explain() as report:
+        for operation in REGISTERED:
+            for dtypes in given_to(operation):
+                done, told = done_and_told(report, operation, dtypes)
+                if done != told:
+                    wrong[operation, str(dtypes)] = done, told
+    assert wrong == {}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_an_override_active_its_operation_is_told_differently_and_no_other():
+    with xla_amp.explain() as report:
+        with policy.override(mm="keep", mse_loss="low"):
+            assert done_and_told(report, "mm", [FULL]) == ([], [])
+            assert done_and_told(report, "mse_loss", [FULL]) == (["float32->bfloat16"] * 2, ["float32->bfloat16"] * 2)
+            assert done_and_told(report, "bmm", [FULL]) == (["float32->bfloat16"] * 2, ["float32->bfloat16"] * 2)
+        assert done_and_told(report, "mm", [FULL])[0] == ["float32->bfloat16"] * 2
+        assert done_and_told(report, "mse_loss", [LOW])[1] == ["bfloat16->float32"] * 2

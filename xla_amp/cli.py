@@ -1,0 +1,57 @@
+"""The command ``xla-amp``; ``python -m xla_amp.cli`` is the same.
+
+Exit status: 0 yes or done, 1 no (a file that is malformed, policies that differ), 2 a mistake in the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from xla_amp.errors import XlaAmpError
+
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType({"policy": "xla_amp.diagnose.policy_command"})
+"""Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: parsed arguments -> `Answer`.
+
+The modules are loaded for every call, so they load torch and jax only when they run."""
+
+
+class Answer(NamedTuple):
+    """What a command has to say."""
+
+    text: str
+    status: int = 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for name, module in COMMANDS.items():
+        command = importlib.import_module(module)
+        command.configure(commands.add_parser(name, help=command.HELP, description=command.__doc__))
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; `argv` is without the program's name. Returns the exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        answer = arguments.run(arguments)
+    except XlaAmpError as error:
+        print(f"xla-amp: {error}", file=sys.stderr)
+        return 2
+    try:
+        print(answer[0], flush=True)
+    except BrokenPipeError:  # `xla-amp ... | head`
+        sys.stderr.close()
+    status: int = answer[1]
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
