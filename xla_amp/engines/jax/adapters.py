@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import dynamic, storage, transfer
+from xla_amp.engines.jax import dynamic, infer, storage, transfer
 from xla_amp.engines.jax.kernels import make_kernel
 from xla_amp.engines.jax.shapes import RANK_REVEALING
 from xla_amp.engines.jax.storage import DEVICE_TYPE
@@ -195,6 +196,19 @@ def _ctc_loss_backward(
     operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
     saved = (neg_log_likelihood, log_alpha)
     return aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *saved, blank, zero_infinity)
+
+
+# -- forward-mode differentiation -------------------------------------------------------------------------------------
+
+
+@_kernel("_new_zeros_with_same_feature_meta")
+def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0) -> torch.Tensor:
+    """Zeros laid out as `other` is, behind the batch dimensions of `self`; torch would size them by its bytes."""
+    batch = self.shape[:self_num_batch_dims]
+    room = storage.buffer_of(other).spec.size
+    strides = [room * stride for stride in infer.contiguous_strides(batch)]
+    zeros = self.new_zeros((math.prod(batch) * room,))
+    return zeros.as_strided([*batch, *other.shape], [*strides, *other.stride()], other.storage_offset())
 
 
 # -- what the device does not have ------------------------------------------------------------------------------------
