@@ -68,8 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "platform"), [(torch.float64, "tpu"), (torch.bfloat16, "cpu")])
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_backward(case, dtype, platform):
     options = {"bias": None, "causal": False, "scale": None, "shared": H} | CASES[case]

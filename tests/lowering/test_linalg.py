@@ -79,9 +79,9 @@ def test_cholesky_says_which_minor_is_not_positive():
     assert factor[1:].isnan().any((1, 2)).all()
 
 
-@every_dtype
 @pytest.mark.parametrize(("upper", "left", "unit"), list(itertools.product([False, True], repeat=3)))
-def test_solve_triangular(dtype, upper, left, unit):
+def test_solve_triangular(upper, left, unit):
+    dtype = torch.complex128 if unit else torch.float32
     a = square(4, 3, 1, dtype=dtype) / 3
     b = sample(2, 4, 4, dtype=dtype, seed=1)
     options = {"upper": upper, "left": left, "unitriangular": unit}
@@ -230,9 +230,8 @@ def test_svd(dtype, shape, full):
     check("_linalg_svd", a, full, False, **tol(dtype))
 
 
-@every_dtype
 @pytest.mark.parametrize("driver", ["gels", "gelsy", "gelsd", "gelss"])
-@pytest.mark.parametrize("shape", [(2, 6, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 6, 3), torch.complex64), ((3, 5), torch.float64)], ids=str)
 def test_lstsq(dtype, driver, shape):
     a = sample(*shape, dtype=dtype)
     b = sample(*shape[:-1], 2, dtype=dtype, seed=1)
@@ -250,7 +249,7 @@ def test_lstsq_of_deficient_rank_takes_the_least_norm():
 
 
 @every_dtype
-@pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
+@pytest.mark.parametrize("scale", [0.01, 8.0])
 def test_matrix_exp(dtype, scale):
     a = sample(2, 4, 4, dtype=dtype) * scale / 3
     check("linalg_matrix_exp", a, rtol=30 * tol(dtype)["rtol"], atol=30 * tol(dtype)["atol"])
