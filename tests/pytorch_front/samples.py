@@ -49,6 +49,12 @@ def arguments(operation: str, t: Maker) -> Arguments:
     return given, {}
 
 
+def here(operation: str) -> bool:
+    """Whether this torch has the operation: the tables are torch 2.13's, and 2.15 has no `cholesky` and no `qr`."""
+    packet, _, overload = operation.partition(".")
+    return hasattr(getattr(torch.ops.aten, packet, None), overload or "default")
+
+
 def call(operation: str, given: Arguments) -> Any:
     packet, _, overload = operation.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")(*given[0], **given[1])

@@ -13,7 +13,10 @@ from xla_amp.diagnose.explain import Report
 from xla_amp.policy import load
 
 LOW, FULL = torch.bfloat16, torch.float32
-REGISTERED = sorted(load("cpu").operations())
+REGISTERED = sorted(filter(samples.here, load("cpu").operations()))
+
+NEWER = {"linalg_matrix_sqrth"}
+"""Registered by torch 2.15; the tables are torch 2.13's."""
 
 
 class Watch(TorchDispatchMode):
@@ -51,9 +54,9 @@ def given_to(operation: str) -> list[list[torch.dtype]]:
 
 @pytest.mark.filterwarnings("ignore")  # deprecated operations are registered too
 def test_reports_equal_what_the_dispatcher_does_for_every_registered_operation():
-    assert len(REGISTERED) == len(
-        [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if n.startswith("aten::")]
-    )
+    by_torch = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+    unnamed = {name.removeprefix("aten::") for name in by_torch if "dimname" not in name.lower()}
+    assert unnamed - NEWER == set(REGISTERED)
     wrong = {}
     with xla_amp.explain() as report:
         for operation in REGISTERED:

@@ -23,7 +23,7 @@ from xla_amp.pytorch import native_overrides, scoped
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
 CPU = load("cpu")
 KEYS = tuple(native_overrides.KEYS.values())
-TABLE = sorted(CPU.operations())
+TABLE = sorted(filter(samples.here, CPU.operations()))
 
 
 def registrations() -> dict[str, list[str]]:
@@ -128,6 +128,7 @@ def step(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_torchs_own_results_stay_bit_for_bit(full):
+    torch.manual_seed(0)
     weight, x = torch.randn(4, 4), torch.randn(4, 4)
     expected = step(weight, x)
     with policy.override(exp="low", softmax="keep"):
@@ -140,7 +141,7 @@ def test_torchs_own_results_stay_bit_for_bit(full):
     for results in (held, elsewhere, step(weight, x)):
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     with policy.override(matmul="fp32"):
-        assert not torch.equal(step(weight, x)[0], expected[0])
+        assert not torch.equal(step(weight, x)[1], expected[1])
 
 
 # ---- overrides -------------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ OTHER_DEVICES = ("cudnn", "_cudnn", "_thnn", "_mps", "_scaled_dot_product_flash_
 @pytest.mark.parametrize("name", ["cuda", "hpu"])
 def test_a_region_under_another_devices_policy(name):
     rules = load(name)
-    operations = [n for n in rules.ruled() | CPU.ruled() if not n.startswith(OTHER_DEVICES)]
+    operations = [n for n in rules.ruled() | CPU.ruled() if samples.here(n) and not n.startswith(OTHER_DEVICES)]
     expected = {n: rules.decide(n).cast for n in operations if rules.decide(n).cast != "ban"}
     # One tensor operand has nothing to be promoted to; batch and instance norm cast the first operand only.
     single = [n for n, cast in expected.items() if cast == "promote" and n.endswith("Scalar")]

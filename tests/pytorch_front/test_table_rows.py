@@ -147,7 +147,8 @@ SEEN: set[tuple[str, str, torch.dtype]] = set()
 @pytest.mark.filterwarnings("ignore")  # deprecated operations have rows too
 @pytest.mark.parametrize(("policy", "rule"), ROWS)
 def test_row(policy: Policy, rule: Rule, device):
-    trials = [Trial(policy, operation, policy.decide(operation).cast, device) for operation in rule.operations]
+    operations = filter(samples.here, rule.operations)
+    trials = [Trial(policy, operation, policy.decide(operation).cast, device) for operation in operations]
     found = []
     for trial in trials:
         key = trial.operation, trial.cast, trial.low
@@ -160,6 +161,8 @@ def test_samples_are_for_listed_operations_and_for_all_of_them():
     listed = frozenset[str]().union(*(load(name).ruled() for name in BUILTIN))
     assert samples.SAMPLES.keys() == listed
     assert NOT_ON_DEVICE.keys() <= listed
+    missing = {name for name in listed if not samples.here(name)}
+    assert missing == (set() if torch.__version__ < "2.14" else {"cholesky", "qr"})
 
 
 @pytest.mark.parametrize(
