@@ -9,8 +9,7 @@ from harness import check, sample
 from xla_amp.lowering import counting  # noqa: F401  (fills the table)
 
 
-@pytest.mark.parametrize("density", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "density"), [(torch.float32, False), (torch.float64, True)])
 def test_histogram(dtype, density):
     x = torch.cat([sample(50, dtype=dtype), torch.tensor([-2.0, 0.0, 2.0, 5.0], dtype=dtype)])  # edges and an outlier
     weight = sample(54, dtype=dtype, low=0.0)

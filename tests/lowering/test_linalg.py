@@ -94,7 +94,7 @@ def test_solve_triangular(upper, left, unit):
 
 
 @every_dtype
-@pytest.mark.parametrize("shape", [(4, 4), (2, 5, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 3), (3, 5)], ids=str)
 def test_lu(dtype, shape):
     a = sample(*shape, dtype=dtype)
     check("linalg_lu_factor_ex", a, **tol(dtype))

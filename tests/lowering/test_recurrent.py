@@ -101,8 +101,7 @@ def tensors(arrays: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", CELLS)
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("reverse", "bias"), [(False, True), (True, False)])
 def test_layer(mode, reverse, bias):
     dtype, gates = torch.float64, CELLS[mode][0] * N
     inputs, weight, b, h, c = leaves((T, B, gates), (gates, N), (gates,), (B, N), (B, N), dtype=dtype)
