@@ -254,7 +254,7 @@ def main(argv: list[str]) -> None:
         losses.append(train_epoch(model, meter.watch(progress), optimizer, schedule, scaler, amp))
         accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
 
-    results = {
+    results: dict[str, str | float | int | None] = {
         "precision": PRECISION.value,
         "accuracy": accuracies[-1],
         "executions_per_step": meter.per_step("executions"),

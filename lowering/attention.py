@@ -132,7 +132,8 @@ def attention_backward(
     platform: str,
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of query, key, value and bias."""
-    output, seed, bias = (x.materialize() if isinstance(x, Permuted) else x for x in (output, seed, bias))
+    result = output.materialize() if isinstance(output, Permuted) else output
+    seed, bias = (x.materialize() if isinstance(x, Permuted) else x for x in (seed, bias))
     of = _Attention(query, key, bias, causal, scale, platform)
     kept = None
     if dropout > 0:
@@ -144,7 +145,7 @@ def attention_backward(
     dvalue = of.contract(of.low(weights), grouped_grad, ((2,), (2,)))
     dweights = of.contract(grouped_grad, value, ((3,), (3,))).reshape(of.shape)
     dweights = dweights if kept is None else dweights * kept
-    mean = jnp.sum(scaled_grad * up(output), -1, keepdims=True)
+    mean = jnp.sum(scaled_grad * up(result), -1, keepdims=True)
     dscores = of.exponentials * (dweights - mean)
     low = of.low(dscores * np.asarray(of.scale, dscores.dtype))
     dquery = of.contract(low, key, ((3,), (2,))).reshape(query.shape)

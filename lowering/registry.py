@@ -59,7 +59,7 @@ class Lowering:
     static: frozenset[str]
     """Number arguments that are constants of the program (a new value compiles anew), e.g. the exponent of ``pow``."""
     lifted: frozenset[str]
-    """``float`` arguments that are data: a new value never compiles anew, e.g. the learning rate of a fused optimizer."""
+    """``float`` arguments that are data: a new value never compiles anew, e.g. a fused optimizer's learning rate."""
     mutates: tuple[str, ...]
     """Arguments that the operation writes; a list argument stands for all its tensors."""
     permuted: bool

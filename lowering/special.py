@@ -63,7 +63,8 @@ def _near(x: jax.Array, order: int, second: bool) -> jax.Array:
 
 def _far(x: jax.Array, order: int, second: bool) -> jax.Array:
     """Hankel's expansion [10.17.3, 10.17.4]; the phase is split so that it loses nothing at large x."""
-    term, parts = 1.0, ([], [])
+    term = 1.0
+    parts: tuple[list[float], list[float]] = ([], [])
     for k in range(_ASYMPTOTIC):
         parts[k % 2].append(term * (-1) ** (k // 2))
         term *= (4 * order**2 - (2 * k + 1) ** 2) / (8 * (k + 1))
@@ -201,7 +202,7 @@ def _polynomial(first: First, following: Next, shifted: bool) -> Callable[..., j
         x = 2 * x - 1 if shifted else x
         one = jnp.ones_like(x)
 
-        def step(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(state: Any) -> Any:
             k, q, p, value = state
             q, p = following(as_dtype(k, dtype), x, q, p), q
             return k + 1, q, p, jnp.where(n == k + 1, q, value)

@@ -111,7 +111,8 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
     permutation = tuple(window.order.index(dim) for dim in sorted(window.order))
     broadcast = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
     if permutation == tuple(range(len(permutation))):
-        x = x.reshape([extent if stride > 0 or extent == 1 else 1 for extent, stride in zip(shape, strides, strict=True)])
+        sizes = zip(shape, strides, strict=True)
+        x = x.reshape([extent if stride > 0 or extent == 1 else 1 for extent, stride in sizes])
         return jnp.broadcast_to(x, shape) if broadcast else x
     if not broadcast:
         return _with_unit_dims(x, permutation, shape, window.order)
@@ -120,7 +121,9 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
     return jnp.broadcast_to(x, shape)
 
 
-def _with_unit_dims(x: jax.Array, permutation: tuple[int, ...], shape: tuple[int, ...], order: Sequence[int]) -> Permuted:
+def _with_unit_dims(
+    x: jax.Array, permutation: tuple[int, ...], shape: tuple[int, ...], order: Sequence[int]
+) -> Permuted:
     """`x` transposed to the view, the view's dimensions of size one put in front of the base."""
     units = [dim for dim in range(len(shape)) if dim not in order]
     base = x.reshape((1,) * len(units) + x.shape)

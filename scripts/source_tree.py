@@ -96,7 +96,7 @@ def imports(source: str, package: str) -> Iterator[Import]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             names = [node.value]  # an entry of a table of modules that are loaded by name
         for name in names:
-            yield Import(name=name, line=node.lineno, runtime=id(node) not in typing_only)
+            yield Import(name=name, line=getattr(node, "lineno", 0), runtime=id(node) not in typing_only)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+
 from xla_amp.lowering import Permuted, strided
 
 Window = tuple[tuple[int, ...], tuple[int, ...], int]

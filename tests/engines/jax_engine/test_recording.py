@@ -89,6 +89,13 @@ def test_reading_a_settled_value_runs_nothing(device: torch.device) -> None:
     assert counts.host_syncs == counts.device_to_host == 3
 
 
+def test_no_dtype_and_an_explicit_one_are_different_programs(device: torch.device) -> None:
+    x = torch.ones(2, 3, dtype=torch.bfloat16, device=device)
+    assert torch.sum(x, [1], True).dtype is torch.bfloat16
+    assert torch.sum(x, [1], True, dtype=torch.float32).dtype is torch.float32
+    assert torch.sum(x, [1], True).dtype is torch.bfloat16
+
+
 def test_uploading_does_not_end_a_step(device: torch.device) -> None:
     x = torch.ones(3).to(device)
     with counted() as counts:

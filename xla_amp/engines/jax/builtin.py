@@ -211,7 +211,8 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
 
 @_kernel("_weight_norm_interface")
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=torch.float32 if g.dtype is torch.bfloat16 else None)
+    wide = torch.float32 if g.dtype is torch.bfloat16 else None
+    norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=wide)
     return v * (g / norm.to(g.dtype)), norm
 
 

@@ -202,7 +202,7 @@ def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tu
 
 
 def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Every operation without a lowering: PyTorch's own decomposition, else the CPU if the user allows it, else an error."""
+    """An operation without a lowering: PyTorch's own decomposition, else the CPU if that is allowed, else an error."""
     decomposition = _decompositions().get(operator)
     if decomposition is not None:
         result = decomposition(*args, **kwargs)

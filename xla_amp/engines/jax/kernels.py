@@ -122,7 +122,9 @@ class _Operation:
             return ()
         return infer.results(self.operator, positional, keywords)
 
-    def _emitter(self, slots: list[Any], outs: tuple[Spec | None, ...], common: torch.dtype | None) -> Callable[..., Any]:
+    def _emitter(
+        self, slots: list[Any], outs: tuple[Spec | None, ...], common: torch.dtype | None
+    ) -> Callable[..., Any]:
         lowering, arguments = self.lowering, self.inputs
         structs = tuple(None if out is None else out.struct() for out in outs)
         constant = {
@@ -232,7 +234,7 @@ class _Plan:
         self.inputs = self.floats = self.ints = 0
 
     def slot(self, argument: Argument, value: Any) -> Any:
-        """Where the emitter finds the argument: ("input", i), ("float", i), ("int", i), ("constant", value) or a list."""
+        """Where an argument is found: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
         match argument.kind:
             case "tensor":
                 index, self.inputs = self.inputs, self.inputs + 1
@@ -358,7 +360,8 @@ class _Source:
 
     def _list(self, argument: Argument, index: int) -> None:
         name = argument.variable
-        self.keys.append(f"tuple({name})" if not argument.optional else f"(tuple({name}) if {name} is not None else None)")
+        optional = f"(tuple({name}) if {name} is not None else None)"
+        self.keys.append(optional if argument.optional else f"tuple({name})")
 
     def _constant(self, argument: Argument, index: int) -> None:
         # 1, 1.0 and True are equal as keys; the type tells them apart.
@@ -367,7 +370,8 @@ class _Source:
 
     def _dtype(self, argument: Argument, index: int) -> None:
         name = argument.variable
-        self.keys.append(f"(_default_dtype() if {name} is None else {name})" if argument.optional else name)
+        # No dtype given may mean the default one or the input's own: never the key of an explicit dtype.
+        self.keys.append(f"((None, _default_dtype()) if {name} is None else {name})" if argument.optional else name)
 
     def _instruction(self) -> None:
         arguments = self.operation.inputs

@@ -72,7 +72,12 @@ def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Seq
 
 
 def build(
-    key: Key, leaf_numbers: Sequence[int], leaf_specs: Sequence[Spec], numbers: tuple[int, int], streams: int, platform: str
+    key: Key,
+    leaf_numbers: Sequence[int],
+    leaf_specs: Sequence[Spec],
+    numbers: tuple[int, int],
+    streams: int,
+    platform: str,
 ) -> Program:
     """The program of a tape; compiled by XLA on its first call.
 
@@ -96,7 +101,9 @@ def build(
     kept = tuple(sorted(set(range(len(leaf_specs))).difference(donated)))
     context = Context(platform)
 
-    def lazy_step(taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array) -> list[jax.Array]:
+    def lazy_step(
+        taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array
+    ) -> list[jax.Array]:
         leaves: list[Any] = [None] * len(leaf_specs)
         for index, array in zip(donated, taken, strict=True):
             leaves[index] = array

@@ -7,7 +7,7 @@ Four nouns carry the engine:
 * an `Instruction` is one operation specialised to the specs and constants it was called with;
 * the `Tape` holds, per recorded operation, an instruction id followed by the numbers of its inputs.
 
-Tensors hold no value of their own.  Views share their base's storage and therefore its buffer, so aliasing, ``.data =``,
+Tensors hold no value of their own.  Views share their base's storage and so its buffer; aliasing, ``.data =``,
 ``set_`` and ``swap_tensors`` are PyTorch's own; a tensor whose geometry is not its buffer's is read and written through
 one strided instruction.  An in-place write gives the buffer a new value number, nothing else.
 """

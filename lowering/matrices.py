@@ -1,0 +1,61 @@
+"""What the operations of linear algebra share: adjoints, triangular solves, and how torch counts what failed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype
+
+
+def exact(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with every matrix product inside it at full precision (TPU and GPU would round float32 operands)."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+def adjoint(x: jax.Array) -> jax.Array:
+    """The conjugate transpose of each matrix."""
+    return jnp.conj(jnp.swapaxes(x, -1, -2))
+
+
+def transpose(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def eye_like(x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
+
+
+def first_true(bad: jax.Array) -> jax.Array:
+    """Per row of `bad` [..., n]: the place of its first true element from 1, or 0."""
+    return as_dtype(jnp.where(jnp.any(bad, -1), jnp.argmax(bad, -1) + 1, 0), jnp.int32)
+
+
+def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both with the batch dimensions of either."""
+    batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
+
+
+def triangular(
+    a: jax.Array, b: jax.Array, *, lower: bool, left: bool = True, adjoint: bool = False, unit: bool = False
+) -> jax.Array:
+    a, b = broadcast(a, b)
+    return lax.linalg.triangular_solve(
+        a, b, left_side=left, lower=lower, transpose_a=adjoint, conjugate_a=adjoint, unit_diagonal=unit
+    )
