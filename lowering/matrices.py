@@ -30,10 +30,12 @@ def adjoint(x: jax.Array) -> jax.Array:
 
 
 def transpose(x: jax.Array) -> jax.Array:
+    """The transpose of each matrix."""
     return jnp.swapaxes(x, -1, -2)
 
 
 def eye_like(x: jax.Array) -> jax.Array:
+    """The unit matrix, as often as there are matrices in `x`."""
     return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
 
 
@@ -43,6 +45,7 @@ def first_true(bad: jax.Array) -> jax.Array:
 
 
 def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Stands for a result that was not asked for; torch gives it a shape without elements."""
     return jnp.zeros(shape.shape, shape.dtype)
 
 
@@ -55,6 +58,7 @@ def broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def triangular(
     a: jax.Array, b: jax.Array, *, lower: bool, left: bool = True, adjoint: bool = False, unit: bool = False
 ) -> jax.Array:
+    """X with A X = B, or X A = B where not `left`; of A or its adjoint, of which one triangle is read."""
     a, b = broadcast(a, b)
     return lax.linalg.triangular_solve(
         a, b, left_side=left, lower=lower, transpose_a=adjoint, conjugate_a=adjoint, unit_diagonal=unit
