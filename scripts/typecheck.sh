@@ -3,7 +3,7 @@
 # mypy does not know that the folder lowering is the package xla_amp.lowering, so it gets a tree in which it is.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-python=${1:-$root/.venv/bin/python}
+python=$(realpath --no-symlinks "${1:-$root/.venv/bin/python}")
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
 mkdir "$tree/xla_amp"
