@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 import xla_amp
 from xla_amp import DeviceLoader, GradScaler, autocast, syncfree, xla_device
+from xla_amp import xla_model as xm
 
 PRECISION = flags.DEFINE_enum("precision", "bf16", ["fp32", "bf16", "fp16"], "what the forward pass computes in")
 POLICY = flags.DEFINE_string("policy", None, "cast rules: tpu, gpu, ... or a TOML file; default: those of the device")
@@ -262,7 +263,7 @@ def main(argv: list[str]) -> None:
         "skipped_steps": int(scaler.skipped_steps()),
         "seconds_per_step": meter.per_step("seconds"),
     }
-    print_table({"device": str(device), **results, "loss_scale": scaler.get_scale()})
+    print_table({"device": f"{device} ({xm.xla_device_hw(device)})", **results, "loss_scale": scaler.get_scale()})
     if PLOT.value is not None:
         plot_curve(PLOT.value, losses, accuracies)
     if JSON.value:
