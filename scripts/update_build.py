@@ -66,7 +66,8 @@ def test(fields: Fields) -> str:
     files = [path for path in fields["srcs"] if "/test_" in path]
     merged: dict[str, str | list[str]] = {"name": fields["name"], "size": '"large"'}
     merged["srcs"] = [TEST_MAIN, *fields["srcs"]]
-    merged |= {"args": files, "data": fields["data"], "main": f'"{TEST_MAIN}"'}
+    # Without the __init__.py files that Bazel would make up: they change what pytest takes a test's neighbours for.
+    merged |= {"args": files, "data": fields["data"], "legacy_create_init": "0", "main": f'"{TEST_MAIN}"'}
     merged |= {"tags": ["local"] if folder in ("tests/repo", "tests/examples") else [], "deps": fields["deps"]}
     return render("py_test", merged)
 
@@ -79,13 +80,14 @@ def blocks() -> Iterator[str]:
     for name in [*inside, *sorted(found.keys() - libraries)]:
         paths = found[name]
         deps = sorted(f":{other}" for other in dependencies(name, paths))
-        fields: Fields = {"name": f'"{name}"', "srcs": paths, "data": data(name, paths), "deps": deps}
+        own: Fields = {"name": f'"{name}"', "srcs": paths, "data": data(name, paths)}
+        fields: Fields = {**own, "deps": deps}
         if name == "lowering":
             yield from lowering(fields)
         elif any("/test_" in path for path in paths):
             yield test(fields)
         elif name not in libraries and "__main__" in (ROOT / paths[0]).read_text():
-            yield render("py_binary", fields)
+            yield render("py_binary", {**own, "main": f'"{paths[0]}"', "deps": deps})
         else:
             yield render("py_library", fields)
         if name == inside[-1]:

@@ -60,6 +60,8 @@ def problems(text: str) -> Iterator[str]:
         for path in [*paths, *target.get("data", [])]:
             if not (ROOT / path).is_file():
                 yield f"{name}: {path} does not exist"
+        if target["rule"] in ("py_binary", "py_test") and target.get("main") not in target["srcs"]:
+            yield f"{name}: its main file is {target.get('main')}, which is not among its sources"
         deps = {label.removeprefix(":") for label in target.get("deps", [])}
         for dep in sorted(deps - by_name.keys()):
             yield f"{name}: depends on {dep}, which no target defines"
@@ -116,6 +118,7 @@ def test_build_and_tree_agree():
         ("vocab", '"vocab"', '"scale"', "scale: defined 2 times"),
         ("vocab", '"vocab"', '"words"', "config: depends on vocab, which no target defines"),
         ("package", "srcs = ", 'deps = [":vocab"], srcs = ', "package: depends on itself"),
+        ("mnist", 'main = "', 'main = "examples/gone/', "which is not among its sources"),
         ("policy", "tables/*.toml", "tables/t*.toml", "a policy table that no data field names"),
     ],
 )
