@@ -1,0 +1,1 @@
+"""Mixed precision for JAX functions, optimizers and training steps."""
