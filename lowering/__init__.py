@@ -23,6 +23,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     normalization,
     optim,
     pooling,
+    quantization,
     random_numbers,
     recurrent,
     reduction,

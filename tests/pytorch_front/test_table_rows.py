@@ -27,10 +27,7 @@ NOT_ON_DEVICE: Mapping[str, str] = MappingProxyType(
         "_mps_convolution": "Metal's kernel; convolution is there",
         "mkldnn_rnn_layer": "oneDNN's kernel; lstm is there",
         "_grid_sampler_2d_cpu_fallback": "reads the operand's memory, which is the host's only on a CPU",
-        "_convolution": "torch sends out-of-tree devices to convolution_overrideable; convolution is there",
-        "_convolution.deprecated": "torch sends out-of-tree devices to convolution_overrideable; convolution is there",
         "_scaled_dot_product_flash_attention": "one backend's kernel; scaled_dot_product_attention is there",
-        "fake_quantize_per_tensor_affine": "no lowering",
         "fractional_max_pool2d": "no lowering",
         "fractional_max_pool3d": "no lowering",
     }

@@ -21,7 +21,6 @@ import xla_amp
 
 NOT_HERE: Mapping[str, str] = MappingProxyType(
     {
-        "_convolution": "torch sends out-of-tree devices to convolution_overrideable; convolution is in the list too",
         "cudnn_convolution": "an operation of CUDA builds",
         "cudnn_convolution_transpose": "an operation of CUDA builds",
         "einsum": "malformed in torch: its operands stand where the procedure reads whether to skip the row",

@@ -189,3 +189,24 @@ def _histogram(x: torch.Tensor, bins: torch.Tensor, **_: Any) -> tuple[torch.Ten
 @_of("histogram.bin_ct")
 def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty((bins,)), x.new_empty((bins + 1,))
+
+
+# -- convolutions as composites ask for them on an out-of-tree device: torch._convolution -------------------------------
+
+
+@_of("convolution_overrideable")
+def _convolution(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return aten.convolution(*args, **kwargs)
+
+
+@_of("convolution_backward_overrideable")
+def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+    bias_sizes = [grad.shape[1]]
+    return aten.convolution_backward(grad, x, weight, bias_sizes, *rest, **kwargs)
+
+
+@_of("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams")
+@_of("fake_quantize_per_channel_affine_cachemask")
+@_of("fake_quantize_per_tensor_affine_cachemask")
+def _with_a_mask(x: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
