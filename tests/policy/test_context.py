@@ -85,16 +85,26 @@ def test_a_token_can_be_closed_on_another_thread():
     assert current(DEVICE) is None
 
 
-def test_threads_that_never_opened_a_region_see_the_newest():
-    assert in_thread(lambda: current(DEVICE)) is None
+def test_a_thread_that_python_did_not_start_sees_the_newest():
+    def borrowed():
+        return in_thread(lambda: current(DEVICE), start=_thread.start_new_thread)
+
+    assert borrowed() is None
     token = push(DEVICE, TPU)
-    assert in_thread(lambda: current(DEVICE)) is TPU
+    assert borrowed() is TPU
     inner = push(DEVICE, OFF)
-    assert in_thread(lambda: current(DEVICE)) is OFF
+    assert borrowed() is OFF
     pop(inner)
-    assert in_thread(lambda: current(DEVICE)) is TPU
+    assert borrowed() is TPU
     pop(token)
+    assert borrowed() is None
+
+
+def test_a_thread_that_never_opened_a_region_has_none():
+    """As in torch, where autocast is off on a new thread: another thread's rules must not reach it."""
+    token = push(DEVICE, TPU)
     assert in_thread(lambda: current(DEVICE)) is None
+    pop(token)
 
 
 def test_a_thread_with_regions_of_its_own_sees_only_these():

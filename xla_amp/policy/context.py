@@ -40,8 +40,8 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stacks: dict[str, list[Token]] = {}
-        self.pushed = False
-        """Whether this thread opens regions of its own, and so never sees another thread's."""
+        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
+        """Whether Python did not start this thread (autograd's are such): it runs work on behalf of other threads."""
 
 
 _thread = _Thread()
@@ -79,10 +79,6 @@ def push(device_type: str, region: Region) -> Token:
         listener(device_type, region)
     stack = _thread.stacks.setdefault(device_type, [])
     token = Token(device_type, region, stack)
-    if not _thread.pushed:
-        # A thread that Python did not start (autograd's) runs work on behalf of others: re-entering a region there,
-        # as custom_bwd does, must not cut it off from theirs.
-        _thread.pushed = not isinstance(threading.current_thread(), threading._DummyThread)
     with _lock:
         stack.append(token)
         _open.setdefault(device_type, []).append(token)
@@ -113,13 +109,13 @@ def pop(token: Token) -> None:
 def current(device_type: str) -> Region | None:
     """The innermost region of `device_type` that is open on this thread, or None.
 
-    A thread that never opened one (autograd runs the backward pass on such threads) sees the newest region that is
-    open anywhere in the process.
+    On a thread that Python did not start (autograd runs the backward pass on such threads) and that has none open, the
+    newest region that is open anywhere in the process.
     """
     stack = _thread.stacks.get(device_type)
     if stack:
         return stack[-1].region
-    return None if _thread.pushed else _newest.get(device_type)
+    return _newest.get(device_type) if _thread.foreign else None
 
 
 def opened_here(device_type: str) -> Region | None:
