@@ -418,3 +418,22 @@ def test_gaudis_lists_change_the_hpu_policy(monkeypatch, tmp_path):
         with autocast(device, policy="hpu"):
             assert [torch.mm(y.to(LOW), y.to(LOW)).dtype, torch.softmax(y, -1).dtype] == [FULL, LOW]
             assert torch.log(y.to(LOW)).dtype is LOW  # the default fp32 list is gone
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["ours", "torchs"])
+def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region, monkeypatch):
+    """torch's own region goes on with the casts of the weights from before the step."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with region("cpu"):
+        before = (torch.ones(2, 2) @ weight).sum()
+        before.backward()
+        optimizer.step()
+        after = (torch.ones(2, 2) @ weight).sum()
+    assert before.item() == 8
+    assert after.item() == (-8 if region is autocast else 8)
+
+    cleared = []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
+    optimizer.step()
+    assert cleared == []  # nothing of ours is left on optimizers

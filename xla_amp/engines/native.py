@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 
@@ -87,3 +89,12 @@ def region(
     if dtype is not None:
         check_dtype(device_type, dtype)
     return torch.autocast(device_type, dtype, True, cache_enabled)
+
+
+def drop_casts_after_steps() -> RemovableHandle:
+    """Makes torch forget its casts of weights after every optimizer step, until the handle is removed.
+
+    torch keeps a weight's cast until the outermost region ends: where a region holds several training steps, each
+    later step would use the weights of the first.
+    """
+    return register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())

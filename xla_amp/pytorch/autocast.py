@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from xla_amp import config
 from xla_amp import policy as policies
@@ -38,6 +39,7 @@ class _Entry:
     owner: autocast
     region: torch.autocast
     token: policies.Token | None
+    hook: RemovableHandle | None = None
 
 
 class _Open(threading.local):
@@ -58,7 +60,9 @@ class autocast:
             `torch.device`, or what `xla_device()` returned.
         dtype: the low dtype, `torch.bfloat16` or `torch.float16`; None is the policy's.
         enabled: False switches mixed precision off inside.
-        cache_enabled: torch's flag of the same name; None leaves it as it is.
+        cache_enabled: torch's flag of the same name; None leaves it as it is.  On XLA casts are never kept.  On torch's
+            own devices they are dropped after each optimizer step inside; where you write to a weight inside the region
+            by other means, pass False.
         policy: which rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's own: on XLA
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
             cpu, cuda, xpu, hpu and mps the operations that the rules treat otherwise than torch get kernels of ours for
@@ -150,7 +154,7 @@ class autocast:
             named = str(region.fast_dtype).removeprefix("torch.")
             token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
-        return _Entry(self, region, token)
+        return _Entry(self, region, token, native.drop_casts_after_steps() if self.enabled else None)
 
     def _enter_xla(self) -> _Entry:
         engine = devices.engine()
@@ -190,6 +194,8 @@ def _leave(owner: autocast) -> None:
         _leave_from_below(entry, above)
     if entry.token is not None:
         policies.pop(entry.token)
+    if entry.hook is not None:
+        entry.hook.remove()
 
 
 def _leave_from_below(entry: _Entry, above: list[_Entry]) -> None:
