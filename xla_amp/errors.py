@@ -33,3 +33,7 @@ class StepFailedError(XlaAmpError, RuntimeError):
 
 class EngineError(XlaAmpError, RuntimeError):
     """The engine cannot be started or was used against its contract."""
+
+
+class ModuleError(XlaAmpError, ValueError):
+    """A StableHLO module that cannot be read, is not valid, or cannot be compiled or run."""

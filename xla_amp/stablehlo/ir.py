@@ -1,0 +1,361 @@
+"""Everything of jax and jaxlib that is not public, and what differs between their versions: contexts, parsing,
+printing, types, walking, compiling and running a module.
+
+A module is a ``jaxlib.mlir.ir.Module``.  Nothing here starts a device before `devices`, `compile_module` or `run`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+
+MlirModule: TypeAlias = Any
+"""``jaxlib.mlir.ir.Module``; jaxlib ships no types for it."""
+
+BYTECODE_MAGIC: Final = b"ML\xefR"
+_ARTIFACT_PRODUCER: Final = b"StableHLO_v"
+_PRODUCER_WITHIN: Final = 32
+"""Bytes in which bytecode names its producer."""
+
+
+def mlir() -> Any:
+    """``jaxlib.mlir.ir``."""
+    from jaxlib.mlir import ir
+
+    return ir
+
+
+def dialect() -> Any:
+    """``jaxlib.mlir.dialects.stablehlo``."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    return stablehlo
+
+
+def new_context() -> Any:
+    """An MLIR context with every dialect that JAX writes (func, stablehlo, chlo, sdy, vhlo)."""
+    from jax._src.interpreters import mlir as jax_mlir
+
+    return jax_mlir.make_ir_context()
+
+
+def is_artifact(data: bytes) -> bool:
+    """Whether `data` is a portable artifact, which is bytecode that StableHLO wrote."""
+    return data.startswith(BYTECODE_MAGIC) and _ARTIFACT_PRODUCER in data[:_PRODUCER_WITHIN]
+
+
+def parse(source: str | bytes, name: str = "module") -> MlirModule:
+    """A module from MLIR text, MLIR bytecode or a portable artifact, verified, in a context of its own.
+
+    Raises:
+        ModuleError: it is none of these, or not a valid module; `name` opens the message.
+    """
+    ir = mlir()
+    context = new_context()
+    with context, _quiet(context) as problems:
+        try:
+            if isinstance(source, bytes) and is_artifact(source):
+                module = dialect().deserialize_portable_artifact(context, source)
+            else:
+                module = ir.Module.parse(source, context)
+        except (ir.MLIRError, ValueError) as error:
+            raise ModuleError(f"{name}: not a StableHLO module: {_first_line(error, problems)}") from None
+    return module
+
+
+def verify(module: MlirModule, name: str = "module") -> None:
+    """Checks types and structure.
+
+    Raises:
+        ModuleError: with the verifier's first message.
+    """
+    ir = mlir()
+    with module.context, _quiet(module.context) as problems:
+        try:
+            valid = module.operation.verify()
+        except ir.MLIRError as error:
+            raise ModuleError(f"{name}: not a valid module: {_first_line(error, problems)}") from None
+        if not valid:
+            raise ModuleError(f"{name}: not a valid module: {_first_line('', problems)}")
+
+
+class _quiet:
+    # Without a handler MLIR prints diagnostics on stderr.
+    def __init__(self, context: Any) -> None:
+        self.context, self.messages = context, list[str]()
+
+    def __enter__(self) -> list[str]:
+        self.handler = self.context.attach_diagnostic_handler(self._keep)
+        return self.messages
+
+    def _keep(self, diagnostic: Any) -> bool:
+        self.messages.append(f"{diagnostic.message} (at {diagnostic.location})")
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self.handler.detach()
+
+
+def _first_line(error: object, problems: list[str]) -> str:
+    lines = [line for line in [*problems, *str(error).splitlines()] if line.strip()]
+    return lines[0] if lines else "no further message"
+
+
+def text(module: MlirModule, *, locations: bool = False, large_constants: bool = True) -> str:
+    """MLIR text of a module; constants of more than 16 elements are left out with ``large_constants=False``."""
+    limit = None if large_constants else 16
+    return str(module.operation.get_asm(enable_debug_info=locations, large_elements_limit=limit))
+
+
+def bytecode(module: MlirModule) -> bytes:
+    """MLIR bytecode of a module, locations included; read again by the same MLIR version."""
+    buffer = io.BytesIO()
+    module.operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def artifact(module: MlirModule, version: str | None = None) -> bytes:
+    """Portable artifact, which later StableHLO versions read for years; default: the current version."""
+    stablehlo = dialect()
+    # Serializing turns the module that it is given into VHLO.
+    copied = copy(module)
+    with copied.context:
+        data: bytes = stablehlo.serialize_portable_artifact(copied, version or stablehlo.get_current_version())
+    return data
+
+
+def copy(module: MlirModule) -> MlirModule:
+    """The same module in a context of its own."""
+    return parse(bytecode(module))
+
+
+def operations(root: Any) -> Iterator[Any]:
+    """Operations under `root` (an operation or block), regions included, in program order; `root` is not one of them.
+
+    The operations of a block are listed before they are given out, so they may be changed meanwhile.
+    """
+    blocks = [root] if hasattr(root, "operations") else [block for region in root.regions for block in region.blocks]
+    for block in blocks:
+        for view in list(block.operations):
+            operation = view.operation
+            yield operation
+            if len(operation.regions):
+                yield from operations(operation)
+
+
+def functions(module: MlirModule) -> dict[str, Any]:
+    """Functions of the module by symbol name, declarations included."""
+    found = (view.operation for view in module.body.operations)
+    return {op.attributes["sym_name"].value: op for op in found if op.name == "func.func"}
+
+
+def entry(module: MlirModule) -> Any:
+    """The function that a program runs: ``main``, or the only public one.
+
+    Raises:
+        ModuleError: there is no such function, or several.
+    """
+    by_name = functions(module)
+    if "main" in by_name:
+        return by_name["main"]
+    public = [name for name, op in by_name.items() if not is_private(op)]
+    if len(public) != 1:
+        listed = ", ".join(public) or "none"
+        raise ModuleError(f"expected a function @main or exactly one public function; public functions: {listed}")
+    return by_name[public[0]]
+
+
+def is_private(function: Any) -> bool:
+    """Whether nothing outside the module can call `function`."""
+    attributes = function.attributes
+    return "sym_visibility" in attributes and attributes["sym_visibility"].value == "private"
+
+
+class TensorType(NamedTuple):
+    """Shape (None where a dimension is dynamic) and element type as MLIR writes it (``f32``, ``i1``, ``ui32``)."""
+
+    shape: tuple[int | None, ...]
+    element: str
+
+
+def tensor_type(value_type: Any) -> TensorType | None:
+    """What a ranked tensor type says; None for tokens, tuples and unranked types."""
+    ir = mlir()
+    if not isinstance(value_type, ir.RankedTensorType):
+        return None
+    dimensions = (
+        None if value_type.is_dynamic_dim(axis) else value_type.get_dim_size(axis) for axis in range(value_type.rank)
+    )
+    return TensorType(tuple(dimensions), str(value_type.element_type))
+
+
+def with_element(value_type: Any, element: Any) -> Any:
+    """A ranked tensor type of the same shape and encoding with another element type."""
+    return mlir().RankedTensorType.get(value_type.shape, element, value_type.encoding)
+
+
+class Signature(NamedTuple):
+    """What the entry function takes and gives."""
+
+    inputs: tuple[TensorType | None, ...]
+    outputs: tuple[TensorType | None, ...]
+
+
+def signature(module: MlirModule) -> Signature:
+    """Types of the entry function."""
+    function_type = mlir().FunctionType(entry(module).attributes["function_type"].value)
+    return Signature(
+        tuple(tensor_type(each) for each in function_type.inputs),
+        tuple(tensor_type(each) for each in function_type.results),
+    )
+
+
+_NUMPY: Final = {
+    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "i1": "bool", "i8": "int8",
+    "i16": "int16", "i32": "int32", "i64": "int64", "ui8": "uint8", "ui16": "uint16", "ui32": "uint32",
+    "ui64": "uint64", "complex<f32>": "complex64", "complex<f64>": "complex128", "i4": "int4", "ui4": "uint4",
+    "f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+def numpy_dtype(element: str) -> np.dtype[Any]:
+    """NumPy dtype of an element type as MLIR writes it.
+
+    Raises:
+        ModuleError: NumPy and ml_dtypes have none.
+    """
+    import ml_dtypes
+
+    name = _NUMPY.get(element)
+    if name is None:
+        raise ModuleError(f"no array dtype for element type {element!r}; known: {', '.join(_NUMPY)}")
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
+    """Values of a dense float32 attribute, of one element where it is a splat; None where they cannot be read."""
+    ir = mlir()
+    try:
+        dense = ir.DenseElementsAttr(attribute)
+        if dense.is_splat:
+            return np.asarray(dense.get_splat_value().value, dtype=np.float32).reshape(1)
+        return np.array(ir.DenseFPElementsAttr(dense), dtype=np.float32)
+    except (ValueError, TypeError):  # a resource that is not in this module, or a type that is not float32
+        return None
+
+
+def constant_attribute(array: np.ndarray[Any, Any], value_type: Any) -> Any:
+    """Dense attribute of `value_type` that holds `array`, whose dtype is the type's own (ml_dtypes for bf16).
+
+    An array of one element becomes a splat.
+    """
+    ir = mlir()
+    splat = array.size == 1
+    bits = np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    if splat:
+        scalar = ir.FloatAttr.get(value_type.element_type, float(array.reshape(())))
+        return ir.DenseElementsAttr.get_splat(value_type, scalar)
+    # ml_dtypes arrays are no buffers that MLIR knows: it takes their bits, and the type beside.
+    return ir.DenseElementsAttr.get(bits, type=value_type.element_type, shape=list(value_type.shape))
+
+
+def devices(platform: str | None = None) -> list[Any]:
+    """PJRT devices of a platform; starts it."""
+    import jax
+
+    return list(jax.devices(platform) if platform else jax.devices())
+
+
+def compile_module(module: MlirModule, device: Any = None) -> Any:
+    """A loaded executable of the module for one device (default: the first of JAX's default platform).
+
+    Raises:
+        ModuleError: the compiler refuses it.
+    """
+    import jax
+    from jaxlib import _jax, xla_client
+
+    device = device or devices()[0]
+    client = device.client
+    options = xla_client.CompileOptions()
+    placed = _jax.DeviceList((device,))
+    # A module of another context than JAX's is taken as text or bytecode by every version.
+    try:
+        return client.compile_and_load(bytecode(module), placed, options)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ModuleError(f"XLA cannot compile the module: {str(error).splitlines()[0]}") from None
+
+
+def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:
+    """Runs what `compile_module` gave on arrays and brings the results back."""
+    import jax
+
+    device = device or devices()[0]
+    placed = [jax.device_put(argument, device) for argument in arguments]
+    results = executable.execute_sharded(placed).disassemble_into_single_device_arrays()
+    return [np.asarray(each[0]) for each in results]
+
+
+def run(module: MlirModule, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:
+    """Compiles the module for one device and runs it once."""
+    return execute(compile_module(module, device), arguments, device)
+
+
+def evaluate(module: MlirModule, arguments: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """Results by StableHLO's reference interpreter, which rounds at every operation as the types say.
+
+    Raises:
+        ModuleError: the interpreter does not know an operation or a type.
+    """
+    ir = mlir()
+    interpreted = copy(module)
+    with interpreted.context, ir.Location.unknown(), _quiet(interpreted.context) as problems:
+        kinds = signature(interpreted)
+        if None in kinds.inputs or None in kinds.outputs:
+            raise ModuleError("the reference interpreter takes and gives tensors only")
+        _widen_results(interpreted)
+        try:
+            taken = [_argument(array, kind) for array, kind in zip(arguments, kinds.inputs, strict=True) if kind]
+            results = dialect().eval_module(interpreted, taken)
+            return [_values(result, kind) for result, kind in zip(results, kinds.outputs, strict=True) if kind]
+        except (ir.MLIRError, ValueError, TypeError) as error:
+            raise ModuleError(f"the reference interpreter: {_first_line(error, problems)}") from None
+
+
+def _widen_results(module: MlirModule) -> None:
+    # bfloat16 attributes cannot be read back: the copy that is interpreted gives the same numbers as float32.
+    ir, function = mlir(), entry(module)
+    last = function.regions[0].blocks[0].operations[len(function.regions[0].blocks[0].operations) - 1].operation
+    f32 = ir.F32Type.get()
+    for index, operand in enumerate(list(last.operands)):
+        if tensor_type(operand.type).element in _UNREADABLE:  # type: ignore[union-attr]
+            with ir.InsertionPoint(last):
+                last.operands[index] = dialect().convert(with_element(operand.type, f32), operand)
+    inputs = ir.FunctionType(function.attributes["function_type"].value).inputs
+    results = [operand.type for operand in last.operands]
+    function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
+
+
+_UNREADABLE: Final = ("bf16", "f8E4M3FN", "f8E5M2")
+
+
+def _argument(array: np.ndarray[Any, Any], kind: TensorType) -> Any:
+    ir = mlir()
+    array = np.asarray(array, dtype=numpy_dtype(kind.element), order="C")
+    if kind.element in _UNREADABLE:
+        array = array.view(f"u{array.dtype.itemsize}")
+    return ir.DenseElementsAttr.get(array, type=ir.Type.parse(kind.element), shape=list(array.shape))
+
+
+def _values(attribute: Any, kind: TensorType) -> np.ndarray[Any, Any]:
+    shape = [size or 0 for size in tensor_type(attribute.type).shape]  # type: ignore[union-attr]
+    if kind.element == "i1":
+        values = np.array([bool(each) for each in mlir().DenseIntElementsAttr(attribute)])
+    else:
+        values = np.array(attribute)
+    return values.astype(numpy_dtype(kind.element)).reshape(shape)
