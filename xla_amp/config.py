@@ -6,7 +6,7 @@ Each function reads at call time, so a test or a notebook can change a variable;
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, TypeVar, cast, get_args
 
@@ -105,6 +105,11 @@ def platform() -> Platform | None:
     if os.environ.get(PLATFORM, "").strip():
         return _choice(PLATFORM, PLATFORMS, "cpu")
     return _PJRT_PLATFORMS.get(os.environ.get("PJRT_DEVICE", "").strip().upper())
+
+
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """A copy of this process's environment with `changes`, for a program that we start."""
+    return {**os.environ, **changes}
 
 
 def legacy_dtype_flags() -> tuple[str, ...]:

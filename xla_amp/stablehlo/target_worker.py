@@ -1,0 +1,206 @@
+"""A process that compiles StableHLO for machines that need not be there: ``python -m xla_amp.stablehlo.target_worker``.
+
+It is a process of its own because compilers read environment variables when they are loaded, take a lock, print to the
+terminal, and abort where a library would raise.  `xla_amp.stablehlo.targets` starts it and talks to it:
+
+request   one line of JSON ``{"target": row of targets.toml, "length": n}`` on standard input, then n bytes of module
+reply     one line of JSON on standard output: the fields of `targets.Compiled`, or ``{"error": text}``
+
+It ends with its standard input.  Everything private of JAX that compiling needs stands in this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, Final
+
+# PrimitiveType of xla_data.proto, by which XLA's description of a GPU keys the rates of its units.
+_PRIMITIVE: Final = {"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
+
+_MATRIX_UNITS: Final = 4  # per multiprocessor, on every architecture from Volta to Blackwell
+
+_SPEED_OF_LIGHT: Final = re.compile(r'"exec_time_us":([0-9.eE+-]+)[^{}]*"name":"sol"')
+
+_NO_TABLE: Final = "Cannot find key: sm_"  # this XLA has no measured products of that architecture
+_NO_OPTION: Final = "No such compile option"
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answers requests until there are no more."""
+    while header := requests.readline():
+        request = json.loads(header)
+        module = requests.read(request["length"])
+        try:
+            reply = compile_module(module, request["target"])
+        except Exception as error:  # anything, for the process that asked
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+
+def compile_module(module: bytes, target: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiles MLIR text or bytecode for one row of ``targets.toml``; the reply without its ``error``."""
+    from jax._src import compiler, xla_bridge
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        replicas, partitions = (_count(parsed, name) for name in ("mhlo.num_replicas", "mhlo.num_partitions"))
+        options = compiler.get_compile_options(replicas, partitions, detailed_logging=False)
+        return _PLATFORMS[target["platform"]](xla_bridge.get_backend("cpu"), parsed, options, target)
+
+
+def _count(module: Any, name: str) -> int:
+    attributes = module.operation.attributes
+    return int(attributes[name].value) if name in attributes else 1
+
+
+def _cpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jaxlib import xla_client
+
+    if (devices := options.num_replicas * options.num_partitions) > 1:
+        raise ValueError(f"the module is for {devices} devices; the target is one CPU")
+    compiled = client.compile_and_load(module, xla_client._xla.DeviceList((client.local_devices()[0],)), options)
+    return _read(compiled, compiled.cost_analysis(), None, "XLA:CPU estimates no time")
+
+
+def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jax._src import xla_bridge
+
+    devices = options.num_replicas * options.num_partitions
+    if str(devices) not in target["topologies"]:
+        raise ValueError(f"the module is for {devices} devices; this target has {', '.join(target['topologies'])}")
+    name = target["topologies"][str(devices)]
+    single = {"chips_per_host_bounds": [1, 1, 1]} if devices == 1 else {}
+    compiled = client.compile(module, xla_bridge.make_pjrt_tpu_topology(name, **single), options)
+    costs = compiled.cost_analysis()
+    seconds = costs.get("optimal_seconds")
+    if seconds is None or seconds < 0:
+        # Every operation that the estimator cannot judge takes one second off the sum, so the rest is not the time
+        # of the program either.
+        why = "XLA's cost analysis has no estimate for some operations on this target"
+        return _read(compiled, costs, None, f"{why} (its sum is {seconds})")
+    return _read(compiled, costs, seconds, "XLA's cost analysis")
+
+
+def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jax._src import xla_bridge
+    from jaxlib import xla_client
+
+    devices = options.num_replicas * options.num_partitions
+    topology = xla_bridge.make_pjrt_topology(
+        "cuda", "", topology=f"1x1x{devices}", target_config=device_description(target)
+    )
+    why = "this XLA writes no estimate into its result"
+    options.env_option_overrides = [("xla_gpu_collect_cost_model_stats", True)]
+    try:
+        compiled = client.compile(module, topology, options)
+    except Exception as error:
+        if _NO_TABLE not in str(error) and _NO_OPTION not in str(error):
+            raise
+        why = f"XLA's speed-of-light model does not know this GPU ({error})"
+        options.env_option_overrides = []
+        compiled = client.compile(module, topology, options)
+    (optimized,) = compiled.hlo_modules()
+    costs = xla_client._xla.hlo_module_cost_analysis(client, optimized)
+    microseconds = _SPEED_OF_LIGHT.findall(optimized.to_string())
+    if not microseconds:
+        return _read(compiled, costs, None, why)
+    seconds = sum(map(float, microseconds)) * 1e-6
+    return _read(compiled, costs, seconds, "XLA's speed-of-light model, summed over the kernels")
+
+
+_PLATFORMS: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {"cpu": _cpu, "tpu": _tpu, "gpu": _gpu}
+
+
+def _read(compiled: Any, costs: Mapping[str, float], seconds: float | None, why: str) -> dict[str, Any]:
+    memory = compiled.get_compiled_memory_stats()
+    return {
+        "hlo": "\n\n".join(module.to_string() for module in compiled.hlo_modules()),
+        "seconds": seconds,
+        "seconds_why": why,
+        "bytes_accessed": _whole(costs.get("bytes accessed")),
+        "flops": _whole(costs.get("flops")),
+        "peak_memory": memory.peak_memory_in_bytes,
+        "argument_memory": memory.argument_size_in_bytes,
+        "temporary_memory": memory.temp_size_in_bytes,
+    }
+
+
+def _whole(number: float | None) -> int | None:
+    """XLA counts in floats; below zero it does not know."""
+    return None if number is None or number < 0 else round(number)
+
+
+def device_description(target: Mapping[str, Any]) -> str:
+    """A row of ``targets.toml`` as the text of XLA's ``GpuTargetConfigProto``."""
+    lanes = {key: (target["clock_ghz"], rate, 1) for key, rate in target["scalar"].items()}
+    clocks = target["multiprocessors"] * _MATRIX_UNITS * target["clock_ghz"] * 1e9
+    # XLA counts a multiply-add as one operation, data sheets count it as two.
+    matrix = {
+        key: (target["clock_ghz"], _MATRIX_UNITS, max(1, round(peak / clocks / 2)))
+        for key, peak in target["matrix"].items()
+    }
+    major, minor = target["compute"]
+    feature = "feature_extension: ACCELERATED_FEATURES" if target["accelerated"] else ""
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": target["shared_per_multiprocessor"],
+        "threads_per_core_limit": 2048,
+        "core_count": target["multiprocessors"],
+        "fpus_per_core": target["lanes"],
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": round(target["bandwidth"]),
+        "l2_cache_size": target["l2"],
+        "clock_rate_ghz": target["clock_ghz"],
+        "device_memory_size": target["memory"],
+        "shared_memory_per_block_optin": target["shared_per_block"],
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+    }
+    return "\n".join(
+        [
+            "gpu_device_info {",
+            *(f"{name}: {value}" for name, value in limits.items()),
+            f"cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}",
+            _units("scalar_unit_description", lanes),
+            _units("matrix_unit_description", matrix),
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info { major: 9 minor: 10 patch: 0 }",
+            "runtime_version { major: 12 minor: 8 patch: 0 }",
+            f'device_description_str: "{target["title"]}"',
+        ]
+    )
+
+
+def _units(field: str, rates: Mapping[str, tuple[float, int, int]]) -> str:
+    rows = (
+        f"rate_infos {{ key: {_PRIMITIVE[dtype]} value "
+        f"{{ clock_rate_ghz: {clock} units_per_core: {units} ops_per_clock: {operations} }} }}"
+        for dtype, (clock, units, operations) in rates.items()
+    )
+    return f"{field} {{ {' '.join(rows)} }}"
+
+
+def main() -> None:
+    """Serves standard input; what the compilers print goes to standard error."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, replies)
+
+
+if __name__ == "__main__":
+    main()
