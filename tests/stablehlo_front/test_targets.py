@@ -13,7 +13,7 @@ import pytest
 from xla_amp.errors import DeviceError
 from xla_amp.stablehlo import target_worker, targets
 
-N = 512
+N = 1024
 TIMED = ("v5e", "v5p", "v6e", "h100", "h200", "b200")
 
 
