@@ -1,22 +1,18 @@
 """A process that compiles StableHLO for machines that need not be there: ``python -m xla_amp.stablehlo.target_worker``.
 
 It is a process of its own because compilers read environment variables when they are loaded, take a lock, print to the
-terminal, and abort where a library would raise.  `xla_amp.stablehlo.targets` starts it and talks to it:
-
-request   one line of JSON ``{"target": row of targets.toml, "length": n}`` on standard input, then n bytes of module
-reply     one line of JSON on standard output: the fields of `targets.Compiled`, or ``{"error": text}``
-
-It ends with its standard input.  Everything private of JAX that compiling needs stands in this file.
+terminal, and abort where a library would raise.  `xla_amp.stablehlo.targets` starts it: a question is
+``{"target": row of targets.toml}`` with a module as its data, a reply holds the fields of `targets.Compiled`.
+Everything private of JAX that compiling needs stands in this file.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
+
+from xla_amp.stablehlo import workers
 
 # PrimitiveType of xla_data.proto, by which XLA's description of a GPU keys the rates of its units.
 _PRIMITIVE: Final = {"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
@@ -29,17 +25,9 @@ _NO_TABLE: Final = "Cannot find key: sm_"  # this XLA has no measured products o
 _NO_OPTION: Final = "No such compile option"
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answers requests until there are no more."""
-    while header := requests.readline():
-        request = json.loads(header)
-        module = requests.read(request["length"])
-        try:
-            reply = compile_module(module, request["target"])
-        except Exception as error:  # anything, for the process that asked
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
+def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
+    """The reply to one question."""
+    return compile_module(module, question["target"])
 
 
 def compile_module(module: bytes, target: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,12 +183,5 @@ def _units(field: str, rates: Mapping[str, tuple[float, int, int]]) -> str:
     return f"{field} {{ {' '.join(rows)} }}"
 
 
-def main() -> None:
-    """Serves standard input; what the compilers print goes to standard error."""
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    serve(sys.stdin.buffer, replies)
-
-
 if __name__ == "__main__":
-    main()
+    workers.serve(handle)

@@ -11,24 +11,18 @@ the environment nor the devices of this process change, and an abort of a compil
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.resources
 import importlib.util
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
-from typing import IO, Any, Final
+from typing import Any, Final
 
-from xla_amp import config
 from xla_amp.errors import DeviceError
+from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 _NEEDS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
     {
@@ -42,10 +36,7 @@ _NEEDS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
 _ENVIRONMENT: Final = MappingProxyType(
     {
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # another process may hold libtpu's lock file
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONSAFEPATH": "1",  # the working folder may hold a jax.py
         "TPU_SKIP_MDS_QUERY": "1",  # no metadata server to ask
-        "XLA_FLAGS": "",  # those of this process are for its own compiler
     }
 )
 
@@ -88,7 +79,7 @@ class Compilers:
     """Compiles for any target, and keeps the compilers running between calls until `close` (or the block's end)."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
 
     def compile(self, module: Any, target: str) -> Compiled:
         """The module as XLA compiles it for `target`.
@@ -105,10 +96,10 @@ class Compilers:
         data = _serialized(module)
         worker = self._workers.get(row["platform"])
         if worker is None:
-            worker = self._workers[row["platform"]] = _Worker()
+            worker = self._workers[row["platform"]] = Worker("xla_amp.stablehlo.target_worker", _ENVIRONMENT)
         try:
-            reply = worker.ask(data, row)
-        except _WorkerEnded as error:
+            reply = worker.ask({"target": dict(row)}, data)
+        except WorkerEndedError as error:
             del self._workers[row["platform"]]
             raise DeviceError(f"compiling for {target}: the compiler ended without an answer; {error}") from None
         if "error" in reply:
@@ -202,68 +193,6 @@ def _serialized(module: Any) -> bytes:
         f"a module to compile: expected MLIR text or bytecode, an ir.Module or jax.jit(f).lower(...), "
         f"got {type(module).__name__}"
     )
-
-
-class _WorkerEnded(Exception):
-    """The process is gone; the message is the end of what it printed."""
-
-
-class _Worker:
-    """One process of `xla_amp.stablehlo.target_worker`."""
-
-    def __init__(self) -> None:
-        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "xla_amp.stablehlo.target_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._printed,
-            env=config.child_environment({**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}),
-        )
-
-    def ask(self, module: bytes, row: Mapping[str, Any]) -> dict[str, Any]:
-        """One compilation; a process that ended, or was interrupted in between, raises `_WorkerEnded`."""
-        requests, replies = self._process.stdin, self._process.stdout
-        header = json.dumps({"target": dict(row), "length": len(module)}).encode()
-        reply = b""
-        if requests is not None and replies is not None:
-            try:
-                requests.write(header + b"\n" + module)
-                requests.flush()
-                reply = replies.readline()
-            except BrokenPipeError:
-                pass
-            except BaseException:
-                self.close()  # an answer that nobody waits for would be taken for the next one's
-                raise
-        if not reply.endswith(b"\n"):
-            raise _WorkerEnded(self._last_words())
-        answer: dict[str, Any] = json.loads(reply)
-        return answer
-
-    def _last_words(self) -> str:
-        self._end()
-        size = self._printed.seek(0, os.SEEK_END)
-        self._printed.seek(max(0, size - 2000))
-        text = self._printed.read().decode(errors="replace").strip()
-        self._printed.close()
-        return f"exit status {self._process.returncode}, it printed last:\n{text}"
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._end()
-        self._printed.close()
-
-    def _end(self) -> None:  # it stops where its input does, and is killed if it does not
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?\S+ \(.*\) -> .*\{$", re.MULTILINE)

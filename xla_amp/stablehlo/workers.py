@@ -1,0 +1,134 @@
+"""Processes of our own for native code that aborts, hangs, or wants another environment.
+
+A worker is ``python -m <module>`` whose module calls `serve`.  Both sides of the pipe speak the same:
+
+request   one line of JSON with ``"length": n`` on standard input, then n bytes
+reply     one line of JSON on standard output; ``{"error": text}`` when the handler raised
+
+A worker ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import IO, Any, Final
+
+from xla_amp import config
+
+_ENVIRONMENT: Final = MappingProxyType(
+    {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONSAFEPATH": "1",  # the working folder may hold a jax.py
+        "XLA_FLAGS": "",  # those of this process are for its own compiler
+    }
+)
+
+_LAST_WORDS: Final = 2000
+"""Characters of what a dead worker printed that are worth repeating."""
+
+
+class WorkerEndedError(Exception):
+    """The worker is gone without an answer; the message says how."""
+
+
+class Worker:
+    """One process, started by its first question and kept until `close`.
+
+    Args:
+        module: name of the module to run; it calls `serve`.
+        environment: variables that differ from this process's.
+    """
+
+    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        self._printed: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._printed,
+            env=config.child_environment({**_ENVIRONMENT, **(environment or {}), "PYTHONPATH": path}),
+        )
+
+    def ask(self, question: Mapping[str, Any], data: bytes, timeout: float | None = None) -> dict[str, Any]:
+        """The reply to one question.
+
+        Raises:
+            WorkerEndedError: the process died, or gave no answer within `timeout` seconds; it is closed then.
+        """
+        header = json.dumps({**question, "length": len(data)}).encode()
+        try:
+            reply = self._exchange(header + b"\n" + data, timeout)
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:
+            self.close()  # an answer that nobody waits for would be taken for the next one's
+            raise
+        if not reply.endswith(b"\n"):
+            raise WorkerEndedError(self._last_words())
+        answer: dict[str, Any] = json.loads(reply)
+        return answer
+
+    def _exchange(self, request: bytes, timeout: float | None) -> bytes:
+        requests, replies = self._process.stdin, self._process.stdout
+        if requests is None or replies is None or replies.closed:
+            return b""
+        requests.write(request)
+        requests.flush()
+        if timeout is not None:
+            with selectors.DefaultSelector() as ready:
+                ready.register(replies, selectors.EVENT_READ)
+                if not ready.select(timeout):
+                    self._process.kill()
+                    self.close()
+                    raise WorkerEndedError(f"no answer in {timeout:.0f} s")
+        return replies.readline()
+
+    def _last_words(self) -> str:
+        self._end()
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _LAST_WORDS))
+        text = self._printed.read().decode(errors="replace").strip()
+        self._printed.close()
+        status = self._process.returncode
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        return f"{how}, it printed last:\n{text}" if text else how
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._end()
+        self._printed.close()
+
+    def _end(self) -> None:  # it stops where its input does, and is killed if it does not
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve(handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
+    """Answers standard input's questions until there are no more; what native code prints goes to standard error."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests = sys.stdin.buffer
+    while header := requests.readline():
+        question = json.loads(header)
+        data = requests.read(question["length"])
+        try:
+            reply = handle(question, data)
+        except Exception as error:  # anything, for the process that asked
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
