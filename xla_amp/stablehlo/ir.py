@@ -318,6 +318,9 @@ def evaluate(module: MlirModule, arguments: Sequence[np.ndarray[Any, Any]]) -> l
         kinds = signature(interpreted)
         if None in kinds.inputs or None in kinds.outputs:
             raise ModuleError("the reference interpreter takes and gives tensors only")
+        # It ends the process at an operation that it does not know.
+        if unknown := sorted({op.name for op in operations(interpreted.operation) if not _interpretable(op.name)}):
+            raise ModuleError(f"the reference interpreter does not know {', '.join(unknown)}")
         _widen_results(interpreted)
         try:
             taken = [_argument(array, kind) for array, kind in zip(arguments, kinds.inputs, strict=True) if kind]
@@ -325,6 +328,22 @@ def evaluate(module: MlirModule, arguments: Sequence[np.ndarray[Any, Any]]) -> l
             return [_values(result, kind) for result, kind in zip(results, kinds.outputs, strict=True) if kind]
         except (ir.MLIRError, ValueError, TypeError) as error:
             raise ModuleError(f"the reference interpreter: {_first_line(error, problems)}") from None
+
+
+_NOT_INTERPRETED: Final = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "all_gather", "all_reduce", "all_to_all", "batch_norm_grad", "batch_norm_inference", "batch_norm_training",
+        "broadcast", "collective_broadcast", "collective_permute", "create_token", "partition_id", "reduce_scatter",
+        "replica_id",
+        "cross_replica_sum", "custom_call", "dot", "dynamic_conv", "einsum", "fft", "rng", "rng_bit_generator",
+        "torch_index_select", "triangular_solve", "unary_einsum", "uniform_dequantize", "uniform_quantize",
+    )
+)  # fmt: skip
+
+
+def _interpretable(name: str) -> bool:
+    return name not in _NOT_INTERPRETED and name.startswith(("stablehlo.", "func."))
 
 
 def _widen_results(module: MlirModule) -> None:
