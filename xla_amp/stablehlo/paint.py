@@ -7,7 +7,8 @@ In steps, each linear in the size of the graph:
 3. infer and clear operations between two allow operations become low, if every operand is low, a constant that fits,
    or, for infer, a small argument spread over a large value (a bias);
 4. clear operations whose users all read low become low, which moves the cast before them and changes no value;
-5. a contraction gives float32 straight from its accumulator where nobody reads its result low;
+5. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
+   float32 straight from its accumulator, unless someone reads it low;
 6. clear operations whose operands are all low become low, which moves the cast behind them and changes no value.
 
 References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for step 3's operands, TVM's ToMixedPrecision
@@ -249,13 +250,25 @@ class Painter:
     # Step 5.
 
     def _results(self, allowed: list[int]) -> None:
+        feeding = self._before(allowed)
         for number in allowed:
             node = self.nodes[number]
-            if node.structure != "contraction":
-                continue
-            for slot in node.outputs:
-                if not any(self.nodes[user].low for user in self.users[slot]):
-                    self.wide.add(slot)
+            if node.structure == "contraction" and number not in feeding:
+                for slot in node.outputs:
+                    if not any(self.nodes[user].low for user in self.users[slot]):
+                        self.wide.add(slot)
+
+    def _before(self, targets: list[int]) -> set[int]:
+        """Nodes on which `targets` depend, through anything."""
+        seen: set[int] = set()
+        todo = list(targets)
+        while todo:
+            for slot in self.nodes[todo.pop()].inputs:
+                source = self.producer[slot]
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        return seen
 
     def _edges(self) -> None:
         for node in self.nodes:
