@@ -19,6 +19,7 @@ _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.loader",
     "GradScaler": "xla_amp.pytorch.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast",
+    "compile": "xla_amp.pytorch.compile",
     "custom_bwd": "xla_amp.pytorch.custom_function",
     "custom_fwd": "xla_amp.pytorch.custom_function",
     "explain": "xla_amp.diagnose.explain",

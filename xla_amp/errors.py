@@ -35,5 +35,9 @@ class EngineError(XlaAmpError, RuntimeError):
     """The engine cannot be started or was used against its contract."""
 
 
+class CaptureError(XlaAmpError, RuntimeError):
+    """A step that cannot be replayed, or that no longer does what was captured."""
+
+
 class ModuleError(XlaAmpError, ValueError):
     """A StableHLO module that cannot be read, is not valid, or cannot be compiled or run."""

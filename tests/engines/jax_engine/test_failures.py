@@ -303,7 +303,7 @@ def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: p
             arrays[index].delete()
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(cut, "_execute", execute)
+    monkeypatch.setattr(cut, "execute", execute)
     with pytest.raises(StepFailedError, match="RuntimeError: device lost"):
         engine.sync()
     monkeypatch.undo()

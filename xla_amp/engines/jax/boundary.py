@@ -8,6 +8,8 @@ does not: it records nothing, and loops fetch the next batch before they drop th
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +23,18 @@ from xla_amp.engines.jax.tape import tape
 _armed = -1
 """Generation of the tape on which an optimizer step was recorded; stale once that tape was cut."""
 _forward_hook: Any = None
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing ends a step by itself: everything recorded becomes one executable."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
 
 
 def install() -> None:
@@ -33,7 +47,7 @@ def step_begins() -> None:
     """Cuts if an optimizer step was recorded since the last cut."""
     armed = _armed == tape.generation
     _disarm()
-    if armed:
+    if armed and not _paused:
         cut()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -21,6 +21,19 @@ _PROGRAM_LIMIT = 1024
 """Programs kept, least recently run out first: a loop whose shapes never repeat must not grow without end."""
 _newest: list[weakref.ref[Buffer]] = []
 """Buffers that the newest program gave values to."""
+
+
+class Observer(Protocol):
+    """Who wants to know what a cut runs (`xla_amp.engines.jax.capture`)."""
+
+    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+        """Called before the tape is read; may change its numbers.  `held` says which leaves a storage still has."""
+
+    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        """Called after `program` was dispatched, before the tape is cleared; `targets` get its outputs."""
+
+
+observer: Observer | None = None
 
 
 def cut() -> None:
@@ -63,13 +76,15 @@ def programs() -> list[Program]:
 
 def _run() -> None:
     leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
-    held = [count > _ALONE for count in _counts(leaves)]  # by a storage: somebody can still read the buffer
+    held = [count > ALONE for count in reference_counts(leaves)]  # by a storage: somebody can still read the buffer
     fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
         buffer
         for buffer, number, alive in zip(leaves, tape.leaf_numbers, held, strict=True)
         if buffer.number != number and alive
     ]
+    if observer is not None:
+        observer.before(leaves, held)
     # Overwritten leaves come first and in order: JAX gives the n-th donated input of a spec to the n-th output of it,
     # so that a parameter's new value lands in the old one's memory.
     targets = overwritten + fresh
@@ -85,7 +100,7 @@ def _run() -> None:
                 program = build(key, tape.leaf_numbers, specs, numbers, len(streams), runtime.platform())
             floats = np.array(tape.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
-            outputs = _execute(program, arrays, jax.device_put((floats, ints), runtime.jax_device()))
+            outputs = execute(program, arrays, jax.device_put((floats, ints), runtime.jax_device()))
     except BaseException as error:
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
         _restore(targets, arrays, reason)
@@ -101,14 +116,22 @@ def _run() -> None:
             _programs.popitem(last=False)
     metrics.executions += 1
     metrics.operations += program.operations
+    if observer is not None:
+        observer.after(program, key.code, targets)
     random.advance(tape.draws)
     for buffer, place in zip(targets, program.outputs, strict=True):
         buffer.array = outputs[place] if place >= 0 else arrays[~place]
-    _newest[:] = map(new_weakref, targets)
+    note([new_weakref(target) for target in targets])
     _forget(targets)
 
 
-def _execute(program: Program, arrays: list[Any], scalars: tuple[Any, Any]) -> list[Any]:
+def note(targets: list[weakref.ref[Buffer]]) -> None:
+    """Remembers what the newest program gives values to, for ``sync(wait=True)``."""
+    _newest[:] = targets
+
+
+def execute(program: Program, arrays: list[Any], scalars: tuple[Any, Any]) -> list[Any]:
+    """Dispatches `program` on the arrays of its leaves and its (floats, ints); returns the outputs."""
     donated = [arrays[index] for index in program.donated]
     kept = [arrays[index] for index in program.kept]
     return program.call(donated, kept, *scalars)
@@ -133,20 +156,21 @@ def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> N
     _forget(targets)
 
 
-def _counts(items: list[Any]) -> list[int]:
+def reference_counts(items: list[Any]) -> list[int]:
+    """How many references each item has; `ALONE` for one that only the list holds."""
     count = sys.getrefcount
     return [count(item) for item in items]
 
 
 # References that a list holds and `_counts` adds while it looks; Python versions differ in the second part.
-_ALONE = _counts([object()])[0]
+ALONE = reference_counts([object()])[0]
 
 
 def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
     """Leaves whose array can be overwritten: nothing else holds it, and nobody will read the old value again."""
-    array_counts = _counts(arrays)
+    array_counts = reference_counts(arrays)
     return tuple(
         index
         for index, (buffer, number) in enumerate(zip(tape.leaves, tape.leaf_numbers, strict=True))
-        if array_counts[index] == _ALONE + 1 and (buffer.number != number or not held[index])
+        if array_counts[index] == ALONE + 1 and (buffer.number != number or not held[index])
     )

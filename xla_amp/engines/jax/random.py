@@ -14,6 +14,8 @@ from xla_amp.engines.jax.tape import tape
 
 _seed = 0
 _offset = 0
+seedings = 0
+"""How often `manual_seed` was called."""
 
 
 def stream() -> tuple[int, int]:
@@ -53,6 +55,8 @@ def draw() -> tuple[int, int]:
 
 def manual_seed(seed: int) -> None:
     """Seeds the device (any Python integer; taken modulo 2**64 as torch does)."""
+    global seedings
+    seedings += 1
     seed &= 2**64 - 1
     set_state(seed - 2**64 if seed >= 2**63 else seed, 0)
 

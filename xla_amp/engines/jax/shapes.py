@@ -191,7 +191,7 @@ def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tupl
     return x.new_empty((bins,)), x.new_empty((bins + 1,))
 
 
-# -- convolutions as composites ask for them on an out-of-tree device: torch._convolution -------------------------------
+# -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
 
 
 @_of("convolution_overrideable")

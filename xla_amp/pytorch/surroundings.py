@@ -1,0 +1,155 @@
+"""The Python values that a function can see: what it was written around, found through its code and its objects.
+
+A captured step must notice when one of them changes, and when the step itself changes one, because a replay will not.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of values that are compared."""
+_CONTAINERS = (list, dict, set)
+_DEPTH = 3
+"""How far from the function objects are followed: a trainer's attribute's attribute."""
+
+
+class Surroundings:
+    """Modules, parameters and plain values that `function` can see, and the objects of other classes `wanted`."""
+
+    def __init__(self, function: Callable[..., Any], wanted: tuple[type, ...] = ()) -> None:
+        self._wanted = wanted
+        self._seen: set[int] = set()
+        self.modules: list[torch.nn.Module] = []
+        self.found: list[Any] = []
+        """Objects of the classes `wanted`."""
+        self._namespaces: list[tuple[str, dict[str, Any]]] = []
+        """(how users call it, attributes) of the modules and objects."""
+        self._cells: list[tuple[str, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str]] = []
+        self._containers: list[tuple[str, Any]] = []
+        self._function(function, 0)
+        self.parameters = list(dict.fromkeys(p for module in self.modules for p in module.parameters(recurse=False)))
+        self._readers = [(label, _names(space), space) for label, space in self._namespaces]
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def _function(self, function: Any, depth: int) -> None:
+        if isinstance(function, functools.partial):
+            for value in (function.func, *function.args, *function.keywords.values()):
+                self._visit("a partial's argument", value, depth)
+            return
+        if inspect.ismethod(function):
+            self._visit("self", function.__self__, depth)
+            function = function.__func__
+        function = inspect.unwrap(function)
+        code = getattr(function, "__code__", None)
+        if code is None:
+            if not isinstance(function, type):
+                self._visit(type(function).__name__, function, depth)
+            return
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._cells.append((name, cell))
+            self._visit(name, _content(cell), depth)
+        for name in _global_names(code):
+            if name in function.__globals__:
+                self._globals.append((function.__globals__, name))
+                self._visit(name, function.__globals__[name], depth)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit("a default", value, depth)
+
+    def _visit(self, label: str, value: Any, depth: int) -> None:
+        if isinstance(value, (*PLAIN, types.ModuleType, type, torch.Tensor)) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, self._wanted):
+            self.found.append(value)
+        elif isinstance(value, torch.nn.Module):
+            for path, module in value.named_modules():
+                self._seen.add(id(module))
+                self.modules.append(module)
+                self._namespaces.append((f"{label}.{path}" if path else label, module.__dict__))
+        elif isinstance(value, _CONTAINERS):
+            self._containers.append((label, value))
+            for item in value.values() if isinstance(value, dict) else value:
+                self._deeper(label, item, depth)
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if depth < _DEPTH and not str(getattr(value, "__module__", "")).startswith(("torch", "xla_amp.")):
+                self._function(value, depth + 1)
+        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "xla_amp")):
+            self._namespaces.append((label, vars(value)))
+            for name, item in list(vars(value).items()):
+                self._deeper(f"{label}.{name}", item, depth)
+
+    def _deeper(self, label: str, value: Any, depth: int) -> None:
+        if depth < _DEPTH:
+            self._visit(label, value, depth + 1)
+
+    # -- comparing -----------------------------------------------------------------------------------------------
+
+    def values(self) -> list[Any]:
+        """The plain values now, for comparing with an earlier list by ``==``."""
+        values: list[Any] = [_plain(_content(cell)) for _, cell in self._cells]
+        values += [_plain(space.get(name)) for space, name in self._globals]
+        values += [read(space) for _, (_, read), space in self._readers]
+        return values
+
+    def sizes(self) -> list[int]:
+        """Lengths of the containers now."""
+        return [len(container) for _, container in self._containers]
+
+    def difference(self, before: list[Any], after: list[Any]) -> str | None:
+        """The first value that differs between two lists of `values`, in words."""
+        for (label, names), old, new in zip(self._labels(), before, after, strict=True):
+            if old != new:
+                if not names:
+                    return f"{label} from {old!r} to {new!r}"
+                fields = zip(names, old, new, strict=True)
+                return next(f"{label}.{name} from {a!r} to {b!r}" for name, a, b in fields if a != b)
+        return None
+
+    def size_difference(self, before: list[int], after: list[int]) -> str | None:
+        """The first container whose length differs, in words."""
+        for (label, container), old, new in zip(self._containers, before, after, strict=True):
+            if old != new:
+                return f"{label} (a {type(container).__name__}) from {old} to {new} items"
+        return None
+
+    def _labels(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        yield from ((name, ()) for name, _ in self._cells)
+        yield from ((name, ()) for _, name in self._globals)
+        yield from ((label, names) for label, (names, _), _ in self._readers)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # assigned later
+        return None
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, PLAIN) else None
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _names(space: dict[str, Any]) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
+    """Names of the plain values in a namespace, and what reads them all at once."""
+    names = tuple(name for name, value in space.items() if isinstance(value, PLAIN))
+    if not names:
+        return (), lambda space: ()
+    getter = itemgetter(*names)
+    return names, getter if len(names) > 1 else lambda space: (getter(space),)
