@@ -1,0 +1,85 @@
+"""Arguments to run a module on: from an ``.npz`` file, or random ones."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import ir
+
+
+def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, Any]]:
+    """Standard normal floats, integers 0 and 1 (which index everything), random truth values.
+
+    Raises:
+        ModuleError: an argument has no fixed shape.
+    """
+    generator = np.random.default_rng(seed)
+    return [_random(generator, kind, index) for index, kind in enumerate(ir.signature(module).inputs)]
+
+
+def _random(generator: np.random.Generator, kind: ir.TensorType | None, index: int) -> np.ndarray[Any, Any]:
+    shape = None if kind is None else [size for size in kind.shape if size is not None]
+    if kind is None or shape is None or len(shape) != len(kind.shape):
+        raise ModuleError(f"argument {index} has no fixed shape: random values need one, give an .npz of samples")
+    dtype = ir.numpy_dtype(kind.element)
+    if kind.element.startswith("complex"):
+        return (generator.standard_normal(shape) + 1j * generator.standard_normal(shape)).astype(dtype)
+    if kind.element.lstrip("u").startswith("i"):
+        return generator.integers(0, 2, shape).astype(dtype)
+    return generator.standard_normal(shape).astype(dtype)
+
+
+def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:
+    """The arrays of an ``.npz`` in the order in which they were saved, whatever their names.
+
+    Raises:
+        ModuleError: it cannot be read as one.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ModuleError(f"reading {os.fspath(path)}: one array; expected an .npz, one array per argument")
+        with archive:
+            return [archive[name] for name in archive.files]
+    except OSError as error:
+        raise ModuleError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        raise ModuleError(f"reading {os.fspath(path)}: not an .npz file of plain arrays ({error})") from None
+
+
+def fitted(arrays: Sequence[Any], module: ir.MlirModule, name: str = "module") -> list[np.ndarray[Any, Any]]:
+    """`arrays` in the dtypes of the module's arguments; floats may become narrower, integers other integers.
+
+    Raises:
+        ModuleError: another number, shape or kind.
+    """
+    inputs = ir.signature(module).inputs
+    if len(arrays) != len(inputs):
+        raise ModuleError(f"{name}: it takes {len(inputs)} arguments, the samples are {len(arrays)} arrays")
+    return [_fitted(np.asarray(array), kind, f"{name}, argument {i}")
+            for i, (array, kind) in enumerate(zip(arrays, inputs, strict=True))]  # fmt: skip
+
+
+def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) -> np.ndarray[Any, Any]:
+    if kind is None:
+        raise ModuleError(f"{name}: not a tensor")
+    dtype = ir.numpy_dtype(kind.element)
+    if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
+        array = array.view(dtype)  # NumPy's files forget the name of bfloat16
+    expected = f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
+    fits = len(array.shape) == len(kind.shape) and all(
+        size is None or size == given for size, given in zip(kind.shape, array.shape, strict=True)
+    )
+    if not fits or _sort(array.dtype) != _sort(dtype):
+        raise ModuleError(f"{name}: expected {expected}, the sample is {array.dtype}{list(array.shape)}")
+    return array.astype(dtype)
+
+
+def _sort(dtype: np.dtype[Any]) -> str:
+    return {"u": "integer", "i": "integer", "b": "bool", "c": "complex"}.get(dtype.kind, "float")
