@@ -41,3 +41,7 @@ class CaptureError(XlaAmpError, RuntimeError):
 
 class ModuleError(XlaAmpError, ValueError):
     """A StableHLO module that cannot be read, is not valid, or cannot be compiled or run."""
+
+
+class FileError(XlaAmpError, OSError):
+    """A file that cannot be opened or written; what it holds is not the matter."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from xla_amp.errors import ModuleError
+from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import files, ir
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
@@ -154,7 +154,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(module, tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ModuleError, match=r"writing .*module\.mlir: No space left on device"):
+    with pytest.raises(FileError, match=r"writing .*module\.mlir: No space left on device"):
         files.save(module, target)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["module.mlir"]
@@ -172,11 +172,11 @@ def test_a_file_keeps_its_mode_and_a_link_stays_one(module, tmp_path):
 
 
 def test_places_that_cannot_be_read_or_written(module, tmp_path):
-    with pytest.raises(ModuleError, match=r"reading .*absent: No such file"):
+    with pytest.raises(FileError, match=r"reading .*absent: No such file"):
         files.load(tmp_path / "absent")
-    with pytest.raises(ModuleError, match=r"reading .*: Is a directory"):
+    with pytest.raises(FileError, match=r"reading .*: Is a directory"):
         files.load(tmp_path)
-    with pytest.raises(ModuleError, match=r"writing .*: No such file"):
+    with pytest.raises(FileError, match=r"writing .*: No such file"):
         files.save(module, tmp_path / "no" / "such.mlir")
     files.save(module, "/dev/null", "text")
     assert not os.path.isfile("/dev/null")

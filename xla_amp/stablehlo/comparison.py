@@ -20,8 +20,8 @@ import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir, reference, samples
-from xla_amp.stablehlo.files import Program
 from xla_amp.stablehlo.reference import Site
+from xla_amp.stablehlo.rewrite import as_program
 
 TOLERANCE: Final = 0.05
 """`Error.relative` up to which `Comparison.agrees` by default."""
@@ -99,8 +99,8 @@ class Comparison:
 
 
 def compare(
-    a: Program | ir.MlirModule,
-    b: Program | ir.MlirModule,
+    a: Any,
+    b: Any,
     inputs: Sequence[Any] | None = None,
     *,
     seed: int = 0,
@@ -109,7 +109,7 @@ def compare(
     """Runs both programs and the first one in float64 on the CPU, on the same arguments.
 
     Args:
-        a: the program that says what is meant, usually in float32.
+        a: the program that says what is meant, usually in float32; whatever `autocast` takes.
         b: the other, with arguments and results of the same shapes.
         inputs: one array for each argument; default: `samples.random_inputs` of `seed`.
         operations: whether to compare operations too, which runs each program once more.
@@ -117,7 +117,7 @@ def compare(
     Raises:
         ModuleError: the programs differ in their arguments or results, or one cannot be run on one device.
     """
-    first, second = (each.module if isinstance(each, Program) else each for each in (a, b))
+    first, second = (as_program(each).module for each in (a, b))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
     kinds = ir.signature(first).outputs, ir.signature(second).outputs
     shapes = [[kind and kind.shape for kind in each] for each in kinds]

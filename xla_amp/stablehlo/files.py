@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from xla_amp.errors import ModuleError
+from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
@@ -62,12 +62,13 @@ def load(path: str | os.PathLike[str]) -> Program:
     """The program in a file of any `Format`.
 
     Raises:
-        ModuleError: the file cannot be read, or does not hold a program.
+        FileError: the file cannot be read.
+        ModuleError: it does not hold a program.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ModuleError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
+        raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
     return read(data, os.fspath(path))
 
 
@@ -186,7 +187,8 @@ def save(program: Program | ir.MlirModule, path: str | os.PathLike[str], format:
             program's own, else ``bytecode``.
 
     Raises:
-        ModuleError: the file cannot be written, or a module that JAX did not export is to be an ``export``.
+        FileError: the file cannot be written.
+        ModuleError: a module that JAX did not export is to be an ``export``.
     """
     if not isinstance(program, Program):
         program = Program(module=program, format="bytecode")
@@ -221,7 +223,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Writes a file completely or leaves what was there, through a temporary file in the same folder.
 
     Raises:
-        ModuleError: it cannot be written.
+        FileError: it cannot be written.
     """
     path = Path(path)
     try:
@@ -241,7 +243,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise ModuleError(f"writing {os.fspath(path)}: {error.strerror or error}") from None
+        raise FileError(f"writing {os.fspath(path)}: {error.strerror or error}") from None
 
 
 class _Reader:

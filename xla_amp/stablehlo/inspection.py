@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import DeviceError
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.files import Program
+from xla_amp.stablehlo.rewrite import as_program
 from xla_amp.stablehlo.targets import Compiled, Compilers
 from xla_amp.stablehlo.treatment import table, table_name
 
@@ -102,7 +102,7 @@ def _told(found: Compiled | str) -> dict[str, Any]:
 
 
 def inspect(
-    program: Program | ir.MlirModule,
+    program: Any,
     *,
     targets: Iterable[str] = (),
     largest: int = 10,
@@ -111,12 +111,12 @@ def inspect(
     """Counts what a module consists of; with `targets` also compiles it for each of them.
 
     Args:
-        program: what `load` gave, or a module.
+        program: whatever `autocast` takes: what `load` gave, a module, text, bytes, a path.
         targets: names of `targets.names()`. One that cannot be compiled for has its reason in the result.
         largest: how many of the largest values to list.
         compilers: running compilers to use; default: those that are needed, until this function returns.
     """
-    module = program.module if isinstance(program, Program) else program
+    module = as_program(program).module
     dtypes: dict[str, Tally] = {}
     operations: dict[str, collections.Counter[str]] = {}
     contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xla_amp.errors import ModuleError
+from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import ir
 
 
@@ -39,7 +39,8 @@ def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:
     """The arrays of an ``.npz`` in the order in which they were saved, whatever their names.
 
     Raises:
-        ModuleError: it cannot be read as one.
+        FileError: it cannot be read.
+        ModuleError: it is no such file.
     """
     try:
         archive = np.load(path, allow_pickle=False)
@@ -48,7 +49,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:
         with archive:
             return [archive[name] for name in archive.files]
     except OSError as error:
-        raise ModuleError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
+        raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
     except (ValueError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise ModuleError(f"reading {os.fspath(path)}: not an .npz file of plain arrays ({error})") from None
 
