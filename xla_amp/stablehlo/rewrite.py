@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.errors import UnsupportedDtypeError
+from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import PolicyLike, resolve
 from xla_amp.policy.rules import Policy
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import files, ir
 from xla_amp.stablehlo.emit import Emitter, fold_casts
 from xla_amp.stablehlo.graph import Graph, Node
 from xla_amp.stablehlo.paint import Painter
@@ -24,11 +25,16 @@ _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A module in mixed precision, and what was decided."""
+    """A program in mixed precision, and what was decided."""
 
-    module: Any
-    """``jaxlib.mlir.ir.Module``; the one that was given is unchanged."""
+    program: files.Program
+    """What `xla_amp.stablehlo.save` writes; one that came from ``jax.export`` can be called from JAX again."""
     report: Report
+
+    @property
+    def module(self) -> Any:
+        """``jaxlib.mlir.ir.Module``; the one that was given is unchanged."""
+        return self.program.module
 
     def text(self) -> str:
         """MLIR text."""
@@ -63,8 +69,8 @@ def autocast(
     sums, solvers and what follows those stay float32.  docs/stablehlo.md tells the rules.
 
     Args:
-        module: what `xla_amp.stablehlo.load` takes: MLIR text, bytecode, a portable artifact, a path to one of these,
-            or a ``jaxlib`` module, which is not changed.
+        module: a program that `xla_amp.stablehlo.load` gave, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
+            ``jax.export.export(f)(...)`` gives, text or bytes of any format, or a path.  It is not changed.
         policy: name, path or `Policy`; default ``tpu``.
         dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's.
         rules: rules on top of the policy, ``{"tanh": "fp32"}``.
@@ -88,7 +94,8 @@ def autocast(
     """
     effective = resolve("tpu" if policy is None else policy, rules)
     low = _low(dtype, effective)
-    copied = ir.copy(_raw(module))
+    program = as_program(module)
+    copied = ir.copy(program.module)
     folded = fold_casts(copied)
     treatments = Treatments(effective)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
@@ -109,13 +116,40 @@ def autocast(
     ir.verify(copied)
     report = Report(policy=effective.name, low=low, operations=decided, casts=dict(emitter.casts), folded=folded)
     tell(report)
-    return Converted(module=copied, report=report)
+    return Converted(program=program.with_module(copied), report=report)
 
 
-def _raw(module: Any) -> Any:
-    if isinstance(module, ir.mlir().Module):
+def as_program(module: Any) -> files.Program:
+    """The program in whatever holds one.
+
+    Args:
+        module: a program that was loaded or converted, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
+            ``jax.export.export(f)(...)`` gives, bytes or text of any format, or a path.
+
+    Raises:
+        ModuleError: it is none of these, or does not hold a valid program.
+    """
+    if isinstance(module, files.Program):
         return module
-    return ir.parse(module)
+    if isinstance(module, Converted):
+        return module.program
+    if isinstance(module, ir.mlir().Module):
+        return files.Program(module=module, format="bytecode")
+    if isinstance(module, bytes | bytearray | memoryview):
+        return files.read(bytes(module))
+    if isinstance(module, str) and "\n" in module:
+        return files.Program(module=ir.parse(module), format="text")
+    if isinstance(module, str | os.PathLike):
+        return files.load(module)
+    if hasattr(module, "compiler_ir"):
+        return files.Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
+    if hasattr(module, "mlir_module_serialized"):
+        parsed = ir.parse(module.mlir_module_serialized, module.fun_name)
+        return files.Program(module=parsed, format="export", exported=module)
+    raise ModuleError(
+        f"autocast() expects MLIR text or bytes, a path, a module, jax.jit(f).lower(...) or a jax.export program, got "
+        f"{type(module).__name__}"
+    )
 
 
 def _low(dtype: Any, policy: Policy) -> LowDtype:
