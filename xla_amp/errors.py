@@ -45,3 +45,7 @@ class ModuleError(XlaAmpError, ValueError):
 
 class FileError(XlaAmpError, OSError):
     """A file that cannot be opened or written; what it holds is not the matter."""
+
+
+class DriverError(XlaAmpError, TypeError):
+    """A JAX function that the chosen autocast driver cannot run; the message names the one that can."""

@@ -1,1 +1,26 @@
-"""Mixed precision for JAX functions, optimizers and training steps."""
+"""Mixed precision for JAX functions, optimizers and training steps.
+
+Names are loaded when they are first used; importing this package loads no JAX.
+"""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "autocast": "xla_amp.jax.regions",
+}
+"""Public name -> module that defines it."""
+
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'xla_amp.jax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
