@@ -27,7 +27,9 @@ __all__ = sorted(_PUBLIC)
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'xla_amp.stablehlo' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'xla_amp.stablehlo' has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
     globals()[name] = value
     return value

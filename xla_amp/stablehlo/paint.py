@@ -225,7 +225,9 @@ class Painter:
     # Step 4.
 
     def _pull(self) -> None:
-        chosen = {n for n, node in enumerate(self.nodes) if node.upstream and node.colour == "clear" and self._free(node)}
+        chosen = {
+            n for n, node in enumerate(self.nodes) if node.upstream and node.colour == "clear" and self._free(node)
+        }
         chosen = {n for n in chosen if self.nodes[n].outputs}
         todo = [number for number in chosen if not self._pulled(number, chosen)]
         while todo:

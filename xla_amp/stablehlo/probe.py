@@ -71,7 +71,9 @@ class Measured(NamedTuple):
             return f"sample inputs: overflows in {low}"
         if self.result and self.error > max_error * self.result:
             share = self.error / self.result
-            return f"sample inputs: in {low} it is wrong by {share:.2g} of its largest result, more than {max_error:.2g}"
+            return (
+                f"sample inputs: in {low} it is wrong by {share:.2g} of its largest result, more than {max_error:.2g}"
+            )
         return ""
 
 

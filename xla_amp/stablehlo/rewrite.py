@@ -70,7 +70,8 @@ def autocast(
 
     Args:
         module: a program that `xla_amp.stablehlo.load` gave, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
-            ``jax.export.export(f)(...)`` gives, text or bytes of any format, or a path.  It is not changed.
+            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, text or bytes of any format, or a path.  It is not
+            changed.
         policy: name, path or `Policy`; default ``tpu``.
         dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's.
         rules: rules on top of the policy, ``{"tanh": "fp32"}``.
@@ -123,8 +124,8 @@ def as_program(module: Any) -> files.Program:
     """The program in whatever holds one.
 
     Args:
-        module: a program that was loaded or converted, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
-            ``jax.export.export(f)(...)`` gives, bytes or text of any format, or a path.
+        module: a program that was loaded or converted, a ``jaxlib`` module, what ``jax.jit(f).lower(...)``,
+            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, bytes or text of any format, or a path.
 
     Raises:
         ModuleError: it is none of these, or does not hold a valid program.
@@ -143,6 +144,7 @@ def as_program(module: Any) -> files.Program:
         return files.load(module)
     if hasattr(module, "compiler_ir"):
         return files.Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
+    module = getattr(module, "exported", module)  # xla_amp.export
     if hasattr(module, "mlir_module_serialized"):
         parsed = ir.parse(module.mlir_module_serialized, module.fun_name)
         return files.Program(module=parsed, format="export", exported=module)
