@@ -64,7 +64,7 @@ def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float
 
     def lazy() -> float:
         execution = 0.0
-        execute = cut._execute
+        execute = cut.execute
 
         def timed(*args: Any) -> Any:
             nonlocal execution
@@ -74,14 +74,14 @@ def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float
             finally:
                 execution += time.perf_counter() - start
 
-        cut._execute = timed
+        cut.execute = timed
         try:
             start = time.perf_counter()
             step()
             xla_amp.sync()
             elapsed = time.perf_counter() - start
         finally:
-            cut._execute = execute
+            cut.execute = execute
         xla_amp.sync(wait=True)
         return elapsed - execution
 

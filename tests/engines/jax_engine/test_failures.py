@@ -298,7 +298,7 @@ def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: p
     x, y = torch.ones(3).to(device), torch.ones(3).to(device)
     x.add_(y)
 
-    def execute(program: Any, arrays: list[Any], scalars: Any) -> None:
+    def execute(program: Any, arrays: list[Any], floats: Any, ints: Any) -> None:
         for index in program.donated:
             arrays[index].delete()
         raise RuntimeError("device lost")

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.engines.jax import compat, cut, random, runtime, storage, transfer
+from xla_amp.engines.jax import compat, cut, random, storage, transfer
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import Program, steps
 from xla_amp.engines.jax.tape import Buffer, Lost, Spec, new_weakref, tape
@@ -273,7 +273,7 @@ class Replay:
         ints = np.array([*words, *self.ints], np.int64)
         try:
             with compat.x64():
-                outputs = program.call(donated, kept, *jax.device_put((floats, ints), runtime.jax_device()))
+                outputs = cut.dispatch(program, donated, kept, floats, ints)
         except Exception as error:
             raise self._failed(buffers, error) from error
         metrics.executions += 1

@@ -1,0 +1,153 @@
+"""Host time of a captured step, against recording it and against what JAX itself needs for the same buffers.
+
+The floor is one call of an executable that takes and returns arrays of the same shapes, with the same donations, and
+computes nothing.  The replay runs with that executable in the place of its own, so the difference is our Python alone.
+
+    python benchmarks/replay.py [--rounds 50] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from host_time import gpt2, resnet
+from timing import interleaved, machine
+
+import xla_amp
+from xla_amp.engines.jax import compat
+from xla_amp.engines.jax.capture import Replay
+from xla_amp.engines.jax.program import Program
+
+
+def empty_program(program: Program) -> Any:
+    """An executable with the inputs, donations and outputs of `program` that computes nothing."""
+    donated, kept, floats, ints = program.abstract
+    with compat.x64():
+        outputs = jax.eval_shape(program.call, donated, kept, floats, ints)
+
+    def nothing(donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
+        given = list(donated)
+        results = []
+        for output in outputs:
+            match = next((x for x in given if x.shape == output.shape and x.dtype == output.dtype), None)
+            given = [x for x in given if x is not match]
+            results.append(jnp.zeros(output.shape, output.dtype) if match is None else match)
+        return results
+
+    return jax.jit(nothing, donate_argnums=0, keep_unused=True)
+
+
+def step_of(make: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    """A whole AMP step and its batch."""
+    device = xla_amp.xla_device()
+    torch.manual_seed(0)
+    model, batch, make_optimizer = make()
+    model.to(device)
+    options = {"momentum": 0.9} if make_optimizer is xla_amp.syncfree.SGD else {}
+    optimizer = make_optimizer(model.parameters(), lr=1e-3, **options)
+    scaler = xla_amp.GradScaler(device.type)
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        with xla_amp.autocast(device, dtype=torch.bfloat16):
+            loss = model(*batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, tuple(tensor.to(device) for tensor in batch)
+
+
+def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]], int]:
+    """Functions that do one step and return its host seconds, and the number of arrays in and out."""
+    step, batch = step_of(make)
+    captured: list[Replay] = []
+    original = Replay.run
+
+    def remembering(self: Replay, *args: Any) -> Any:
+        captured[:] = [self]
+        return original(self, *args)
+
+    Replay.run = remembering  # type: ignore[method-assign]
+    compiled = xla_amp.compile(step, strict=True)
+    while not compiled.replays:
+        compiled(*batch)
+    Replay.run = original  # type: ignore[method-assign]
+    xla_amp.sync(wait=True)
+    replay = captured[0]
+    program = replay.program
+    nothing = empty_program(program)
+    with compat.x64():
+        zeros = [[jnp.zeros(of.shape, of.dtype) for of in part] for part in program.abstract[:2]]
+        numbers = [jnp.zeros(of.shape, of.dtype) for of in program.abstract[2:]]
+    buffers = len(program.abstract[0]) + len(program.abstract[1])
+
+    def floor() -> float:
+        with compat.x64():
+            start = time.perf_counter()
+            outputs = nothing(*zeros, *numbers)
+            elapsed = time.perf_counter() - start
+        jax.block_until_ready(outputs)
+        spare = list(outputs)
+        for index, array in enumerate(zeros[0]):  # the donated ones came back as outputs
+            place = next(i for i, x in enumerate(spare) if x.shape == array.shape and x.dtype == array.dtype)
+            zeros[0][index] = spare.pop(place)
+        return elapsed
+
+    def replayed() -> float:
+        replay.program = dataclasses.replace(program, call=nothing)
+        start = time.perf_counter()
+        compiled(*batch)
+        elapsed = time.perf_counter() - start
+        replay.program = program
+        xla_amp.sync(wait=True)
+        return elapsed
+
+    def recorded() -> float:
+        start = time.perf_counter()
+        step(*batch)
+        xla_amp.sync()
+        elapsed = time.perf_counter() - start
+        xla_amp.sync(wait=True)
+        return elapsed
+
+    for contestant in (floor, replayed, recorded) * 3:
+        contestant()
+    return {"floor": floor, "replay": replayed, "recorded": recorded}, buffers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=50, help="timed steps of each contestant")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    for name, make in (("ResNet-50", resnet), ("GPT-2 124M", gpt2)):
+        functions, buffers = contestants(make)
+        times = interleaved(functions, options.rounds)
+        results[name] = {**{k: 1e3 * v for k, v in times.items()}, "buffers": buffers}
+        results[name]["ratio"] = times["replay"] / times["floor"]
+    if options.json:
+        print(json.dumps({"machine": machine(), "milliseconds": results}))
+        return
+    print(machine())
+    print(f"{'host time of a step':<22}{'arrays in':>10}{'JAX floor':>12}{'replay':>12}{'/ floor':>9}{'recorded':>12}")
+    for name, row in results.items():
+        print(
+            f"{name:<22}{row['buffers']:>10}{row['floor']:>9.2f} ms{row['replay']:>9.2f} ms{row['ratio']:>9.2f}"
+            f"{row['recorded']:>9.2f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
