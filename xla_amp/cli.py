@@ -1,6 +1,6 @@
 """The command ``xla-amp``; ``python -m xla_amp.cli`` is the same.
 
-Exit status: 0 yes or done, 1 no (a file that is malformed, policies that differ), 2 a mistake in the call.
+Exit status: 0 yes or done, 1 no (a file that is malformed, programs or policies that differ), 2 a mistake in the call.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from xla_amp.errors import XlaAmpError
+from xla_amp.errors import ModuleError, XlaAmpError
 
-COMMANDS: Final[Mapping[str, str]] = MappingProxyType({"policy": "xla_amp.diagnose.policy_command"})
+COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "convert": "xla_amp.diagnose.convert_command",
+        "inspect": "xla_amp.diagnose.inspect_command",
+        "compare": "xla_amp.diagnose.compare_command",
+        "policy": "xla_amp.diagnose.policy_command",
+        "completion": "xla_amp.diagnose.completion_command",
+    }
+)
 """Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: parsed arguments -> `Answer`.
 
 The modules are loaded for every call, so they load torch and jax only when they run."""
@@ -42,9 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         answer = arguments.run(arguments)
+    except ModuleError as error:
+        print(f"xla-amp: {error}", file=sys.stderr)
+        return 1
     except XlaAmpError as error:
         print(f"xla-amp: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("xla-amp: interrupted", file=sys.stderr)
+        return 130
     try:
         print(answer[0], flush=True)
     except BrokenPipeError:  # `xla-amp ... | head`

@@ -26,6 +26,9 @@ from xla_amp.stablehlo.rewrite import as_program
 TOLERANCE: Final = 0.05
 """`Error.relative` up to which `Comparison.agrees` by default."""
 
+_CANCELLED: Final = 0.01
+"""Relative error of float32 from which on little but rounding is left."""
+
 _AT_ONCE: Final = 2**28
 """Bytes of operations' results that one run returns."""
 
@@ -81,8 +84,15 @@ class Comparison:
         )
 
     def worst(self, most: int = 10) -> list[OperationError]:
-        """Operations with the largest relative error in B."""
-        return sorted(self.operations, key=lambda each: (-each.b.nonfinite, -each.b.relative))[:most]
+        """Operations with the largest relative error in B; those that are mostly error in A, too, come last.
+
+        The latter are sums that cancel: next to a reference of nearly zero everything is far away.
+        """
+
+        def order(each: OperationError) -> tuple[int, bool, float]:
+            return -each.b.nonfinite, each.a.relative > _CANCELLED, -each.b.relative
+
+        return sorted(self.operations, key=order)[:most]
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""

@@ -192,30 +192,36 @@ def save(program: Program | ir.MlirModule, path: str | os.PathLike[str], format:
     """
     if not isinstance(program, Program):
         program = Program(module=program, format="bytecode")
+    chosen = check_format(program, path, format)
+    write_whole(path, dump(program, chosen))
+    return chosen
+
+
+def check_format(program: Program, path: str | os.PathLike[str], format: Format | None = None) -> Format:
+    """The format that `save` will use.
+
+    Raises:
+        ModuleError: it is unknown, or ``export`` for a module that JAX did not export.
+    """
     chosen: Any = format or _SUFFIXES.get(Path(path).suffix.lower(), program.format)
     if chosen not in FORMATS:
         raise ModuleError(f"saving {os.fspath(path)}: format {chosen!r}, expected one of {', '.join(FORMATS)}")
-    write_whole(path, dump(program, chosen))
+    if chosen == "export" and program.exported is None:
+        raise ModuleError(
+            f"saving {os.fspath(path)}: this program was read as {program.format}, without the pytrees that jax.export "
+            f"keeps; use a format of {', '.join(each for each in FORMATS if each != 'export')}"
+        )
     return chosen  # type: ignore[no-any-return]
 
 
 def dump(program: Program, format: Format) -> bytes:
-    """The bytes of a program in one format.
-
-    Raises:
-        ModuleError: a module that JAX did not export is to be an ``export``.
-    """
+    """The bytes of a program in one format, which `check_format` has found possible."""
     if format == "text":
         return ir.text(program.module).encode() + b"\n"
     if format == "bytecode":
         return ir.bytecode(program.module)
     if format == "artifact":
         return ir.artifact(program.module)
-    if program.exported is None:
-        raise ModuleError(
-            f"format 'export': this program was read as {program.format}, without the pytrees that jax.export keeps; "
-            f"use one of {', '.join(each for each in FORMATS if each != 'export')}"
-        )
     return bytes(program.exported.serialize(vjp_order=1 if program.exported.has_vjp() else 0))
 
 

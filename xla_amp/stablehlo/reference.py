@@ -20,6 +20,8 @@ KEPT: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Operations that stay as they are between casts, as do those that the pass calls sealed -> why."""
 
+_PRECISION: Final = ("algorithm", "precision_config")
+
 
 class Site(NamedTuple):
     """One floating-point result, of fixed shape, of an operation of the entry function."""
@@ -28,13 +30,15 @@ class Site(NamedTuple):
     type: str
     """Without the element type, ``[8,128]``."""
     element: str
+    attributes: str
+    """Dimensions, directions and the like, but not how precisely it computes."""
     location: str
     bytes: int
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str, str]:
         """What two modules' sites have in common when they are the same operation."""
-        return self.name, self.type
+        return self.name, self.type, self.attributes
 
 
 def widened(module: ir.MlirModule) -> ir.MlirModule:
@@ -219,6 +223,27 @@ def _site(result: Any) -> Site:
         name=inspection.short_name(operation),
         type=f"[{','.join(map(str, shape))}]",
         element=element,
+        attributes=_attributes(operation),
         location=inspection.place(operation),
         bytes=inspection.bytes_of(result.type),
     )
+
+
+def _attributes(operation: Any) -> str:
+    attributes = operation.attributes
+    names = sorted(name for name in attributes if name not in _PRECISION and "." not in name)
+    words = [f"{name}={attributes[name]}" for name in names]
+    if inspection.structure_of(operation) == "contraction":
+        words += [_source(operand) for operand in operation.operands]  # with operands swapped it is another one
+    return " ".join(words)
+
+
+def _source(value: Any) -> str:
+    """What a value comes from, casts aside."""
+    ir_ = ir.mlir()
+    while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
+        value = value.owner.operation.operands[0]
+    if isinstance(value.owner, ir_.Block):
+        return f"argument {ir_.BlockArgument(value).arg_number}"
+    operation = value.owner.operation
+    return f"{inspection.short_name(operation)} {inspection.place(operation)}"

@@ -14,7 +14,10 @@ from xla_amp.stablehlo import ir
 
 
 def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, Any]]:
-    """Standard normal floats, integers 0 and 1 (which index everything), random truth values.
+    """Normal floats, integers 0 and 1 (which index everything), random truth values.
+
+    Floats of two or more dimensions have the standard deviation of fresh weights, one over the root of the last but one
+    dimension, so that what several layers make of them stays of order one; others have 1.
 
     Raises:
         ModuleError: an argument has no fixed shape.
@@ -32,7 +35,11 @@ def _random(generator: np.random.Generator, kind: ir.TensorType | None, index: i
         return (generator.standard_normal(shape) + 1j * generator.standard_normal(shape)).astype(dtype)
     if kind.element.lstrip("u").startswith("i"):
         return generator.integers(0, 2, shape).astype(dtype)
-    return generator.standard_normal(shape).astype(dtype)
+    return (generator.standard_normal(shape) * _deviation(shape)).astype(dtype)
+
+
+def _deviation(shape: Sequence[int]) -> float:
+    return 1 / max(1, shape[-2]) ** 0.5 if len(shape) > 1 else 1.0
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:

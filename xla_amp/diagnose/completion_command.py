@@ -1,0 +1,27 @@
+"""Print a script that completes xla-amp's commands, options and files: eval "$(xla-amp completion bash)"."""
+
+from __future__ import annotations
+
+import argparse
+
+from xla_amp.diagnose.arguments import MissingLibraryError
+
+HELP = "completion for bash, zsh or tcsh"
+
+SHELLS = ("bash", "zsh", "tcsh")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``completion``."""
+    parser.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    try:
+        import shtab
+    except ImportError:
+        raise MissingLibraryError("completion: shtab is not installed: pip install 'xla-amp[cli]'") from None
+    from xla_amp import cli
+
+    return shtab.complete(cli.parser(), shell=arguments.shell), 0

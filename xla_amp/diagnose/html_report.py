@@ -1,0 +1,42 @@
+"""A document as one HTML file: no scripts, nothing from the network."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Callable
+from typing import Any
+
+from xla_amp.diagnose.documents import Document
+from xla_amp.diagnose.painted_graph import painted_graph
+from xla_amp.stablehlo.report import Report, location
+
+
+def page(document: Document, module: Any = None, why: Callable[[Any], str] | None = None) -> str:
+    """The HTML text, with the graph of `module`.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    import jinja2
+    import markupsafe
+
+    source = importlib.resources.files(__package__).joinpath("templates", "report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    graph = None if module is None else painted_graph(module, why)
+    if graph is not None:
+        graph = graph._replace(svg=markupsafe.Markup(graph.svg))  # its texts are escaped where they are written
+    return environment.from_string(source).render(document=document, graph=graph)
+
+
+def reasons(report: Report) -> Callable[[Any], str]:
+    """Why an operation has its colour: the pass's decision about operations of that name and place."""
+    known: dict[tuple[str, str], str] = {}
+    for each in report.operations:
+        name = each.operation.partition("#")[0].partition(".")[0]
+        known.setdefault((name, each.location), f"{each.colour}: {each.why}")
+
+    def why(operation: Any) -> str:
+        name = str(operation.name).removeprefix("stablehlo.").partition(".")[0]
+        return known.get((name, location(operation)), "")
+
+    return why
