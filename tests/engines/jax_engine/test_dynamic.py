@@ -1,4 +1,4 @@
-"""Results whose size depends on data: right, counted as one wait, and announced once."""
+"""Results whose size depends on data: right, counted as one wait unless the host knows, and announced once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,28 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+def computed(device: torch.device) -> torch.Tensor:
+    """`NUMBERS`, as values that only the device knows."""
+    return NUMBERS.float().to(device).long()
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_same_as_the_cpu_with_one_wait(name, device):
-    check(lambda where: CALLS[name](NUMBERS.to(where)))
-    x = NUMBERS.to(device) + 0
+    check(lambda where: CALLS[name](NUMBERS.float().to(where).long()))
+    x = computed(device)
     with counted() as counts:
         CALLS[name](x)
     assert counts.host_syncs == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nobody_waits_for_what_was_uploaded(name, device):
+    check(lambda where: CALLS[name](NUMBERS.to(where)))
+    x = NUMBERS.to(device) + 0
+    with counted() as counts, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[name](x)
+    assert (counts.host_syncs, counts.executions, counts.host_values) == (0, 0, 1)
 
 
 STATIC: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -60,7 +75,7 @@ def test_results_of_fixed_size_do_not_wait(name, device):
 
 def test_each_operation_is_announced_once(device, monkeypatch):
     monkeypatch.setattr(dynamic, "_announced", set())
-    x = NUMBERS.to(device)
+    x = computed(device)
     with pytest.warns(UserWarning, match="nonzero returns depends on data"):
         torch.nonzero(x)
     with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import compat, infer, storage, transfer
+from xla_amp.engines.jax import compat, infer, known, storage, transfer
 from xla_amp.engines.jax.cut import bound
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
@@ -228,7 +228,8 @@ def _weight_norm_backward(
 
 @_kernel("_local_scalar_dense")
 def _item(self: torch.Tensor) -> Any:
-    return storage.to_host(self).item()
+    found = known.value(self)
+    return (storage.to_host(self) if found is None else found).item()
 
 
 @_kernel("equal")

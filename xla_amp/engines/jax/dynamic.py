@@ -2,6 +2,7 @@
 
 XLA compiles for sizes, so these are computed on the host: the operands come down together, the results go up, and the
 tape is cut in between.  Each call is counted in ``metrics.host_syncs``, and the first one of each operation warns.
+Nothing comes down, and nobody waits, where the host knows the operands (`known`): a mask made from uploaded labels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import storage, transfer
+from xla_amp.engines.jax import known, storage, transfer
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 
 aten = torch.ops.aten
@@ -47,9 +48,15 @@ def announce(name: str) -> None:
     )
 
 
-def _to_host(value: Any) -> Any:
-    on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
-    return storage.to_host(value) if on_device else value
+def _to_host(value: Any, name: str) -> Any:
+    """`value`, read for the operation `name`; tensors of the device as CPU tensors."""
+    if not isinstance(value, torch.Tensor) or value.device.type != DEVICE_TYPE:
+        return value
+    found = known.value(value)
+    if found is None:
+        announce(name)
+        found = storage.to_host(value)
+    return found
 
 
 def _to_device(value: Any) -> Any:
@@ -59,9 +66,9 @@ def _to_device(value: Any) -> Any:
 
 
 def _on_host(name: str, *args: Any, **kwargs: Any) -> Any:
-    announce(name)
     operator = getattr(aten, name).default
-    return _to_device(operator(*map(_to_host, args), **{key: _to_host(value) for key, value in kwargs.items()}))
+    options = {key: _to_host(value, name) for key, value in kwargs.items()}
+    return _to_device(operator(*(_to_host(value, name) for value in args), **options))
 
 
 KERNELS.update({name: functools.partial(_on_host, name) for name in ON_HOST})
@@ -77,14 +84,13 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_kernel("masked_select")
 def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    announce("masked_select")
     self, mask = torch.broadcast_tensors(self, mask)
-    return self.reshape(-1).index_select(0, positions(mask.reshape(-1)).view(-1))
+    return self.reshape(-1).index_select(0, positions(mask.reshape(-1), "masked_select").view(-1))
 
 
-def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Where `mask` is true, int64[count, dimensions]."""
-    return transfer.to_device(torch.nonzero(storage.to_host(mask)))
+def positions(mask: torch.Tensor, name: str) -> torch.Tensor:
+    """Where `mask` is true, int64[count, dimensions], read for the operation `name`."""
+    return transfer.to_device(torch.nonzero(_to_host(mask, name)))
 
 
 def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,8 +100,7 @@ def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
         expanded: list[Any] = []
         for i in indices:
             if i is not None and i.dtype in (torch.bool, torch.uint8):
-                announce("indexing with a mask")
-                expanded += positions(i.to(self.device)).unbind(1)
+                expanded += positions(i.to(self.device), "indexing with a mask").unbind(1)
             else:
                 expanded.append(i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device))
         return index(self, expanded)
@@ -109,7 +114,6 @@ def find_length(repeat: Callable[..., Any]) -> Callable[..., Any]:
     def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
         if output_size is not None:
             return repeat(repeats, output_size=output_size)
-        announce("repeat_interleave without output_size")
-        return transfer.to_device(aten.repeat_interleave.Tensor(storage.to_host(repeats)))
+        return transfer.to_device(aten.repeat_interleave.Tensor(_to_host(repeats, "repeat_interleave without output_size")))
 
     return repeat_interleave

@@ -8,6 +8,7 @@ COUNTERS: dict[str, str] = {
     "executions": "executables run",
     "compilations": "executables built",
     "host_syncs": "times that Python waited for the device",
+    "host_values": "values that the host worked out from what was uploaded, without waiting",
     "device_to_host": "transfers of a value to the host",
     "host_to_device": "uploads of a tensor to the device",
     "operations": "operations inside the executables run",

@@ -336,10 +336,13 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         array = buffer.array if on_host else array_of(tensor)
     # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
     value = transfer.download(array)  # type: ignore[arg-type]
-    if on_host:
-        flat = value.reshape(-1).view(tensor.dtype)
-        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
-    return value
+    return window(value, tensor) if on_host else value
+
+
+def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor` shows of its buffer's `value` (a CPU tensor), in memory of its own."""
+    flat = value.reshape(-1).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:

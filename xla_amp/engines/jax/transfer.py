@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import jax
 import numpy as np
 import torch
@@ -11,6 +13,11 @@ from xla_amp.engines.jax.dtypes import TO_TORCH, to_numpy, to_torch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.tape import Buffer, spec
 
+copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
+"""id of an uploaded array -> itself and the host's copy, while the array lives (`known` answers questions from it)."""
+_SMALL = 1 << 20
+"""Bytes up to which a copy is kept, of integers and booleans: masks, lengths and labels, which programs ask about."""
+
 
 def upload(tensor: torch.Tensor) -> jax.Array:
     """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
@@ -18,7 +25,10 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
     metrics.host_to_device += 1
     with compat.x64():
-        return jax.device_put(private, runtime.jax_device())
+        array = jax.device_put(private, runtime.jax_device())
+    if private.dtype.kind in "biu" and private.nbytes <= _SMALL:
+        copies[id(array)] = (weakref.ref(array, lambda _, key=id(array): copies.pop(key, None)), private)  # type: ignore[misc]
+    return array
 
 
 def download(array: jax.Array) -> torch.Tensor:
