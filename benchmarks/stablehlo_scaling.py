@@ -1,4 +1,6 @@
-"""Time of `xla_amp.stablehlo.autocast` by the size of the module: python benchmarks/stablehlo_scaling.py [OPERATIONS...]
+"""Time of `xla_amp.stablehlo.autocast` by the size of the module.
+
+    python benchmarks/stablehlo_scaling.py [OPERATIONS...]
 
 The module is a chain of layers as a training step has them: contraction, bias, tanh, layer norm, residual, a function
 call and a loop with a carried state.  One process, one core; reading the module and verifying the result are included.

@@ -14,7 +14,6 @@ import torch
 from torch.utils import _pytree
 
 from xla_amp.engines.jax import compat, cut, random, runtime, storage
-from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import Program
 from xla_amp.engines.jax.tape import Buffer, tape
 from xla_amp.errors import CaptureError
@@ -130,7 +129,6 @@ class _Recorder:
         self.runs: list[_Run] = []
 
     def __enter__(self) -> None:
-        self._syncs = metrics.host_syncs
         self._outer, cut.observer = cut.observer, self
 
     def __exit__(self, *_: Any) -> None:
@@ -269,9 +267,9 @@ def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if _here(value):
         yield name, value
     elif isinstance(value, torch.nn.Module):
-        for path, tensor in (*value.named_parameters(), *value.named_buffers()):
+        for own, tensor in (*value.named_parameters(), *value.named_buffers()):
             if _here(tensor):
-                yield prefix + path, tensor
+                yield prefix + own, tensor
     elif isinstance(value, torch.optim.Optimizer):
         for number, entries in enumerate(value.state.values()):
             for key, tensor in entries.items():

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.graph import Graph, Node
 from xla_amp.stablehlo.paint import Painter
@@ -72,13 +73,14 @@ class Emitter:
         for node in self.graph.nodes:
             if node.low:
                 self._retype(node)
+        reused = {id(node) for node in self.graph.nodes if node.narrows and self._reuse(node)}
         for node in self.graph.nodes:
-            for feed in node.feeds:
+            for feed in () if id(node) in reused else node.feeds:
                 have = self.painter.is_low(feed.slot)
                 if have != node.low:
-                    feed.operation.operands[feed.index] = self._as(feed.value, feed.slot, low=node.low)
+                    feed.operation.operands[feed.position] = self._as(feed.value, feed.slot, low=node.low)
         for node in self.graph.nodes:
-            if node.narrows:
+            if node.narrows and id(node) not in reused:
                 operation = node.operation
                 operation.results[0].replace_all_uses_with(operation.operands[0])
                 operation.erase()
@@ -165,6 +167,20 @@ class Emitter:
             found = self._cast[value, low] = self._make(value, slot, low=low)
         return found
 
+    def _reuse(self, node: Node) -> bool:
+        """Takes the program's own cast for everyone, moved to where it reaches every use."""
+        feed, operation = node.feeds[0], node.operation
+        known = (feed.value, True) in self._cast or feed.slot in self.graph.exact or feed.slot in self.painter.constant
+        if known or self.painter.is_low(feed.slot):
+            return False
+        owner = feed.value.owner
+        if not isinstance(owner, ir.mlir().Block):
+            operation.move_after(owner.operation)
+        elif (first := owner.operations[0].operation) != operation:
+            operation.move_before(first)
+        self._cast[feed.value, True] = operation.results[0]
+        return True
+
     def _make(self, value: Any, slot: int, *, low: bool) -> Any:
         mlir = ir.mlir()
         owner = value.owner
@@ -201,7 +217,8 @@ class Emitter:
     def _constant(self, operation: Any) -> Any:
         attribute = operation.attributes["value"]
         values = ir.constant_array(attribute)
-        assert values is not None
+        if values is None:  # the painter reads every constant before it lets one be narrowed
+            raise ModuleError("a constant whose values cannot be read was to be narrowed")
         with np.errstate(over="ignore"):
             narrowed = values.astype(self.low_dtype)
         return ir.constant_attribute(narrowed, self.type(attribute.type, low=True))

@@ -18,17 +18,17 @@ class Feed(NamedTuple):
     """An operand that must have the colour of the node that it feeds."""
 
     operation: Any
-    index: int
+    position: int
     value: Any
     slot: int
 
 
 class Node:
-    """What reads slots and writes slots of one colour: an operation, or a join (loop carry, branch result, argument)."""
+    """What reads slots and writes slots of one colour: an operation, or a join (loop carry, branch result)."""
 
     __slots__ = (
-        "colour", "edge", "feeds", "function", "inputs", "inside", "kept", "lane", "low", "narrows", "operation", "outputs",
-        "sealed", "structure", "treatment", "upstream", "why", "writes",
+        "colour", "edge", "feeds", "function", "inputs", "inside", "kept", "lane", "low", "narrows", "operation",
+        "outputs", "sealed", "structure", "treatment", "upstream", "why", "writes",
     )  # fmt: skip
 
     def __init__(self, treatment: Treatment | None, operation: Any, function: str, lane: int | None = None) -> None:
@@ -82,7 +82,7 @@ class Graph:
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
         self._module = module
-        self._structures: dict[Structure, Callable[[Any, Treatment], None]] = {
+        self._structures: dict[Structure, Callable[[Any, Treatment], Any]] = {
             "op": self._op,
             "contraction": self._op,
             "body": self._body,

@@ -120,13 +120,23 @@ def bytecode(module: MlirModule) -> bytes:
 
 
 def artifact(module: MlirModule, version: str | None = None) -> bytes:
-    """Portable artifact, which later StableHLO versions read for years; default: the current version."""
-    stablehlo = dialect()
-    # Serializing turns the module that it is given into VHLO.
-    copied = copy(module)
-    with copied.context:
-        data: bytes = stablehlo.serialize_portable_artifact(copied, version or stablehlo.get_current_version())
-    return data
+    """Portable artifact, which later StableHLO versions read for years; default: the current version.
+
+    Operations of chlo are written as what they stand for; other dialects (sdy) are written beside StableHLO.
+
+    Raises:
+        ModuleError: an operation or type has no portable form.
+    """
+    import jax
+    from jaxlib import _jax
+
+    target, data, problem = version or dialect().get_current_version(), bytecode(module), ""
+    for mixed in (False, True):
+        try:
+            return bytes(_jax.mlir.serialize_portable_artifact(data, target, mixed))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            problem = problem or _first_line(error, [])
+    raise ModuleError(f"no portable artifact of version {target}: {problem}; MLIR text and bytecode hold every module")
 
 
 def copy(module: MlirModule) -> MlirModule:
@@ -319,7 +329,7 @@ def evaluate(module: MlirModule, arguments: Sequence[np.ndarray[Any, Any]]) -> l
         if None in kinds.inputs or None in kinds.outputs:
             raise ModuleError("the reference interpreter takes and gives tensors only")
         # It ends the process at an operation that it does not know.
-        if unknown := sorted({op.name for op in operations(interpreted.operation) if not _interpretable(op.name)}):
+        if unknown := uninterpretable(interpreted):
             raise ModuleError(f"the reference interpreter does not know {', '.join(unknown)}")
         _widen_results(interpreted)
         try:
@@ -342,8 +352,10 @@ _NOT_INTERPRETED: Final = frozenset(
 )  # fmt: skip
 
 
-def _interpretable(name: str) -> bool:
-    return name not in _NOT_INTERPRETED and name.startswith(("stablehlo.", "func."))
+def uninterpretable(module: MlirModule) -> list[str]:
+    """Names of the operations of a module that the reference interpreter does not know, sorted."""
+    names = {operation.name for operation in operations(module.operation)}
+    return sorted(n for n in names if n in _NOT_INTERPRETED or not n.startswith(("stablehlo.", "func.")))
 
 
 def _widen_results(module: MlirModule) -> None:
