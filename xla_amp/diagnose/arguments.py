@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from xla_amp.errors import XlaAmpError
@@ -14,8 +13,8 @@ from xla_amp.errors import XlaAmpError
 if TYPE_CHECKING:
     from xla_amp.diagnose.documents import Document
 
-FILE: Final = MappingProxyType({"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"})
-"""shtab's mark for arguments that are completed with file names."""
+FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""shtab's mark for arguments that are completed with file names; it asks for a dict."""
 
 
 class MissingLibraryError(XlaAmpError, ImportError):
