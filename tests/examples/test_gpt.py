@@ -1,0 +1,34 @@
+"""The GPT example, run as a user runs it: captured steps, a checkpoint, and going on from it with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from source_tree import ROOT
+
+SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--write=4", "--json"]
+
+
+def results(*flags: str) -> dict[str, object]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / "gpt.py", *SMALL, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_learns_in_captured_steps_and_goes_on_from_its_checkpoint(tmp_path):
+    flags = ["--precision=fp16", "--policy=gpu"]
+    whole = results("--steps=80", *flags)
+    assert whole["executions_per_step"] == 1
+    assert whole["replayed_steps"] >= 70
+    assert whole["last_loss"] < whole["first_loss"] - 1
+
+    checkpoint = f"--checkpoint={tmp_path / 'gpt.pt'}"
+    results("--steps=40", checkpoint, *flags)
+    resumed = results("--steps=40", checkpoint, *flags)
+    assert resumed["last_loss"] == whole["last_loss"]
+    assert resumed["held_out_loss"] == whole["held_out_loss"]
