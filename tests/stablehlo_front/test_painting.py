@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from xla_amp.errors import ModuleError, PolicyError, UnsupportedDtypeError
+from xla_amp.policy.names import catalogue
 from xla_amp.stablehlo import Converted, autocast, ir
+from xla_amp.stablehlo.treatment import table
 
 DOT = "contracting_dims = [1] x [0] : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>"
 
@@ -461,3 +463,23 @@ def test_report() -> None:
     assert "tpu.toml" in dot.origin
     assert '"casts_inserted": {"f32->bf16": 2}' in converted.report.to_json()
     assert "casts inserted: 2 x f32->bf16" in str(converted.report)
+
+
+def test_the_table_names_operations_that_exist() -> None:
+    known = {"func.call"}
+    for name in ("chlo", "sdy", "stablehlo"):
+        generated = pytest.importorskip(f"jaxlib.mlir.dialects._{name}_ops_gen")
+        known |= {value.OPERATION_NAME for value in vars(generated).values() if hasattr(value, "OPERATION_NAME")}
+    missing = []
+    for name in table().rows:
+        base = name.partition(".")[0] if name.partition(".")[0] in table().narrowed else name
+        if not {base, f"stablehlo.{base}"} & known:
+            missing.append(name)
+    assert missing == []
+    # What nothing in the table treats, the policy cannot treat either.
+    unknown = [
+        name
+        for name in catalogue().stablehlo
+        if name not in table().rows and name.partition(".")[0] not in table().rows
+    ]
+    assert unknown == []

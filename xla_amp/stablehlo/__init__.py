@@ -17,6 +17,8 @@ _PUBLIC = {
     "Program": "xla_amp.stablehlo.files",
     "Report": "xla_amp.stablehlo.report",
     "autocast": "xla_amp.stablehlo.rewrite",
+    "compare": "xla_amp.stablehlo.comparison",
+    "inspect": "xla_amp.stablehlo.inspection",
     "load": "xla_amp.stablehlo.files",
     "save": "xla_amp.stablehlo.files",
 }

@@ -346,7 +346,7 @@ _NOT_INTERPRETED: Final = frozenset(
         "all_gather", "all_reduce", "all_to_all", "batch_norm_grad", "batch_norm_inference", "batch_norm_training",
         "broadcast", "collective_broadcast", "collective_permute", "create_token", "partition_id", "reduce_scatter",
         "replica_id",
-        "cross_replica_sum", "custom_call", "dot", "dynamic_conv", "einsum", "fft", "rng", "rng_bit_generator",
+        "cross-replica-sum", "custom_call", "dot", "dynamic_conv", "einsum", "fft", "rng", "rng_bit_generator",
         "torch_index_select", "triangular_solve", "unary_einsum", "uniform_dequantize", "uniform_quantize",
     )
 )  # fmt: skip

@@ -1,0 +1,29 @@
+"""How many casts the pass leaves in a program, against the front for JAX functions."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+import checks
+import corpus
+
+from xla_amp import jax as jax_front
+from xla_amp.stablehlo import autocast
+
+# "ragged": the front for JAX functions leaves it alone, as the rules for TPU do not name it; XLA:CPU gets it as a dot.
+COMPARED = [name for name in corpus.CASES if name != "ragged"]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_more_casts_than_the_jaxpr_front(name: str) -> None:
+    case = corpus.CASES[name]
+    theirs = jax.jit(jax_front.autocast(case.function, driver="jaxpr"), keep_unused=True).lower(*case.arguments)
+    count = checks.casts(theirs.compiler_ir("stablehlo"))
+    assert count > 0
+    assert checks.casts(autocast(corpus.lowered(case)).module) <= 1.1 * count
