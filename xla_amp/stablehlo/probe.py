@@ -338,7 +338,7 @@ class _Instrument:
         mlir = ir.mlir()
         name = self._helpers.get(value.type)
         if name is None:
-            name = self._helpers[value.type] = f"xla_amp.measured_{len(self._helpers)}"
+            name = self._helpers[value.type] = f"xla_amp_measured_{len(self._helpers)}"
             truth = ir.with_element(value.type, mlir.IntegerType.get_signless(1))
             axes = ", ".join(map(str, range(value.type.rank)))
             source = _MEASURE.format(name=name, type=value.type, truth=truth, axes=axes)
