@@ -130,6 +130,13 @@ def evaluate(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     return list(core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
 
 
+def linearizations() -> dict[Any, Any]:
+    """JAX's table of rules that linearize a primitive."""
+    from jax._src.interpreters import ad as private
+
+    return private.primitive_linearizations
+
+
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """Binds with the parameters of an equation; always a list."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))

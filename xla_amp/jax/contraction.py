@@ -1,4 +1,4 @@
-"""Contractions in low precision with the right backward pass, as JAX primitives that stand for ``dot_general`` and such.
+"""Contractions in low precision with the right backward pass: JAX primitives that stand for ``dot_general`` and so on.
 
 For a contraction primitive of JAX there is one of ours that reads its two operands in the low dtype, whatever dtype
 they have, accumulates in float32, and returns the dtype that is asked for:
@@ -64,6 +64,35 @@ def contract_low(
     )
 
 
+def low_copy(value: Any, low: Any) -> Any:
+    """`value` in the low dtype; no gradient passes: it goes to the master that the copy is of."""
+    return value if value.dtype == low else _copy().bind(value, low=jnp.dtype(low))
+
+
+@functools.cache
+def _copy() -> Primitive:
+    def emit(value: Any, *, low: Any) -> Any:
+        return lax.convert_element_type(value, low)
+
+    def zero(value: Any, low: Any) -> Any:
+        return ad.Zero(compat.typeof_tangent(compat.with_dtype(compat.typeof(value), low)))
+
+    copy = Primitive("low_copy")
+    copy.def_impl(emit)
+    copy.def_abstract_eval(lambda aval, *, low: compat.with_dtype(aval, low))
+    ad.primitive_jvps[copy] = lambda primals, tangents, *, low: (copy.bind(*primals, low=low), zero(primals[0], low))
+    ad.primitive_transposes[copy] = lambda cotangent, value, *, low: [ad.Zero(value.aval)]
+    compat.linearizations()[copy] = lambda is_vjp, nonzero, value, *, low: (
+        copy.bind(value, low=low),
+        False,
+        (),
+        lambda residuals, *tangents: zero(value, low),
+    )
+    batching.defvectorized(copy)
+    mlir.register_lowering(copy, mlir.lower_fun(emit, multiple_results=False))
+    return copy
+
+
 def base(primitive: Any) -> Any:
     """JAX's primitive that one of ours stands for; any other primitive is itself."""
     return _BASES.get(primitive, primitive)
@@ -94,6 +123,7 @@ def form(primitive: Any) -> Primitive:
     ours.def_impl(functools.partial(_run, ours))
     ours.def_effectful_abstract_eval(functools.partial(_abstract, primitive))
     ad.primitive_jvps[ours] = functools.partial(_jvp, primitive)
+    compat.linearizations()[ours] = functools.partial(_linearize, primitive)
     ad.primitive_transposes[ours] = functools.partial(_transpose, primitive)
     batching.primitive_batchers[ours] = functools.partial(_batch, primitive)
     for platform in ("cpu", None):
@@ -128,10 +158,10 @@ def _emit(primitive: Any, platform: str | None, *operands: Any, low: Any, out: A
     left, right = _as(left, low), _as(right, low)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p and not params.get("out_sharding"):
-        result = _cpu_dot(left, right, params["dimension_numbers"])
-        # XLA:CPU folds a transpose behind a float32 result into a form that it cannot run (jaxlib 0.10.2: "Unsupported
-        # element type for DotThunk::Execute: BF16 x BF16 = F32"); the barrier is in its way.
-        return lax.optimization_barrier(result) if out == accumulator else _as(result, out)
+        # XLA:CPU folds a transpose before the left operand or behind a float32 result into a form that it cannot run
+        # (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"); barriers are in its way.
+        result = _cpu_dot(lax.optimization_barrier(left), right, params["dimension_numbers"])
+        return _as(lax.optimization_barrier(result), out)
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": accumulator if platform == "cpu" else out}
     return _as(primitive.bind(left, right, *rest, **params), out)
@@ -159,19 +189,32 @@ def _matrix(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> tu
 
 
 def _jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    ours = form(primitive)
-    out = ours.bind(*primals, **params)
+    out = form(primitive).bind(*primals, **params)
+    return out, _tangent(primitive, primals, tangents, params, compat.typeof(out))
+
+
+def _linearize(primitive: Any, is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
+    # What JAX would derive from `_jvp`, without tracing it.
+    out = form(primitive).bind(*primals, **params)
+    aval = compat.typeof(out)
     count = len(primals) - sum(params["masters"])
+
+    def linear(residuals: Sequence[Any], *tangents: Any) -> Any:
+        return _tangent(primitive, residuals, tangents, params, aval)
+
+    return out, True, primals[:count], linear
+
+
+def _tangent(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any], aval: Any) -> Any:
+    count = len(tangents) - sum(params["masters"])
     operands, masters = list(primals[:count]), [place for place, given in enumerate(params["masters"]) if given]
     sources = [(0, tangents[0]), (1, tangents[1]), *zip(masters, tangents[count:], strict=True)]
     plain = {**params, "masters": (False, False)}
     terms = []
     for place, tangent in sources:
         if not isinstance(tangent, ad.Zero):
-            terms.append(ours.bind(*operands[:place], tangent, *operands[place + 1 :], **plain))
-    if not terms:
-        return out, ad.Zero(compat.typeof_tangent(compat.typeof(out)))
-    return out, functools.reduce(ad.add_jaxvals, terms)
+            terms.append(form(primitive).bind(*operands[:place], tangent, *operands[place + 1 :], **plain))
+    return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(compat.typeof_tangent(aval))
 
 
 def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, **params: Any) -> Any:

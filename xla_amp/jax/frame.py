@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from xla_amp.jax import compat
+from xla_amp.jax.contraction import low_copy
 from xla_amp.jax.rules import F32, Rules, dtype_of, is_float
 
 
@@ -92,8 +93,7 @@ class Frame:
                 primitive, params, array, rest = found.moved
                 found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
             else:
-                low = self.cast(value, self.rules.low)
-                found.low = lax.stop_gradient(low) if found.weight else low
+                found.low = low_copy(value, self.rules.low) if found.weight else self.cast(value, self.rules.low)
         return found.low
 
     def has_low(self, value: Any) -> bool:

@@ -223,8 +223,8 @@ class _Program:
         self._finish: Callable[[Any], Any] = lambda out: out
         lifted = state.lift(function, args, kwargs)
         if lifted is not None:
-            function, arrays, self._finish = lifted
-            args, kwargs = (arrays,), {}
+            function, args, self._finish = lifted
+            kwargs = {}
         leaves, tree = jax.tree.flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if compat.is_array(leaf)]
         self._values = [leaves[place] for place in places]

@@ -15,11 +15,10 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import jax
-from jax import lax
 
 from xla_amp import record
 from xla_amp.jax import compat
-from xla_amp.jax.contraction import base_call
+from xla_amp.jax.contraction import base_call, low_copy
 from xla_amp.jax.rules import F32, decide, dtype_of, is_float
 from xla_amp.policy import Policy
 
@@ -212,9 +211,8 @@ def _hoisted(call: Call, consts: Sequence[Any], jaxpr: Any) -> tuple[list[Any], 
     copies = []
     for place in places:
         value = consts[place]
-        known = call.walker.frame.has_low(value)
-        copy = call.walker.frame.low_copy(value) if known else call.cast(value, low)
-        copies.append(lax.stop_gradient(copy))
+        known = call.walker.frame.has_low(value) and call.walker.frame.is_weight(value)
+        copies.append(call.walker.frame.low_copy(value) if known else low_copy(value, low))
     return list(consts), copies, places
 
 

@@ -186,7 +186,8 @@ def _leaving(jaxpr: Any, backward: bool, wanted: Sequence[bool] | None) -> froze
     for eqn, inside in zip(reversed(jaxpr.eqns), reversed(parts), strict=True):
         if not inside or (_follows_back(eqn.primitive.name) and not found.isdisjoint(eqn.outvars)):
             found.update(atom for atom in eqn.invars if not isinstance(atom, compat.Literal))
-    return frozenset(found)
+    made = {var for eqn, inside in zip(jaxpr.eqns, parts, strict=True) if inside for var in eqn.outvars}
+    return frozenset(found & made)
 
 
 @functools.cache
