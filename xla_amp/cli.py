@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -26,6 +27,9 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
 """Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: parsed arguments -> `Answer`.
 
 The modules are loaded for every call, so they load torch and jax only when they run."""
+
+_LONGEST: Final = 1000
+"""Characters of an error; MLIR's may quote a whole call stack."""
 
 
 class Answer(NamedTuple):
@@ -50,12 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         answer = arguments.run(arguments)
-    except ModuleError as error:
-        print(f"xla-amp: {error}", file=sys.stderr)
-        return 1
     except XlaAmpError as error:
-        print(f"xla-amp: {error}", file=sys.stderr)
-        return 2
+        print(textwrap.shorten(f"xla-amp: {error}", _LONGEST, placeholder=" ..."), file=sys.stderr)
+        return 1 if isinstance(error, ModuleError) else 2
     except KeyboardInterrupt:
         print("xla-amp: interrupted", file=sys.stderr)
         return 130

@@ -26,6 +26,9 @@ class _Node(NamedTuple):
     label: str
     title: str
     kind: str
+    """Colour of the box: the dtype that it computes in."""
+    gives: str
+    """Colour of the lines: the dtype of its result."""
     parents: tuple[int, ...]
     row: int
 
@@ -70,7 +73,8 @@ def _nodes(module: ir.MlirModule, why: Callable[[Any], str]) -> tuple[list[_Node
             number[argument] = len(nodes)
             kind = ir.tensor_type(argument.type)
             text = f"argument {index}  {inspection.type_text(kind)}"
-            nodes.append(_Node(text, text, dtype_kind(kind.element if kind else "") or "other", (), 0))
+            colour = _colour(argument)
+            nodes.append(_Node(text, text, colour, colour, (), 0))
     for operation in shown:
         parents = tuple(dict.fromkeys(number[each] for each in operation.operands if each in number))
         row = 1 + max((nodes[parent].row for parent in parents), default=-1)
@@ -85,10 +89,15 @@ def _operation(operation: Any, why: str, parents: tuple[int, ...], row: int) -> 
     types = ", ".join(map(inspection.type_text, kinds))
     inside = sum(1 for _ in ir.operations(operation)) if inspection.structure_of(operation) != "body" else 0
     words = [f"{name}: {types}", inspection.place(operation), why, f"{inside} operations inside" if inside else ""]
-    kind = dtype_kind(kinds[0].element if kinds and kinds[0] else "") or "other"
-    if inspection.structure_of(operation) == "cast":
-        kind = "cast"
-    return _Node(f"{name}  {types}", "\n".join(filter(None, words)), kind, parents, row)
+    gives = _colour(operation.results[0]) if kinds else "other"
+    structure = inspection.structure_of(operation)
+    kind = "cast" if structure == "cast" else _colour(operation.operands[0]) if structure == "contraction" else gives
+    return _Node(f"{name}  {types}", "\n".join(filter(None, words)), kind, gives, parents, row)
+
+
+def _colour(value: Any) -> str:
+    kind = ir.tensor_type(value.type)
+    return dtype_kind(kind.element if kind else "") or "other"
 
 
 def _lowered(nodes: list[_Node]) -> list[_Node]:
@@ -132,5 +141,5 @@ def _edge(nodes: list[_Node], x: dict[int, float], parent: int, child: int) -> s
     x1, x2 = (x[number] + _MARGIN + _WIDTH / 2 for number in (parent, child))
     y1, y2 = _MARGIN + nodes[parent].row * _STEP + _HEIGHT, _MARGIN + nodes[child].row * _STEP
     bend = (y2 - y1) / 2
-    kind = nodes[parent].kind if nodes[parent].kind != "cast" else "low"
-    return f'<path class="{kind}" d="M{x1:.0f} {y1}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2}"/>'
+    curve = f"M{x1:.0f} {y1}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2}"
+    return f'<path class="{nodes[parent].gives}" d="{curve}"/>'

@@ -184,9 +184,10 @@ def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
 
 
 def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
-    """Indices of the same operations in both: by name and shape, in program order."""
-    blocks = difflib.SequenceMatcher(None, [s.key for s in a], [s.key for s in b], autojunk=False).get_matching_blocks()
-    for block in blocks:
+    """Indices of the same operations in both: by name, shape and attributes, in program order."""
+    located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
+    keys = [[site.key(located) for site in each] for each in (a, b)]
+    for block in difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
         yield from ((block.a + step, block.b + step) for step in range(block.size))
 
 

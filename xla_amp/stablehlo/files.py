@@ -231,7 +231,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     Raises:
         FileError: it cannot be written.
     """
-    path = Path(path)
+    name, path = os.fspath(path), Path(path)
     try:
         if path.exists() and not path.is_file():
             path.write_bytes(data)  # a device or a pipe: nothing to be replaced
@@ -249,7 +249,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise FileError(f"writing {os.fspath(path)}: {error.strerror or error}") from None
+        raise FileError(f"writing {name}: {error.strerror or error}") from None
 
 
 class _Reader:

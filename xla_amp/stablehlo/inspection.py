@@ -226,7 +226,7 @@ def place(operation: Any) -> str:
     """Where an operation comes from: the innermost name that its location gives, else the location; may be empty."""
     text = str(operation.location)
     if found := _QUOTED.search(text):
-        return found[1]
+        return "" if found[1] == "-" else found[1]  # "-" is a text without a name
     text = text.removeprefix("loc(").removesuffix(")")
     return "" if text == "unknown" else text
 

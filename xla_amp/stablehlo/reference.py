@@ -32,13 +32,15 @@ class Site(NamedTuple):
     element: str
     attributes: str
     """Dimensions, directions and the like, but not how precisely it computes."""
+    sources: tuple[tuple[str, str], ...]
+    """Name and location of what the operands of a contraction come from: with operands swapped it is another one."""
     location: str
     bytes: int
 
-    @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self, located: bool) -> tuple[object, ...]:
         """What two modules' sites have in common when they are the same operation."""
-        return self.name, self.type, self.attributes
+        sources = self.sources if located else tuple(name for name, _ in self.sources)
+        return self.name, self.type, self.attributes, sources
 
 
 def widened(module: ir.MlirModule) -> ir.MlirModule:
@@ -224,6 +226,7 @@ def _site(result: Any) -> Site:
         type=f"[{','.join(map(str, shape))}]",
         element=element,
         attributes=_attributes(operation),
+        sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
         location=inspection.place(operation),
         bytes=inspection.bytes_of(result.type),
     )
@@ -232,18 +235,15 @@ def _site(result: Any) -> Site:
 def _attributes(operation: Any) -> str:
     attributes = operation.attributes
     names = sorted(name for name in attributes if name not in _PRECISION and "." not in name)
-    words = [f"{name}={attributes[name]}" for name in names]
-    if inspection.structure_of(operation) == "contraction":
-        words += [_source(operand) for operand in operation.operands]  # with operands swapped it is another one
-    return " ".join(words)
+    return " ".join(f"{name}={attributes[name]}" for name in names)
 
 
-def _source(value: Any) -> str:
+def _source(value: Any) -> tuple[str, str]:
     """What a value comes from, casts aside."""
     ir_ = ir.mlir()
     while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
         value = value.owner.operation.operands[0]
     if isinstance(value.owner, ir_.Block):
-        return f"argument {ir_.BlockArgument(value).arg_number}"
+        return f"argument {ir_.BlockArgument(value).arg_number}", ""
     operation = value.owner.operation
-    return f"{inspection.short_name(operation)} {inspection.place(operation)}"
+    return inspection.short_name(operation), inspection.place(operation)
