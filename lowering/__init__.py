@@ -17,6 +17,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     factory,
     foreach,
     fourier,
+    grouped,
     indexing,
     linalg,
     loss,

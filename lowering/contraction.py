@@ -86,10 +86,14 @@ def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Ar
     """`x`, a batch of matrices, with its contracted axis last and not as a transpose that XLA could fold back.
 
     XLA:CPU's low-precision kernels want the left operand's contracted axis last, and its own transpose of two axes is
-    slow: tiles are moved as units instead.  The barrier keeps the compiler from undoing it.
+    slow: tiles are moved as units instead.  The barrier keeps the compiler from undoing it.  Where nothing is to move
+    it keeps a transpose that `x` is the result of from being folded in: XLA chooses the kernel before it folds, and the
+    program then fails when it runs ("Unsupported element type for DotThunk", jaxlib 0.10).
     """
     last = x.ndim - 1
-    if contracted == last or batch != tuple(range(last - 1)):
+    if contracted == last:
+        return lax.optimization_barrier(x), (contracted,)
+    if batch != tuple(range(last - 1)):
         return x, (contracted,)
     *lead, depth, rows = x.shape
     block = next((edge for edge in _BLOCKS if depth % edge == 0 and rows % edge == 0), _PADDED_BLOCK)

@@ -155,3 +155,14 @@ def test_float16_results_keep_their_range() -> None:
     x = torch.full((1, 1), 300.0, dtype=F16)
     check("mm", x, x)
     check("mm", x, x, platform="gpu")
+
+
+def test_a_transpose_inside_the_program_is_not_folded_into_a_half_dot() -> None:
+    """XLA:CPU chooses its bfloat16 kernel before it folds, and a program with the folded form fails when it runs."""
+
+    def program(y: jax.Array, weight: jax.Array) -> jax.Array:
+        pooled = jnp.transpose(y, (1, 0, 2)).sum(-1).astype(jnp.bfloat16)
+        return contraction.contract(pooled, weight, ((1,), (1,)), platform="cpu")
+
+    y, weight = np.ones((32, 2, 3), np.float32), np.ones((4, 32), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(program)(y, weight), np.full((2, 4), 96))

@@ -114,6 +114,7 @@ def find_length(repeat: Callable[..., Any]) -> Callable[..., Any]:
     def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
         if output_size is not None:
             return repeat(repeats, output_size=output_size)
-        return transfer.to_device(aten.repeat_interleave.Tensor(_to_host(repeats, "repeat_interleave without output_size")))
+        known_repeats = _to_host(repeats, "repeat_interleave without output_size")
+        return transfer.to_device(aten.repeat_interleave.Tensor(known_repeats))
 
     return repeat_interleave

@@ -1,8 +1,8 @@
 """Values that the host can work out by itself, without ending the step.
 
-Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  What was uploaded is
-still at hand, so an answer that follows from uploaded integers and booleans alone is computed from the host's copies.
-The tape stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
+Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  What was uploaded
+is still at hand, so an answer that follows from uploaded integers and booleans alone is computed from the host's
+copies.  The tape stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
 """
 
 from __future__ import annotations

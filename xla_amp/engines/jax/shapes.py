@@ -210,3 +210,30 @@ def _convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Ten
 @_of("fake_quantize_per_tensor_affine_cachemask")
 def _with_a_mask(x: torch.Tensor, *rest: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+# -- grouped matrix products ------------------------------------------------------------------------------------------
+
+
+@_of("_grouped_mm")
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    # torch's meta kernel takes bfloat16 alone and rows of whole 16 bytes, which are rules of its CUDA kernel.
+    dims = left.dim(), right.dim()
+    if not set(dims) <= {2, 3} or (offs is None) != (dims == (3, 3)):
+        raise RuntimeError(
+            "grouped_mm expects matrices (2-d) or one per group (3-d), with offs unless both are 3-d; got "
+            f"{list(left.shape)} and {list(right.shape)} {'without' if offs is None else 'with'} offs"
+        )
+    if left.shape[-1] != right.shape[-2] or (dims == (3, 3) and left.shape[0] != right.shape[0]):
+        raise RuntimeError(f"grouped_mm: {list(left.shape)} and {list(right.shape)} do not multiply")
+    if left.dtype is not right.dtype:
+        raise RuntimeError(f"grouped_mm expects operands of one dtype, got {left.dtype} and {right.dtype}")
+    groups: tuple[int, ...] = () if offs is None or 3 in dims else (offs.shape[0],)
+    batch = left.shape[:1] if dims == (3, 3) else groups
+    return left.new_empty((*batch, left.shape[-2], right.shape[-1]), dtype=out_dtype)

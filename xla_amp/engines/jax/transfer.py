@@ -27,8 +27,13 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     with compat.x64():
         array = jax.device_put(private, runtime.jax_device())
     if private.dtype.kind in "biu" and private.nbytes <= _SMALL:
-        copies[id(array)] = (weakref.ref(array, lambda _, key=id(array): copies.pop(key, None)), private)  # type: ignore[misc]
+        _keep(array, private)
     return array
+
+
+def _keep(array: jax.Array, private: np.ndarray) -> None:
+    key = id(array)
+    copies[key] = (weakref.ref(array, lambda _: copies.pop(key, None)), private)
 
 
 def download(array: jax.Array) -> torch.Tensor:
