@@ -57,7 +57,7 @@ def _document(arguments: argparse.Namespace, found: Comparison, agrees: bool) ->
 
     numbers = ("error of A", "error of B", "largest in A", "largest in B", "not finite in B")
     outputs = [
-        [str(each.index), each.type, error(each.a.relative), error(each.b.relative), error(each.a.largest),
+        [str(each.number), each.type, error(each.a.relative), error(each.b.relative), error(each.a.largest),
          error(each.b.largest), str(each.b.nonfinite)]
         for each in found.outputs
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xla_amp.diagnose.documents import Bar, Chart, Table, dtype_kind, size, time
@@ -22,7 +22,7 @@ def by_dtype(states: States) -> Table:
         names += [_title("operations", state), _title("bytes", state)]
         for row, dtype in zip(rows, dtypes, strict=True):
             tally = found.dtypes.get(dtype)
-            row += [str(tally.count), size(tally.bytes)] if tally else ["0", "0 B"]
+            row += [str(tally.number), size(tally.bytes)] if tally else ["0", "0 B"]
     return Table("Operations by dtype of their result", (*columns, *names), rows, names)
 
 
@@ -47,7 +47,7 @@ def casts(states: States) -> Table:
         names += [_title("count", state), _title("bytes", state)]
         for row, kind in zip(rows, kinds, strict=True):
             tally = found.casts.get(kind)
-            row += [str(tally.count), size(tally.bytes)] if tally else ["0", "0 B"]
+            row += [str(tally.number), size(tally.bytes)] if tally else ["0", "0 B"]
     return Table("Casts", ("from and to", *names), rows, names)
 
 
@@ -139,6 +139,6 @@ def _keys(mappings: Any) -> list[Any]:
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
-def as_rows(counts: Mapping[Sequence[str], int]) -> list[list[str]]:
+def as_rows(counts: Mapping[Any, int]) -> list[list[str]]:
     """Rows of a counter, most frequent first."""
     return [[*key, str(count)] for key, count in sorted(counts.items(), key=lambda item: -item[1])]

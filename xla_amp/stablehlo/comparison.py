@@ -47,7 +47,7 @@ class Error(NamedTuple):
 class OutputError(NamedTuple):
     """One result of the program."""
 
-    index: int
+    number: int
     type: str
     a: Error
     b: Error
@@ -187,7 +187,7 @@ def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
     """Indices of the same operations in both: by name, shape and attributes, in program order."""
     located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
     keys = [[site.key(located) for site in each] for each in (a, b)]
-    for block in difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
+    for block in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
         yield from ((block.a + step, block.b + step) for step in range(block.size))
 
 

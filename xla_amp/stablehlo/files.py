@@ -211,7 +211,7 @@ def check_format(program: Program, path: str | os.PathLike[str], format: Format 
             f"saving {os.fspath(path)}: this program was read as {program.format}, without the pytrees that jax.export "
             f"keeps; use a format of {', '.join(each for each in FORMATS if each != 'export')}"
         )
-    return chosen  # type: ignore[no-any-return]
+    return chosen
 
 
 def dump(program: Program, format: Format) -> bytes:

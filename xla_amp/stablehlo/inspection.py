@@ -32,7 +32,7 @@ _QUOTED = re.compile(r'"([^"]+)"')
 class Tally(NamedTuple):
     """A number of operations and the bytes of their results."""
 
-    count: int
+    number: int
     bytes: int
 
 
@@ -74,13 +74,16 @@ class Inspection:
         """The same as plain data for JSON, without the targets' HLO."""
         targets = {name: _told(found) for name, found in self.targets.items()}
         return {
-            "dtypes": {dtype: tally._asdict() for dtype, tally in self.dtypes.items()},
+            "dtypes": {dtype: {"count": tally.number, "bytes": tally.bytes} for dtype, tally in self.dtypes.items()},
             "operations": {name: dict(by) for name, by in self.operations.items()},
             "contractions": [
                 {"left": left, "right": right, "result": result, "count": count}
                 for (left, right, result), count in self.contractions.items()
             ],
-            "casts": [{"from": before, "to": to, **tally._asdict()} for (before, to), tally in self.casts.items()],
+            "casts": [
+                {"from": before, "to": after, "count": tally.number, "bytes": tally.bytes}
+                for (before, after), tally in self.casts.items()
+            ],
             "largest": [value._asdict() for value in self.largest],
             "arguments": self.arguments,
             "results": self.results,
@@ -158,7 +161,7 @@ def _most_bytes_first(tallies: dict[Any, Tally]) -> dict[Any, Tally]:
 
 
 def _more(tally: Tally | None, size: int) -> Tally:
-    return Tally(1, size) if tally is None else Tally(tally.count + 1, tally.bytes + size)
+    return Tally(1, size) if tally is None else Tally(tally.number + 1, tally.bytes + size)
 
 
 def _stored(operation: Any, size: int) -> int:
