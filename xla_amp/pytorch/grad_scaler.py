@@ -6,14 +6,35 @@ steps in any case and old values are selected where they were not, so a step sta
 
 from __future__ import annotations
 
+import functools
+import math
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch import devices
 from xla_amp.pytorch.selecting import step_where_finite
+
+
+class SkipLimitError(XlaAmpError, RuntimeError):
+    """Too many steps in a row were skipped.
+
+    `skips` is how many, `parameters` the names of those whose gradients were not finite in the newest.
+    """
+
+    def __init__(self, skips: int, scale: float, parameters: list[str]) -> None:
+        self.skips = skips
+        self.parameters = parameters
+        shown = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
+        super().__init__(
+            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} by now. In the newest, "
+            f"gradients were not finite of {shown}. xla_amp.find_overflow(step, ...) tells which operation made the "
+            "first inf or NaN; max_consecutive_skips sets the limit"
+        )
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,6 +50,10 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: less than 1.
         growth_interval: good steps before the scale grows.
         enabled: False makes every method pass its argument on.
+        min_scale, max_scale: bounds of what `update` makes of the scale; a scale that was set is not changed by them
+            until the next `update`.
+        max_consecutive_skips: how many steps in a row may be skipped before `update` raises `SkipLimitError`.  To know
+            that, it reads one number from the device every so many steps; without the limit nothing is read.
 
     The scale is a float32 tensor () on the device.  On an XLA device nothing in `scale`, `unscale_`, `step` and
     `update` reads it, with any optimizer whose state is on the device; `get_scale`, `state_dict` and pickling do.
@@ -48,12 +73,26 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        max_consecutive_skips: int | None = None,
     ) -> None:
         name = devices.device_type(device, "GradScaler")
         super().__init__(name, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        self._skipped: torch.Tensor | None = None
-        self._init_skipped = 0
-        self._last_skipped: torch.Tensor | None = None
+        _check_limits(init_scale, min_scale, max_scale, max_consecutive_skips)
+        self._min_scale, self._max_scale = min_scale, max_scale
+        self._max_skips = max_consecutive_skips
+        self._counters: torch.Tensor | None = None
+        """int32 (3): iterations that were skipped, those in a row up to now, and 1 if the newest one was."""
+        self._init_counters = [0, 0, 0]
+        self._ended = False
+        """Whether an iteration has ended."""
+        self._until_check = max_consecutive_skips or 0
+        """Updates until the limit can have been reached."""
+        self._suspects: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor]] = {}
+        """By ``id`` of an optimizer: bool (gradients), which of them were not finite in its newest step."""
+        self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def scale(self, outputs: Any) -> Any:
         """`outputs` (a tensor, or tensors in nested lists, tuples, named tuples or dicts) times the scale.
@@ -79,6 +118,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and any(callable(argument) for argument in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if self._enabled and self._max_skips:
+            self._note_suspects(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
     def _maybe_opt_step(
@@ -87,7 +128,8 @@ class GradScaler(torch.amp.GradScaler):
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        return step_where_finite(optimizer, sum(found[1:], found[0]), lambda: optimizer.step(*args, **kwargs))
+        step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
+        return step_where_finite(optimizer, sum(found[1:], found[0]), step)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""
@@ -98,14 +140,80 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale is not None and found:
             self._count(self._scale.device, found)
         super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+        if self._scale is not None and new_scale is None and (self._min_scale, self._max_scale) != (None, None):
+            self._scale.clamp_(self._min_scale, self._max_scale)
+        if self._max_skips and found:
+            self._until_check -= 1
+            if self._until_check <= 0:
+                self.check_skips()
 
     def _count(self, device: torch.device, found: list[torch.Tensor]) -> None:
         flags = [flag.to(device, non_blocking=True) for flag in found]
-        skipped = flags[0] if len(flags) == 1 else torch.stack(flags).sum()
-        self._last_skipped = skipped != 0
-        if self._skipped is None:
-            self._skipped = torch.full((), self._init_skipped, dtype=torch.int32, device=device)
-        self._skipped.add_(self._last_skipped)
+        skipped = ((flags[0] if len(flags) == 1 else torch.stack(flags).sum()) != 0).to(torch.int32)
+        if self._counters is None:
+            self._counters = torch.tensor(self._init_counters, dtype=torch.int32, device=device)
+        total, in_a_row, _ = self._counters.unbind()
+        # In place, so that a step that is replayed goes on counting.
+        self._counters.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped, skipped]))
+        self._ended = True
+
+    def check_skips(self) -> None:
+        """Reads how many steps in a row were skipped; `update` does so by itself as often as it must.
+
+        Where `update` is part of a step that `xla_amp.compile` replays, call this between steps.
+
+        Raises:
+            SkipLimitError: as many as `max_consecutive_skips`, which count anew from then on.
+        """
+        if not self._max_skips or self._counters is None:
+            return
+        in_a_row = int(self._counters[1])
+        # A run that is under way can reach the limit after that many more steps, and no sooner.
+        self._until_check = self._max_skips - in_a_row
+        if in_a_row < self._max_skips:
+            return
+        self._until_check = self._max_skips
+        self._counters[1].zero_()
+        raise SkipLimitError(in_a_row, self.get_scale(), self._overflowed())
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Has errors call parameters as ``model.named_parameters()`` does.
+
+        Not needed for optimizers made from ``model.named_parameters()``.
+        """
+        self._models.append(weakref.ref(model))
+
+    def _note_suspects(self, optimizer: torch.optim.Optimizer) -> None:
+        flags = [
+            ~torch.isfinite(p.grad._values() if p.grad.is_sparse else p.grad).all()
+            for p in _parameters(optimizer)
+            if p.grad is not None
+        ]
+        if not flags:
+            return
+        device = flags[0].device
+        found = torch.stack([flag.to(device, non_blocking=True) for flag in flags])
+        known = self._suspects.get(id(optimizer))
+        if known is None or known[0]() is not optimizer or known[1].shape != found.shape:
+            self._suspects[id(optimizer)] = weakref.ref(optimizer), found
+        else:
+            known[1].copy_(found)
+
+    def _overflowed(self) -> list[str]:
+        names = {id(p): name for ref in self._models if (m := ref()) for name, p in m.named_parameters()}
+        found = []
+        for reference, flags in self._suspects.values():
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            called = _names(optimizer)
+            parameters = [p for p in _parameters(optimizer) if p.grad is not None]
+            if len(parameters) != len(flags):  # gradients were dropped before update()
+                parameters = list(_parameters(optimizer))
+            for parameter, bad in zip(parameters, flags.tolist(), strict=False):
+                if bad:
+                    found.append(names.get(id(parameter)) or called[id(parameter)])
+        return found
 
     def step_was_skipped(self) -> torch.Tensor:
         """bool (): whether the newest iteration (up to its `update`) skipped an optimizer; reading it is up to you.
@@ -113,22 +221,57 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: there was no iteration yet.
         """
-        if self._last_skipped is None:
+        if self._counters is None or not self._ended:
             raise RuntimeError("step_was_skipped(): no iteration has ended yet; call scaler.step() and update() first")
-        return self._last_skipped
+        return self._counters[2] != 0
 
     def skipped_steps(self) -> torch.Tensor:
         """int32 (): iterations so far in which an optimizer was skipped, on the scale's device."""
-        if self._skipped is None:
-            return torch.tensor(self._init_skipped, dtype=torch.int32)
-        return self._skipped.clone()
+        return self._counter(0)
+
+    def consecutive_skips(self) -> torch.Tensor:
+        """int32 (): how many of them were the newest iterations, without a finite one since."""
+        return self._counter(1)
+
+    def _counter(self, index: int) -> torch.Tensor:
+        if self._counters is None:
+            return torch.tensor(self._init_counters[index], dtype=torch.int32)
+        return self._counters[index].clone()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self._enabled:
-            state["_init_skipped"] = int(self.skipped_steps())
-        state["_skipped"] = state["_last_skipped"] = None
+        if self._enabled and self._counters is not None:
+            state["_init_counters"] = self._counters.tolist()
+        state.update(_counters=None, _ended=False, _suspects={}, _models=[])
         return state
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """By ``id``: the names that the optimizer was given, or where the parameter stands in it."""
+    names = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            described = f"param_groups[{number}]['params'][{place}] {tuple(parameter.shape)}"
+            names[id(parameter)] = given[place] if given else described
+    return names
+
+
+def _check_limits(init: float, smallest: float | None, largest: float | None, skips: int | None) -> None:
+    low, high = smallest if smallest is not None else 0.0, largest if largest is not None else math.inf
+    if not (low >= 0 and low <= high):
+        raise ValueError(f"GradScaler(min_scale={smallest!r}, max_scale={largest!r}): expected 0 < min_scale <= max_scale")
+    if not low <= init <= high:
+        raise ValueError(
+            f"GradScaler(init_scale={init!r}, min_scale={smallest!r}, max_scale={largest!r}): the first scale is out of "
+            "the bounds; give init_scale a value between them"
+        )
+    if skips is not None and (isinstance(skips, bool) or not isinstance(skips, int) or skips < 1):
+        raise ValueError(f"GradScaler(max_consecutive_skips={skips!r}): expected a positive number of steps, or None")
 
 
 def _is_tensor(value: Any) -> bool:

@@ -17,13 +17,14 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from xla_amp.pytorch import devices
+from xla_amp.pytorch import devices, hostless
 
 Path = tuple[Any, ...]
 
 INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
     {
         "ASGD": {"step": 0, "eta": "lr", "mu": 1, "ax": 0},
+        "Adafactor": {"step": 0, "row_var": 0, "col_var": 0, "variance": 0},
         "Adadelta": {"step": 0, "square_avg": 0, "acc_delta": 0},
         "Adam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0},
         "Adamax": {"step": 0, "exp_avg": 0, "exp_inf": 0},
@@ -48,9 +49,13 @@ class _State(NamedTuple):
     """Everything else; tensors are copies."""
 
 
-def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any]) -> Any:
-    """Calls `step`, which steps `optimizer`; undone where `found_inf` (a scalar on the XLA device) is not zero."""
+def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any] | None = None) -> Any:
+    """Steps `optimizer`, by calling `step` if it is given; undone where `found_inf` (on the XLA device) is not zero.
+
+    Parameters that are on other devices have no old values to select: with such, the flag is read first.
+    """
     engine = devices.engine()
+    step = step or hostless.step_of(optimizer) or optimizer.step
     owners = {
         parameter: group
         for group in optimizer.param_groups
@@ -58,6 +63,8 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         if parameter.grad is not None
     }
     parameters = list(owners)
+    if not all(devices.is_xla(parameter.device.type) for parameter in parameters):
+        return None if found_inf.item() else step()
     with _counting_on_device(optimizer, parameters):
         before = _collect(optimizer, parameters)
         shape = _structure(optimizer, parameters)
@@ -161,17 +168,13 @@ def _put_back(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State)
 def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dict[str, Any]]) -> Any:
     """The value that a state tensor made by the first step had before it, or None when that is not known."""
     parameter, name = path[0], path[1]
-    row = next((INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and _is_torchs(c)), None)
+    row = next((INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and hostless.is_torchs(c)), None)
     if row is None or isinstance(parameter, int) or len(path) > 2 or name not in row:
         return None
     if name == "momentum_buffer" and owners[parameter].get("dampening"):
         return None  # torch's first step is undampened, so a buffer of zeros is not the same as none
     value = row[name]
     return owners[parameter][value] if isinstance(value, str) else float(value)
-
-
-def _is_torchs(optimizer: type) -> bool:
-    return optimizer.__module__.startswith("torch.optim.")
 
 
 def _same(before: dict[Path, Any], after: dict[Path, Any]) -> bool:
@@ -187,28 +190,40 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Has optimizers that can count steps on the device (torch's ``capturable``) do so.
+    """Has optimizers that can count steps on the device do so.
 
     The option is put back afterwards, so checkpoints load where it is not supported; the counts stay on the device.
     """
-    supported = _capturable_devices()
-    groups = [
-        group
-        for group in optimizer.param_groups
-        if group.get("capturable") is False and not group.get("differentiable")
-        and all(parameter.device.type in supported for parameter in group["params"])
-    ]  # fmt: skip
-    for group in groups:
+    options = [(group, option) for group in optimizer.param_groups if (option := _device_option(optimizer, group))]
+    own = hostless.step_of(optimizer) is not None
+    for group in optimizer.param_groups if own else [group for group, _ in options]:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
-        group["capturable"] = True
+    before = [group[option] for group, option in options]
+    for group, option in options:
+        group[option] = True
     try:
         yield
     finally:
-        for group in groups:
-            group["capturable"] = False
+        for (group, option), value in zip(options, before, strict=True):
+            group[option] = value
+
+
+def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """The group's option that makes torch count on the device, where it is not set and can be."""
+    if group.get("differentiable"):
+        return None
+    parameters = group["params"]
+    if group.get("capturable") is False:
+        supported = _capturable_devices()
+        return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
+    # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
+    adagrad = any(c.__name__ == "Adagrad" and hostless.is_torchs(c) for c in type(optimizer).__mro__)
+    if adagrad and not group["fused"] and all(parameter.is_floating_point() for parameter in parameters):
+        return "fused"
+    return None
 
 
 def _capturable_devices() -> Sequence[str]:

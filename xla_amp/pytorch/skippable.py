@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_amp.pytorch import devices
+from xla_amp.pytorch import devices, hostless
 from xla_amp.pytorch.selecting import step_where_finite
 
 _AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
@@ -51,8 +53,11 @@ class _Skippable(Optimizer):
     """Comes before an optimizer's own class."""
 
     _step_supports_amp_scaling = True
+    wraps_next_class = True
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
+        if self._needs_closure() and closure is not None:
+            return self._step_with(closure, flag_of(getattr(self, "found_inf", None), found_inf))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -62,11 +67,25 @@ class _Skippable(Optimizer):
         if scale is not None:
             _divide(self, scale)
         step = super().step
-        if flag is None or (not devices.is_xla(flag.device.type) and not flag.item()):
-            step()
-        elif devices.is_xla(flag.device.type):
-            step_where_finite(self, flag, step)
+        with _without_scaling(self):
+            if flag is not None and devices.is_xla(flag.device.type):
+                step_where_finite(self, flag, hostless.step_of(self) or step)
+            elif flag is None or not flag.item():
+                (hostless.step_of(self) or step)()
         return loss
+
+    # torch wraps an optimizer's `step` in hooks, once; those of the class behind this one run already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _needs_closure(self) -> bool:
+        parameters = inspect.signature(super().step).parameters
+        return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
+
+    def _step_with(self, closure: Callable[[], Any], flag: Tensor | None) -> Any:
+        """A step that evaluates the model itself (LBFGS): it decides on the host at every turn, so the flag is read."""
+        if flag is not None and flag.item():
+            return None
+        return super().step(closure)
 
     def __reduce__(self) -> Any:
         return _again, (type(self).__mro__[2], self.__getstate__())
@@ -81,6 +100,17 @@ def _again(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     made: Optimizer = plain.__new__(plain)
     made.__setstate__(state)
     return wrap(made)
+
+
+@contextlib.contextmanager
+def _without_scaling(optimizer: Optimizer) -> Iterator[None]:
+    """Hides what a scaler has set: it is done by now, and torch's Adafactor and Adagrad refuse a step that sees it."""
+    attributes = vars(optimizer)
+    hidden = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
+    try:
+        yield
+    finally:
+        attributes.update(hidden)
 
 
 @torch.no_grad()
