@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from xla_amp.engines.jax import compat, random, runtime
+from xla_amp.engines.jax import compat, mesh, random, runtime
 from xla_amp.engines.jax.metrics import metrics
-from xla_amp.engines.jax.program import Key, Program, build
+from xla_amp.engines.jax.program import Key, Layouts, Program, build
 from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
 from xla_amp.errors import StepFailedError, XlaAmpError
 
@@ -75,6 +75,8 @@ def programs() -> list[Program]:
 
 
 def _run() -> None:
+    if mesh.active is not None:
+        mesh.bring_home(tape.leaves)
     leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
     held = [count > ALONE for count in reference_counts(leaves)]  # by a storage: somebody can still read the buffer
     fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
@@ -90,7 +92,13 @@ def _run() -> None:
     targets = overwritten + fresh
     try:
         spent = _spent(arrays, held)
-        key = Key(code=tuple(tape.code), wanted=tuple(buffer.number for buffer in targets), spent=spent)
+        layouts = Layouts()
+        if mesh.active is not None:
+            # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
+            spent = tuple(index for index in spent if leaves[index].number != tape.leaf_numbers[index])
+            layouts = Layouts(tuple(array.sharding for array in arrays), mesh.output_layouts(targets, len(overwritten)))
+        wanted = tuple(buffer.number for buffer in targets)
+        key = Key(code=tuple(tape.code), wanted=wanted, spent=spent, layouts=layouts)
         program = _programs.get(key)
         streams = tape.streams or [random.stream()]
         with compat.x64():
@@ -141,8 +149,8 @@ def dispatch(
     program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray
 ) -> list[Any]:
     """`execute` with the leaves in the order of the program."""
-    if not donated and not kept:  # nothing else says on which device to run
-        return program.call(donated, kept, *jax.device_put((floats, ints), runtime.jax_device()))
+    if not donated and not kept:  # nothing else says where to run
+        return program.call(donated, kept, *jax.device_put((floats, ints), mesh.home()))
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
         return program.call(donated, kept, floats, ints)
 

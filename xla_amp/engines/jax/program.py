@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,15 @@ from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
 
 
+class Layouts(NamedTuple):
+    """Where on a mesh values are; empty without one."""
+
+    leaves: tuple[Any, ...] = ()
+    """`jax.sharding.Sharding` of each leaf."""
+    wanted: tuple[Any, ...] = ()
+    """The same of each wanted value, None where XLA may choose."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
     """Everything that shapes an executable; equal keys share one."""
@@ -25,6 +34,7 @@ class Key:
     """Numbers of the values that live buffers need, in buffer order."""
     spent: tuple[int, ...]
     """Leaves whose array nobody will read again."""
+    layouts: Layouts = Layouts()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,14 @@ def build(
     place = {number: index for index, number in enumerate(computed)}
     kept = tuple(sorted(set(range(len(leaf_specs))).difference(donated)))
     context = Context(platform)
+    options: dict[str, Any] = {}
+    if key.layouts.leaves:
+        wish = dict(zip(reversed(key.wanted), reversed(key.layouts.wanted), strict=True))
+        options["out_shardings"] = [wish[number] for number in computed]
+    structs = [
+        jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=layout)
+        for spec, layout in zip(leaf_specs, key.layouts.leaves or [None] * len(leaf_specs), strict=True)
+    ]
 
     def lazy_step(
         taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array
@@ -112,14 +130,14 @@ def build(
         return _interpret(key.code, leaves, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
 
     return Program(
-        call=jax.jit(lazy_step, donate_argnums=0),
+        call=jax.jit(lazy_step, donate_argnums=0, **options),
         donated=tuple(donated),
         kept=kept,
         outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),
         operations=operations,
         abstract=(
-            [leaf_specs[index].struct() for index in donated],
-            [leaf_specs[index].struct() for index in kept],
+            [structs[index] for index in donated],
+            [structs[index] for index in kept],
             jax.ShapeDtypeStruct((numbers[0],), np.float64),
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),

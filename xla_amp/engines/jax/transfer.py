@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.engines.jax import compat, runtime
+from xla_amp.engines.jax import compat, mesh
 from xla_amp.engines.jax.dtypes import TO_TORCH, to_numpy, to_torch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.tape import Buffer, spec
@@ -25,7 +25,7 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
     metrics.host_to_device += 1
     with compat.x64():
-        array = jax.device_put(private, runtime.jax_device())
+        array = jax.device_put(private, mesh.home())
     if private.dtype.kind in "biu" and private.nbytes <= _SMALL:
         _keep(array, private)
     return array

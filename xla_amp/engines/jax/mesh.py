@@ -1,0 +1,85 @@
+"""Several devices as one: values laid out over a mesh, one program for all of them (SPMD).
+
+While a mesh is in use every array lives on all its devices, whole on each unless its buffer asks for something else.
+XLA partitions the program after the layouts of its inputs and puts the collectives in; what overwrites a value gets that
+value's layout, so that a training step leaves everything where it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xla_amp.engines.jax import compat, runtime
+from xla_amp.engines.jax.tape import Buffer
+from xla_amp.errors import DeviceError
+
+active: Mesh | None = None
+_layouts: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
+
+
+def use(mesh: Mesh) -> None:
+    """Lays everything from now on out over `mesh`; a process has one.
+
+    Raises:
+        DeviceError: another one is in use, or it has devices of another platform.
+    """
+    global active
+    if active is not None and active != mesh:
+        raise DeviceError(
+            f"this process lays its values out over {describe(active)} and cannot change to {describe(mesh)}; use one "
+            "mesh with all the axes"
+        )
+    platform = mesh.devices.flat[0].platform
+    if platform != runtime.jax_device().platform:
+        raise DeviceError(
+            f"the mesh is made of {platform} devices and lazy tensors live on {runtime.jax_device().platform}; make it "
+            "with xla_amp.make_mesh()"
+        )
+    active = mesh
+
+
+def describe(mesh: Mesh) -> str:
+    """``{'data': 4, 'model': 2}``."""
+    return str(dict(mesh.shape))
+
+
+def home() -> jax.Device | NamedSharding:
+    """Where a value goes that nobody has laid out."""
+    return runtime.jax_device() if active is None else NamedSharding(active, PartitionSpec())
+
+
+def lay_out(buffer: Buffer, layout: NamedSharding) -> None:
+    """Gives a buffer a layout: its array now, and whatever it gets later."""
+    _layouts[buffer] = layout
+    if isinstance(buffer.array, jax.Array):
+        buffer.array = _moved(buffer.array, layout)
+
+
+def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
+    with compat.x64():  # without it int64 becomes int32 on the way
+        return jax.device_put(array, where)
+
+
+def layout_of(buffer: Buffer) -> NamedSharding | None:
+    """What `lay_out` said, or None."""
+    return _layouts.get(buffer)
+
+
+def bring_home(leaves: Iterable[Buffer]) -> None:
+    """Puts values from before the mesh on it."""
+    devices = home().device_set  # type: ignore[union-attr]  # called with a mesh only
+    for buffer in leaves:
+        if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
+            buffer.array = _moved(buffer.array, home())
+
+
+def output_layouts(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
+    """The layout of each target, None where XLA may choose; the first `overwritten` ones keep what they have."""
+    return tuple(
+        layout_of(buffer) or (buffer.array.sharding if index < overwritten else None)
+        for index, buffer in enumerate(targets)
+    )
