@@ -10,6 +10,7 @@ import pytest
 from xla_amp.errors import ModuleError, PolicyError, UnsupportedDtypeError
 from xla_amp.policy.names import catalogue
 from xla_amp.stablehlo import Converted, autocast, ir
+from xla_amp.stablehlo.specialize import SMALL
 from xla_amp.stablehlo.treatment import table
 
 DOT = "contracting_dims = [1] x [0] : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>"
@@ -245,22 +246,35 @@ def test_one_colour_on_the_back_edge(step: str, dtype: str, reason: str) -> None
 
 
 def test_one_colour_for_a_function_and_all_its_callers() -> None:
-    relu = """func.func private @relu(%a: tensor<4x4xf32>) -> tensor<4x4xf32> {
-      %zero = stablehlo.constant dense<0.0> : tensor<4x4xf32>
-      %b = stablehlo.maximum %a, %zero : tensor<4x4xf32>
-      return %b : tensor<4x4xf32>
-    }"""
+    def relu(length: int) -> str:
+        turns = [f"%n{i + 1} = stablehlo.negate %n{i} : tensor<4x4xf32>" for i in range(length)]
+        return f"""func.func private @relu(%n0: tensor<4x4xf32>) -> tensor<4x4xf32> {{
+          %zero = stablehlo.constant dense<0.0> : tensor<4x4xf32>
+          {" ".join(turns)}
+          %b = stablehlo.maximum %n{length}, %zero : tensor<4x4xf32>
+          return %b : tensor<4x4xf32>
+        }}"""
+
     body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
       %b = func.call @relu(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>
       %c = stablehlo.dot_general %b, %w, {DOT}"""
     last = f"%out = stablehlo.dot_general %c, %w, {DOT}"
-    alone = autocast(main(f"{body}\n{last}", more=relu))
+    alone = autocast(main(f"{body}\n{last}", more=relu(0)))
     assert runs_in(alone, "maximum") == ["bfloat16"]
     assert "@relu(%arg0: tensor<4x4xbf16>) -> tensor<4x4xbf16>" in alone.text()
     other = "%out = func.call @relu(%e) : (tensor<4x4xf32>) -> tensor<4x4xf32>"
-    shared = autocast(main(f"{body}\n%e = stablehlo.exponential %c : tensor<4x4xf32>\n{other}", more=relu))
+    both = f"{body}\n%e = stablehlo.exponential %c : tensor<4x4xf32>\n{other}"
+    shared = autocast(main(both, more=relu(SMALL)))
     assert runs_in(shared, "maximum") == ["float32"]
     assert runs_in(shared, "dot_general") == ["bfloat16", "bfloat16"]
+    # A small one is copied for each colour.
+    copied = autocast(main(both, more=relu(0)))
+    assert runs_in(copied, "maximum") == ["bfloat16", "float32"]
+    assert len(ir.functions(copied.module)) == 3
+    # Copies of one colour are one function again.
+    again = f"{body}\n%e = func.call @relu(%c) : (tensor<4x4xf32>) -> tensor<4x4xf32>\n{last.replace('%c', '%e')}"
+    merged = autocast(main(again, more=relu(0)))
+    assert list(ir.functions(merged.module)) == ["main", "relu"]
 
 
 def test_branches_give_one_colour() -> None:

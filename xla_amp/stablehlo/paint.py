@@ -186,17 +186,29 @@ class Painter:
     # Steps 3 and 6.
 
     def _spread_arguments(self) -> set[int]:
-        """Slots that hold a function's argument spread over more elements."""
-        leaf: set[int] = set()
+        """Slots that hold an argument of the program, moved only, over more elements than it has."""
+        leaf = {n for n, node in enumerate(self.nodes) if node.outputs and (node.edge or _moves(node))}
+        todo = [number for number in leaf if not self._reads_only(number, leaf)]
+        while todo:
+            number = todo.pop()
+            if number in leaf:
+                leaf.discard(number)
+                users = (user for slot in self.nodes[number].outputs for user in self.users[slot])
+                todo.extend(user for user in users if user in leaf)
         spread: set[int] = set()
-        for node in self.nodes:
-            if node.edge and node.outputs:
-                leaf.update(node.outputs)
-            elif node.colour == "clear" and len(node.feeds) == len(node.writes) == 1 and node.inputs[0] in leaf:
-                leaf.update(node.outputs)
-                if node.inputs[0] in spread or _elements(node.writes[0]) > _elements(node.feeds[0].value):
-                    spread.update(node.outputs)
+        todo = [number for number in leaf if self._grows(self.nodes[number])]
+        while todo:
+            for slot in self.nodes[todo.pop()].outputs:
+                if slot not in spread:
+                    spread.add(slot)
+                    todo.extend(user for user in self.users[slot] if user in leaf)
         return spread
+
+    def _reads_only(self, number: int, sources: set[int]) -> bool:
+        return all(self.producer[slot] in sources for slot in self.nodes[number].inputs)
+
+    def _grows(self, node: Node) -> bool:
+        return node.lane is None and _elements(node.writes[0]) > _elements(node.feeds[0].value)
 
     def _follow(self, chosen: set[int], why: str, *, exact: bool) -> None:
         # The largest part of `chosen` in which every node reads low; with `exact`, what it reads loses nothing by it.
@@ -280,6 +292,11 @@ class Painter:
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
         return self.nodes[self.producer[slot]].low and slot not in self.wide
+
+
+def _moves(node: Node) -> bool:
+    """Whether a node gives what it reads, elsewhere or in another shape."""
+    return node.colour == "clear" and bool(node.inputs) and (node.lane is not None or len(node.feeds) == 1)
 
 
 def _elements(value: Any) -> int:

@@ -80,17 +80,17 @@ class Report:
         return "\n".join([*lines, f"{len(self.operations)} operations; casts inserted: {casts}"])
 
 
-def decisions(painter: Painter, low: LowDtype) -> Iterable[OperationDecision]:
-    """What was decided, before the module is changed."""
+def decisions(painter: Painter, low: LowDtype, copies: Mapping[str, str]) -> Iterable[OperationDecision]:
+    """What was decided, before the module is changed; `copies` are functions' copies by name, under their own name."""
     for node in painter.nodes:
         if node.treatment is None and not node.edge:
             continue  # a function's own argument or result: its callers' operations say the same
         if node.structure == "constant" or node.inside:
             continue
-        yield _decision(painter, node, low)
+        yield _decision(painter, node, low, copies.get(node.function, node.function))
 
 
-def _decision(painter: Painter, node: Node, low: LowDtype) -> OperationDecision:
+def _decision(painter: Painter, node: Node, low: LowDtype, function: str) -> OperationDecision:
     treatment = node.treatment
     decision = treatment.decision if treatment else None
     name = treatment.name if treatment else ("argument" if node.outputs else "result")
@@ -98,7 +98,7 @@ def _decision(painter: Painter, node: Node, low: LowDtype) -> OperationDecision:
     why = node.why or "the signature is kept"
     return OperationDecision(
         operation=name if node.lane is None else f"{name}#{node.lane}",
-        function=node.function,
+        function=function,
         location=location(node.operation),
         colour=node.colour,
         before="float32",

@@ -17,6 +17,7 @@ from xla_amp.stablehlo.emit import Emitter, fold_casts
 from xla_amp.stablehlo.graph import Graph, Node
 from xla_amp.stablehlo.paint import Painter
 from xla_amp.stablehlo.report import Report, decisions, tell
+from xla_amp.stablehlo.specialize import merge, specialize
 from xla_amp.stablehlo.treatment import Treatments
 from xla_amp.vocab import LOW_DTYPES, Cast, LowDtype
 
@@ -102,6 +103,7 @@ def autocast(
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
+        copies = specialize(copied, treatments)
         graph = Graph(copied, treatments, _ELEMENTS[low])
         keep: Callable[[Node], str] = _keep_none
         painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
@@ -110,10 +112,11 @@ def autocast(
 
             keep = probe.keeper(copied, painter, low, sample_inputs, max_error)
             painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
-        decided = tuple(decisions(painter, low))
+        decided = tuple(decisions(painter, low, copies))
         emitter = Emitter(graph, painter, array_dtype)
         emitter.run()
         folded += fold_casts(copied)
+        merge(copied, treatments, copies)
     ir.verify(copied)
     report = Report(policy=effective.name, low=low, operations=decided, casts=dict(emitter.casts), folded=folded)
     tell(report)
