@@ -1,0 +1,315 @@
+"""The loss scale as a pytree: nothing is lost, and gradients are right at every dtype and on every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from xla_amp.errors import PolicyError
+from xla_amp.jax.loss_scale import LARGEST, SMALLEST, LossScale, all_finite, select, value_and_grad
+
+SETTINGS = {
+    "initial": 64.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 3,
+    "min_scale": 4.0,
+    "max_scale": 4096.0,
+}
+
+
+def fields(loss_scale: LossScale) -> dict[str, float]:
+    return {field.name: np.asarray(getattr(loss_scale, field.name)).item() for field in dataclasses.fields(loss_scale)}
+
+
+def assert_same(one: LossScale, other: LossScale) -> None:
+    assert fields(one) == fields(other)
+    assert [x.dtype for x in jax.tree.leaves(one)] == [x.dtype for x in jax.tree.leaves(other)]
+
+
+def through_orbax(loss_scale: LossScale, folder) -> LossScale:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", {"scale": loss_scale})
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", {"scale": LossScale.dynamic()})["scale"]
+
+
+def through_flax(loss_scale: LossScale, _) -> LossScale:
+    from flax import serialization
+
+    data = serialization.to_bytes(loss_scale.state_dict())
+    return LossScale.from_state_dict(serialization.from_bytes(LossScale.static().state_dict(), data))
+
+
+JOURNEYS = {
+    "jit": lambda s, _: jax.jit(lambda x: x)(s),
+    "scan": lambda s, _: jax.lax.scan(lambda carry, _: (carry, None), s, None, length=2)[0],
+    "vmap": lambda s, _: jax.tree.map(
+        lambda x: x[1], jax.vmap(lambda x: x)(jax.tree.map(lambda x: jnp.stack([x, x]), s))
+    ),
+    "pickle": lambda s, _: pickle.loads(pickle.dumps(s)),
+    "flatten": lambda s, _: jax.tree.unflatten(jax.tree.structure(s), jax.tree.leaves(s)),
+    "device_put": lambda s, _: jax.device_put(s, jax.devices()[0]),
+    "orbax": through_orbax,
+    "flax": through_flax,
+}
+
+
+@pytest.mark.parametrize("journey", JOURNEYS)
+# orbax's worker threads outlive the call and it uses asyncio in ways that Python 3.11 warns of
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_nothing_is_lost_on_the_way(journey, tmp_path):
+    loss_scale = LossScale.dynamic(**SETTINGS).update(True).update(False).update(True)
+    assert_same(JOURNEYS[journey](loss_scale, tmp_path), loss_scale)
+
+
+def test_the_scale_moves_as_torch_s_does():
+    rng = np.random.default_rng(3)
+    finite = rng.random(60) > 0.25
+    kwargs = {"growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 4}
+    scale, tracker = torch.full((1,), 1024.0), torch.zeros(1, dtype=torch.int32)
+    expected = []
+    for ok in finite:
+        torch._amp_update_scale_(
+            scale, tracker, torch.full((1,), 0.0 if ok else 1.0), *kwargs.values()
+        )
+        expected.append(scale.item())
+    _, ours = jax.jit(lambda s: jax.lax.scan(lambda s, ok: ((n := s.update(ok)), n.value), s, jnp.asarray(finite)))(
+        LossScale.dynamic(1024.0, **kwargs)
+    )
+    np.testing.assert_allclose(np.asarray(ours), expected, rtol=1e-5)
+
+
+def test_bounds_and_counters_under_jit():
+    update = jax.jit(LossScale.update)
+    loss_scale = LossScale.dynamic(**SETTINGS)
+    for _ in range(5):
+        loss_scale = update(loss_scale, False)
+    assert fields(loss_scale)["value"] == 4.0
+    assert fields(loss_scale)["skipped_in_a_row"] == 5
+    for _ in range(30):
+        loss_scale = update(loss_scale, True)
+    assert fields(loss_scale)["value"] == 4096.0
+    assert fields(loss_scale)["skipped"] == 5
+    assert fields(loss_scale)["skipped_in_a_row"] == 0
+    assert update._cache_size() == 1
+
+
+def test_a_static_scale_never_moves():
+    loss_scale = LossScale.static(8.0)
+    for finite in [True, False] * 4:
+        loss_scale = loss_scale.update(finite)
+    assert float(loss_scale.value) == 8.0
+    assert int(loss_scale.skipped) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("initial", 0.0),
+        ("initial", float("nan")),
+        ("initial", "65536"),
+        ("growth_factor", 0.5),
+        ("backoff_factor", 2.0),
+        ("backoff_factor", 0.0),
+        ("growth_interval", 0),
+        ("growth_interval", 2.5),
+        ("growth_interval", True),
+        ("min_scale", 0.0),
+        ("max_scale", 2.0**127),
+    ],
+)
+def test_settings_out_of_range_are_named(name, value):
+    with pytest.raises(PolicyError, match=re.escape(f"LossScale({name}={value!r}): expected a")):
+        LossScale.dynamic(**{name: value})
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(PolicyError, match=r"expected the fields value, .* got loss_scale"):
+        LossScale.from_state_dict({"loss_scale": 1.0})
+
+
+# -- scaling and unscaling --------------------------------------------------------------------------------------------
+
+LEAVES = [
+    # leaf, dtype after unscale, dtype with keep_dtype
+    (jnp.float16(6.0), jnp.float32, jnp.float16),
+    (jnp.bfloat16(6.0), jnp.float32, jnp.bfloat16),
+    (jnp.float32(6.0), jnp.float32, jnp.float32),
+    (np.float32(6.0), jnp.float32, jnp.float32),
+    (np.full(2, 6.0, np.float16), jnp.float32, jnp.float16),
+    (jnp.complex64(6.0), jnp.complex64, jnp.complex64),
+    (jnp.asarray(6.0, jnp.float8_e5m2), jnp.float32, jnp.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize(("leaf", "wide", "kept"), LEAVES, ids=[str(row[0].dtype) for row in LEAVES])
+def test_unscale_computes_in_float32(leaf, wide, kept):
+    loss_scale = LossScale.static(2.0)
+    assert loss_scale.unscale(leaf).dtype == wide
+    assert loss_scale.unscale(leaf, keep_dtype=True).dtype == kept
+    np.testing.assert_array_equal(np.asarray(loss_scale.unscale(leaf)), np.full(np.shape(leaf), 3.0))
+    assert loss_scale.scale(leaf).dtype == wide
+
+
+def test_float64_is_unscaled_in_float64():
+    with jax.enable_x64(True):
+        third = jnp.asarray(1 / 3, jnp.float64)
+        assert LossScale.static(4.0).unscale({"w": third})["w"] == (1 / 3) / 4
+
+
+def test_what_is_no_floating_point_array_stays_itself():
+    same = {
+        "int": jnp.arange(3),
+        "bool": jnp.array(True),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "function": abs,
+        "text": "relu",
+        "none": None,
+    }
+    loss_scale = LossScale.dynamic()
+    for result in (loss_scale.scale(same), loss_scale.unscale(same), select(jnp.array(False), same, same)):
+        assert result["function"] is abs
+        assert result["text"] == "relu"
+        assert result["none"] is None
+        assert result["int"].tolist() == [0, 1, 2]
+        assert result["float0"].dtype == jax.dtypes.float0
+    assert bool(all_finite(same))
+
+
+def test_small_float16_gradients_survive():
+    small = jnp.float16(3e-3)  # times 2**-15 this is no float16 any more
+    unscaled = LossScale.static(2.0**15).unscale(small)
+    np.testing.assert_allclose(float(unscaled), float(small) / 2**15, rtol=1e-6)
+    kept = LossScale.static(2.0**15).unscale(small, keep_dtype=True)
+    assert abs(float(kept) / (float(small) / 2**15) - 1) > 0.05  # what keep_dtype costs, and why it is not the default
+
+
+@pytest.mark.parametrize("value", [SMALLEST, 2.0**-10, 2.0**16, LARGEST])
+def test_scale_then_unscale_is_exact_for_powers_of_two(value):
+    x = jnp.asarray([1.0, -1.75, 1.5], jnp.float32)
+    loss_scale = LossScale.static(value)
+    np.testing.assert_array_equal(loss_scale.unscale(loss_scale.scale(x)), x)
+
+
+# -- value_and_grad ---------------------------------------------------------------------------------------------------
+
+
+def quadratic(params, x):
+    return jnp.sum((x @ params["w"] + params["b"]) ** 2)
+
+
+def problem(dtype):
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(4, 2)) / 4, dtype), "b": jnp.asarray(rng.normal(size=2) / 4, dtype)}
+    return params, jnp.asarray(rng.normal(size=(3, 4)) / 4, dtype)
+
+
+def reference(params, x):
+    w, b, x = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x))
+    residual = x @ w + b
+    return (residual**2).sum(), {"w": 2 * x.T @ residual, "b": 2 * residual.sum(0)}
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_equal_those_in_float64(dtype, rtol, transform):
+    params, x = problem(dtype)
+    loss_scale = LossScale.dynamic(2.0**10, growth_interval=1)  # grows on this very step
+    value, grads, finite, after = transform(value_and_grad(quadratic))(loss_scale, params, x)
+    expected_value, expected = reference(params, x)
+    assert bool(finite)
+    assert float(after.value) == 2.0**11
+    np.testing.assert_allclose(float(value), expected_value, rtol=rtol)
+    for name in grads:
+        assert grads[name].dtype == jnp.float32
+        np.testing.assert_allclose(grads[name], expected[name], rtol=rtol, atol=rtol * abs(expected[name]).max())
+    kept = value_and_grad(quadratic, keep_dtype=True)(loss_scale, params, x).grads
+    assert {kept[name].dtype for name in kept} == {jnp.dtype(dtype)}
+
+
+def test_an_overflow_backs_off_and_leaves_the_value_alone():
+    loss_scale = LossScale.dynamic(2.0**16)
+    out = jax.jit(value_and_grad(lambda w: (w * 100).astype(jnp.float16).sum()))(loss_scale, jnp.ones(3, jnp.float16))
+    assert not bool(out.finite)
+    assert float(out.value) == 300.0
+    assert float(out.loss_scale.value) == 2.0**15
+    assert int(out.loss_scale.skipped) == 1
+
+
+def test_arguments_auxiliary_values_and_leaves_without_gradient():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    tree = {"model": model, "steps": jnp.arange(2), "nothing": None}
+
+    def loss(scale, x, tree):
+        y = jax.vmap(tree["model"])(x)
+        return scale * jnp.sum(y**2), {"y": y}
+
+    x = jnp.ones((3, 2))
+    step = value_and_grad(loss, argnums=(2, 0), has_aux=True)
+    (value, aux), (grads, by_factor), finite, _ = step(LossScale.dynamic(), jnp.float32(2.0), x, tree)
+    assert aux["y"].shape == (3, 1)
+    assert bool(finite)
+    assert by_factor.shape == ()
+    assert grads["steps"] is None
+    assert grads["model"].activation is None
+    expected = eqx.filter_grad(lambda m: loss(2.0, x, {"model": m})[0])(model)
+    for ours, theirs in zip(jax.tree.leaves(grads["model"]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    np.testing.assert_allclose(by_factor, value / 2, rtol=1e-6)
+
+
+def test_inside_a_scan_the_scale_is_carried():
+    params, x = problem(jnp.float32)
+    bad = jnp.array([0.0, jnp.inf, 0.0, 0.0, jnp.nan])
+
+    def body(carry, poison):
+        params, loss_scale = carry
+        out = value_and_grad(lambda p: quadratic(p, x) + poison * jnp.sum(p["w"]))(loss_scale, params)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, out.grads)
+        return (select(out.finite, new, params), out.loss_scale), (out.finite, out.loss_scale.value)
+
+    loss_scale = LossScale.dynamic(8.0, growth_interval=2)
+    (after, loss_scale), (finite, scales) = jax.jit(lambda c: jax.lax.scan(body, c, bad))((params, loss_scale))
+    assert finite.tolist() == [True, False, True, True, False]
+    assert scales.tolist() == [8.0, 4.0, 4.0, 8.0, 4.0]
+    assert int(loss_scale.skipped) == 2
+    assert bool(all_finite(after))
+
+
+def test_under_autocast_the_gradients_are_low_precision_ones():
+    from xla_amp.jax import autocast
+
+    params, x = problem(jnp.float32)
+    step = value_and_grad(autocast(quadratic))
+    assert "bf16" in str(jax.make_jaxpr(step)(LossScale.dynamic(), params, x))
+    out = jax.jit(step)(LossScale.dynamic(), params, x)
+    _, expected = reference(params, x)
+    for name in expected:
+        np.testing.assert_allclose(out.grads[name], expected[name], atol=3e-2 * abs(expected[name]).max())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: value_and_grad(quadratic)({"w": 1}, 2), "takes the loss scale first: .* got dict"),
+        (lambda: value_and_grad(lambda w: w * 2)(LossScale.static(), jnp.ones(2)), r"scalar loss, got float32\[2\]"),
+        (lambda: value_and_grad(lambda w: w > 2)(LossScale.static(), 1.0), r"scalar loss, got bool\[\]"),
+        (lambda: value_and_grad(lambda w: None)(LossScale.static(), 1.0), "scalar loss, got None"),
+        (lambda: value_and_grad(quadratic, argnums=2)(LossScale.static(), 1.0, 2.0), "called with 2 positional"),
+    ],
+)
+def test_misuse_is_named(call, words):
+    with pytest.raises(TypeError, match=words):
+        call()

@@ -1,0 +1,332 @@
+"""`LossScale`, a loss scale as a pytree, and `value_and_grad` under it.
+
+A loss is multiplied by the scale before the backward pass, so that small float16 gradients do not become zero
+(Micikevicius et al. 2018, section 3.2).  Everything that shapes the next steps is a leaf of the pytree, bounds and
+factors too: nothing is lost on the way through `jax.jit`, `jax.lax.scan`, a checkpoint or a pickle.  The arithmetic is
+`xla_amp.scale.update`, the same as that of the PyTorch scaler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp import scale as formula
+from xla_amp.errors import PolicyError
+
+_Tree = TypeVar("_Tree")
+
+SMALLEST: Final = 2.0**-126
+LARGEST: Final = 2.0**126
+"""Bounds of the scale: its inverse must be a normal float32, since XLA flushes subnormal numbers to zero."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """A loss scale and what decides how it moves; made by `dynamic` or `static`.
+
+    Every field is a 0-d array (float32 or int32) and a leaf, so a restored checkpoint brings its settings along, and
+    another setting compiles nothing anew.
+
+    Example:
+        >>> loss_scale = LossScale.dynamic(2.0**15)
+        >>> float(loss_scale.update(False).value), float(loss_scale.update(True).value)
+        (16384.0, 32768.0)
+    """
+
+    value: jax.Array
+    """What the loss is multiplied by, float32."""
+    growth_tracker: jax.Array
+    """Clean steps in a row since the scale last moved, int32."""
+    growth_factor: jax.Array
+    backoff_factor: jax.Array
+    growth_interval: jax.Array
+    min_scale: jax.Array
+    max_scale: jax.Array
+    skipped: jax.Array
+    """Steps with gradients that were not finite, all of them, int32."""
+    skipped_in_a_row: jax.Array
+    """Of these the newest without a clean step between; a number that keeps growing means that the model diverged."""
+
+    @classmethod
+    def dynamic(
+        cls,
+        initial: float = formula.INITIAL,
+        *,
+        growth_factor: float = formula.GROWTH_FACTOR,
+        backoff_factor: float = formula.BACKOFF_FACTOR,
+        growth_interval: int = formula.GROWTH_INTERVAL,
+        min_scale: float = SMALLEST,
+        max_scale: float = LARGEST,
+    ) -> LossScale:
+        """A scale that falls after an overflow and rises after a run of clean steps; defaults are torch's.
+
+        Args:
+            initial: first scale.
+            growth_factor: multiplies the scale after `growth_interval` clean steps; at least 1.
+            backoff_factor: multiplies it after an overflow; above 0, at most 1.
+            growth_interval: clean steps between two growths; at least 1.
+            min_scale, max_scale: bounds that the scale never leaves, within 2**-126 and 2**126.
+
+        Raises:
+            PolicyError: a setting outside of these ranges.
+        """
+        _require("growth_factor", growth_factor, 1, LARGEST)
+        _require("backoff_factor", backoff_factor, SMALLEST, 1)
+        _require("growth_interval", growth_interval, 1, 2**31 - 1, numbers.Integral)
+        _require("min_scale", min_scale, SMALLEST, LARGEST)
+        _require("max_scale", max_scale, min_scale, LARGEST)
+        _require("initial", initial, min_scale, max_scale)
+        return cls(
+            value=_float(initial),
+            growth_tracker=_int(0),
+            growth_factor=_float(growth_factor),
+            backoff_factor=_float(backoff_factor),
+            growth_interval=_int(growth_interval),
+            min_scale=_float(min_scale),
+            max_scale=_float(max_scale),
+            skipped=_int(0),
+            skipped_in_a_row=_int(0),
+        )
+
+    @classmethod
+    def static(cls, scale: float = 1.0) -> LossScale:
+        """A scale that never moves; 1 switches scaling off and still counts steps that are not finite.
+
+        Raises:
+            PolicyError: `scale` is not between 2**-126 and 2**126.
+        """
+        return cls.dynamic(scale, growth_factor=1.0, backoff_factor=1.0)
+
+    def scale(self, tree: _Tree) -> _Tree:
+        """`tree`, e.g. a loss, times the scale; half dtypes come back as float32, where a scale of 65536 fits.
+
+        Leaves that are not floating point stay as they are.
+        """
+        return jax.tree.map(lambda x: _wide(x) * self._like(x) if is_inexact(x) else x, tree)  # type: ignore[no-any-return]
+
+    def unscale(self, tree: _Tree, *, keep_dtype: bool = False) -> _Tree:
+        """`tree`, e.g. gradients, divided by the scale, computed in float32 (float64 leaves in float64).
+
+        Args:
+            tree: any pytree; leaves that are not floating point, ``float0`` and leaves that are no arrays among them,
+                stay as they are.
+            keep_dtype: give half leaves back in their own dtype, which loses what the scale was for; else float32.
+        """
+
+        def unscaled(x: Any) -> Any:
+            if not is_inexact(x):
+                return x
+            wide = _wide(x) / self._like(x)
+            return wide.astype(jnp.result_type(x)) if keep_dtype else wide
+
+        return jax.tree.map(unscaled, tree)  # type: ignore[no-any-return]
+
+    def _like(self, x: Any) -> jax.Array:
+        return self.value.astype(jnp.finfo(_wide(x).dtype).dtype)
+
+    def update(self, finite: Any) -> LossScale:
+        """The scale for the next step.
+
+        Args:
+            finite: bool, or 0-d bool array: whether all gradients of this step were finite.
+        """
+        finite = jnp.asarray(finite, jnp.bool_)
+        value, tracker = formula.update(
+            self.value,
+            self.growth_tracker,
+            ~finite,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            where=jnp.where,
+        )
+        skipped = (~finite).astype(jnp.int32)
+        return dataclasses.replace(
+            self,
+            value=jnp.clip(value, self.min_scale, self.max_scale),
+            growth_tracker=tracker,
+            skipped=self.skipped + skipped,
+            skipped_in_a_row=(self.skipped_in_a_row + skipped) * skipped,
+        )
+
+    def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The fields by name as NumPy arrays, for formats that know no dataclasses, such as flax's msgpack."""
+        return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> LossScale:
+        """The inverse of `state_dict`.
+
+        Raises:
+            PolicyError: a field is missing, or one that is not ours is there.
+        """
+        template = cls.static().state_dict()
+        if set(state) != set(template):
+            raise PolicyError(
+                f"LossScale.from_state_dict(): expected the fields {', '.join(template)}, "
+                f"got {', '.join(map(str, state)) or 'none'}"
+            )
+        return cls(**{name: jnp.asarray(state[name], like.dtype) for name, like in template.items()})
+
+
+class ScaledGradients(NamedTuple):
+    """What a function of `value_and_grad` returns."""
+
+    value: Any
+    """What the function returned, unscaled: its loss, or ``(loss, aux)`` with `has_aux`."""
+    grads: Any
+    """Unscaled gradients; those of half arguments are float32 unless `keep_dtype` was asked for."""
+    finite: jax.Array
+    """Whether all of them are finite, 0-d bool."""
+    loss_scale: LossScale
+    """For the next step."""
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    axis_name: Any = None,
+    keep_dtype: bool = False,
+) -> Callable[..., ScaledGradients]:
+    """`jax.value_and_grad` with a scaled loss.
+
+    The gradients are divided by the scale that the loss was multiplied by, in float32, and only then does the scale
+    move.  Differentiated are the floating-point leaves of the chosen arguments; others (integers, keys, functions in
+    an Equinox module) have the gradient None.
+
+    Args:
+        fn: function of pytrees that returns a scalar loss, or ``(loss, aux)``.
+        argnums: which positional arguments to differentiate, counted without the loss scale.
+        has_aux: whether `fn` returns ``(loss, aux)``.
+        axis_name: axes of `jax.pmap` or `jax.shard_map` on which all devices must agree: one overflow anywhere counts
+            everywhere.  Gradients are not averaged.
+        keep_dtype: give gradients in the dtype of the argument instead of at least float32.
+
+    Returns:
+        A function ``(loss_scale, *args, **kwargs)`` that returns `ScaledGradients`.
+
+    Raises:
+        TypeError: from the function, if its first argument is no `LossScale` or the loss is no real scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> step = value_and_grad(lambda w, x: jnp.sum(w * x))
+        >>> out = step(LossScale.dynamic(), jnp.float16(3), jnp.float16(1e-3))
+        >>> out.value.dtype, out.grads.dtype, bool(out.finite)
+        (dtype('float16'), dtype('float32'), True)
+    """
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def scaled_value_and_grad(loss_scale: LossScale, *args: Any, **kwargs: Any) -> ScaledGradients:
+        if not isinstance(loss_scale, LossScale):
+            raise TypeError(
+                "value_and_grad(fn) takes the loss scale first: expected xla_amp.jax.LossScale, "
+                f"got {type(loss_scale).__name__}; write step(loss_scale, params, ...)"
+            )
+        if any(not -len(args) <= number < len(args) for number in chosen):
+            raise TypeError(f"value_and_grad(argnums={argnums}): fn was called with {len(args)} positional arguments")
+        leaves, tree = jax.tree.flatten(tuple(args[number] for number in chosen))
+        places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf)]
+
+        def scaled_loss(values: list[Any]) -> tuple[Any, Any]:
+            filled = list(leaves)
+            for place, value in zip(places, values, strict=True):
+                filled[place] = value
+            given = list(args)
+            for number, argument in zip(chosen, jax.tree.unflatten(tree, filled), strict=True):
+                given[number] = argument
+            result = fn(*given, **kwargs)
+            loss = result[0] if has_aux else result
+            if not is_inexact(loss) or jnp.shape(loss) != () or jnp.iscomplexobj(loss):
+                what = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if _is_array(loss) else repr(loss)
+                raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {what}")
+            return loss_scale.scale(loss), result
+
+        scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[place]) for place in places])
+        unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
+        finite = all_finite(unscaled, axis_name=axis_name)
+        grads: list[Any] = [None] * len(leaves)
+        for place, gradient in zip(places, unscaled, strict=True):
+            grads[place] = gradient
+        gradients = jax.tree.unflatten(tree, grads)
+        return ScaledGradients(
+            value, gradients[0] if isinstance(argnums, int) else gradients, finite, loss_scale.update(finite)
+        )
+
+    return scaled_value_and_grad
+
+
+def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
+    """Whether no floating-point leaf of `tree` has an inf or a nan, 0-d bool.
+
+    Args:
+        axis_name: axes of `jax.pmap` or `jax.shard_map` over which the answer is one.
+    """
+    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    finite = jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) != 0
+
+
+def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
+    """`new` where `finite`, else `old`, leaf by leaf and bit by bit; leaves that are no arrays are those of `new`.
+
+    It is a select, never a conditional: on GPUs a conditional makes the host wait.
+
+    Args:
+        finite: 0-d bool.
+        new, old: pytrees of one structure; old leaves take the dtypes of new ones.
+    """
+
+    def chosen(after: Any, before: Any) -> Any:
+        if not _is_array(after):
+            return after
+        if before.dtype != after.dtype:
+            before = jnp.asarray(before).astype(after.dtype)
+        return jax.lax.select(jnp.broadcast_to(finite, jnp.shape(after)), after, jnp.asarray(before))
+
+    return jax.tree.map(chosen, new, old)  # type: ignore[no-any-return]
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is floating point or complex: an array, a NumPy scalar or a Python number."""
+    return (_is_array(leaf) or isinstance(leaf, float | complex)) and jnp.issubdtype(
+        getattr(leaf, "dtype", type(leaf)), jnp.inexact
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _wide(x: Any) -> jax.Array:
+    """`x` in its own dtype if that has at least 32 bits, else in float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _float(value: float) -> jax.Array:
+    return jnp.asarray(value, jnp.float32)
+
+
+def _int(value: int) -> jax.Array:
+    return jnp.asarray(value, jnp.int32)
+
+
+def _require(name: str, value: Any, low: float, high: float, kind: type = numbers.Real) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
+        what = "a whole number" if kind is numbers.Integral else "a number"
+        raise PolicyError(
+            f"LossScale({name}={value!r}): expected {what} between {low:g} and {high:g}, got {type(value).__name__}"
+        )
