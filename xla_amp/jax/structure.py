@@ -19,6 +19,7 @@ import jax
 from xla_amp import record
 from xla_amp.jax import compat
 from xla_amp.jax.contraction import base_call, low_copy
+from xla_amp.jax.frame import magnitude
 from xla_amp.jax.rules import F32, decide, dtype_of, is_float
 from xla_amp.policy import Policy
 
@@ -63,17 +64,29 @@ once."""
 
 
 def _retrace(
-    call: Call, closed: compat.ClosedJaxpr, avals: Sequence[Any], weights: tuple[bool, ...], **options: Any
+    call: Call,
+    closed: compat.ClosedJaxpr,
+    values: Sequence[Any],
+    weights: tuple[bool, ...],
+    *,
+    fixed: bool = True,
+    **options: Any,
 ) -> compat.ClosedJaxpr:
-    """A program walked for arguments of these types."""
+    """A program walked for arguments of the types of `values`; what is a number in the text is one inside as well,
+    if the operands are `fixed`."""
+    avals = _types(values)
     walker = call.walk()
-    key = (walker.rules, walker.rules.now(), walker.backward, tuple(avals), weights, tuple(options.items()))
+    scalars = {place: value for place, value in enumerate(values) if fixed and magnitude(value) is not None}
+    known_scalars = tuple((place, str(value.dtype), float(value)) for place, value in scalars.items())
+    asked = (walker.rules, walker.rules.now(), walker.backward)
+    key = (*asked, tuple(avals), weights, known_scalars, tuple(options.items()))
     cache = _walked.setdefault(closed.jaxpr, {})
     known = cache.get(key) if not closed.consts else None
     if known is None or record.sinks:
 
-        def walked(*values: Any) -> list[Any]:
-            return walker.run(closed, values, weights=weights, **options)
+        def walked(*arguments: Any) -> list[Any]:
+            inside = [scalars.get(place, argument) for place, argument in enumerate(arguments)]
+            return walker.run(closed, inside, weights=weights, **options)
 
         known = compat.trace(walked, avals, closed.jaxpr.debug_info)
         if not closed.consts:
@@ -89,14 +102,14 @@ def _call(call: Call) -> list[Any]:
     name = "jaxpr" if "jaxpr" in call.params else "call_jaxpr"
     closed = call.params[name]
     wanted = tuple(call.wanted) if call.wanted else None
-    walked = _retrace(call, closed, _types(call.operands), call.flags(), wanted=wanted)
+    walked = _retrace(call, closed, call.operands, call.flags(), wanted=wanted)
     return compat.bind(call.primitive, call.operands, {**call.params, name: walked})
 
 
 def _checkpoint(call: Call) -> list[Any]:
     closed = compat.ClosedJaxpr(call.params["jaxpr"], ())
     wanted = tuple(call.wanted) if call.wanted else None
-    walked = _retrace(call, closed, _types(call.operands), call.flags(), wanted=wanted)
+    walked = _retrace(call, closed, call.operands, call.flags(), wanted=wanted)
     params = {**call.params, "jaxpr": compat.without_constants(walked), "policy": _policy(call.params["policy"])}
     return compat.bind(call.primitive, [*walked.consts, *call.operands], params)
 
@@ -262,8 +275,8 @@ def _while(call: Call) -> list[Any]:
         lambda types: compat.trace(walked(types), (*_types([*consts, *copies]), *types), body.jaxpr.debug_info),
         lambda types, _: _free_results(call, body, consts, copies, places, weights, types, ()),
     )
-    asks = (*_types(call.operands[:split]), *_types(values))
-    tested = _retrace(call, test, asks, (False,) * len(asks))
+    asks = [*call.operands[:split], *values]
+    tested = _retrace(call, test, asks, (False,) * len(asks), fixed=False)
     new = {**params, "cond_jaxpr": _closed(tested), "body_jaxpr": _closed(traced)}
     new["cond_nconsts"] = split + len(tested.consts)
     new["body_nconsts"] = len(consts) + len(copies) + len(traced.consts)
@@ -280,7 +293,7 @@ def _cond(call: Call) -> list[Any]:
     index, *operands = call.operands
     avals = _types(operands)
     weights = call.flags()[1:]
-    walked = [_retrace(call, branch, avals, weights) for branch in branches]
+    walked = [_retrace(call, branch, operands, weights) for branch in branches]
     common = [functools.reduce(_wider, types) for types in zip(*(w.out_avals for w in walked), strict=True)]
     consts = [const for branch in walked for const in branch.consts]
     new = []
@@ -305,7 +318,7 @@ def _wider(one: Any, other: Any) -> Any:
 
 def _custom_jvp(call: Call) -> list[Any]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
-    traced = _retrace(call, closed, _types(call.operands), call.flags())
+    traced = _retrace(call, closed, call.operands, call.flags())
     rule = compat.custom_jvp_rule(call.params, call.primitive)
     avals = [atom.aval for atom in closed.jaxpr.invars]
 

@@ -35,8 +35,9 @@ class RegionTrace(compat.Trace):
         self.walker = Walker(rules)
         self._depth = compat.depth()
         # Values inside are the parent's: whoever compares levels of traces (flax.nnx, before it writes to a variable)
-        # must find the same one.
-        self._weakref = parent._weakref
+        # must find the same one. Where nothing is traced outside, jit's own caches must find another one.
+        if not compat.is_running(parent):
+            self._weakref = parent._weakref
 
     def stage_value(self, value: Any) -> Any:
         return self.parent.stage_value(value)

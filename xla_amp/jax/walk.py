@@ -103,7 +103,7 @@ class Walker:
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
             outs = compat.bind(primitive, used, params)
-            if kind == "moves":
+            if kind in ("moves", "converts"):
                 self.frame.moved(primitive, params, used, outs[0])
         if record.sinks:
             note(policy, primitive.name, decision, operands, used, outs, eqn)

@@ -1,0 +1,70 @@
+"""What autocast says to arguments that it cannot follow."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xla_amp.errors import PolicyError, UnsupportedDtypeError
+from xla_amp.jax import autocast
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"driver": "fast"}, PolicyError, r"driver='fast'.*'auto', 'trace', 'jaxpr'"),
+        ({"carry": True}, PolicyError, r"carry=True.*'keep', 'low'"),
+        ({"enabled": 1}, PolicyError, r"enabled=1.*True or False, got int"),
+        ({"policy": "tpux"}, PolicyError, r"unknown policy 'tpux'; nearest: tpu"),
+        ({"dtype": jnp.float32}, UnsupportedDtypeError, r"'tpu' offers jnp\.bfloat16, jnp\.float16"),
+        ({"dtype": "bf17"}, UnsupportedDtypeError, r"dtype='bf17'"),
+    ],
+)
+def test_settings(settings, error, words):
+    with pytest.raises(error, match=words):
+        autocast(lambda x: x, **settings)
+
+
+def test_what_is_not_a_function():
+    with pytest.raises(TypeError, match=r"autocast expects a function, got 3 \(int\).*by keyword"):
+        autocast(3)
+    with pytest.raises(TypeError, match="by keyword"):
+        autocast("bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16")])
+def test_spellings_of_a_dtype(dtype):
+    with autocast(dtype=dtype):
+        assert (jnp.ones((2, 2)) @ jnp.ones((2, 2))).dtype == jnp.bfloat16
+
+
+def test_a_wrapped_function_keeps_its_name_and_tells_its_settings():
+    @autocast(carry="low")
+    def forward(x):
+        """Doc."""
+        return x
+
+    assert (forward.__name__, forward.__doc__, forward.region.carry) == ("forward", "Doc.", "low")
+    assert "enabled=True" in repr(forward.region)
+    assert autocast(forward, enabled=False).choice(1) == ("none", "enabled=False")
+    assert autocast(forward, driver="trace").choice(jnp.ones(2))[0] == "trace"
+
+
+def test_an_object_of_a_class_and_a_method_can_be_wrapped():
+    class Model:
+        def __call__(self, x):
+            return x @ x
+
+        method = autocast(__call__)
+
+    assert autocast(Model())(jnp.ones((2, 2))).dtype == jnp.float32
+    assert Model().method(jnp.ones((2, 2))).dtype == jnp.float32
+
+
+def test_the_package_names_what_it_has():
+    import xla_amp.jax
+
+    assert "autocast" in dir(xla_amp.jax)
+    with pytest.raises(AttributeError, match=r"autocasts.*public names: .*autocast"):
+        _ = xla_amp.jax.autocasts

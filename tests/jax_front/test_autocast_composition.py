@@ -1,0 +1,336 @@
+"""autocast with the rest of JAX: regions, loops, explain, donation, ahead-of-time lowering, export."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contractions import contractions
+from jax import export, lax
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.errors import PolicyError
+from xla_amp.jax import autocast
+
+LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
+
+
+@pytest.fixture
+def x():
+    return jnp.asarray(np.random.RandomState(0).randn(4, 8), jnp.float32)
+
+
+@pytest.fixture
+def w():
+    return jnp.asarray(np.random.RandomState(1).randn(8, 8) / 3, jnp.float32)
+
+
+def test_regions_nest_and_end(x, w):
+    with autocast():
+        first = x @ w
+        with autocast(enabled=False):
+            off = x @ w
+            with autocast(dtype=jnp.float16):
+                half = x @ w
+        again = x @ w
+    after = x @ w
+    assert [y.dtype.name for y in (first, off, half, again, after)] == [
+        "bfloat16",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float32",
+    ]
+
+
+def test_an_exception_ends_the_region_and_one_object_may_be_entered_inside_itself(x, w):
+    region = autocast()
+    with region, region:
+        pass
+    with pytest.raises(KeyError), region, region:
+        raise KeyError
+    assert (x @ w).dtype == jnp.float32
+
+    @region
+    def recursive(depth):
+        return x @ w if depth == 0 else recursive(depth - 1)
+
+    assert recursive(2).dtype == jnp.float32  # the jaxpr driver keeps what the function was written with
+    assert contractions(lambda: recursive(2)) == {LOW: 1}
+    assert (x @ w).dtype == jnp.float32
+
+
+def test_a_region_is_for_its_thread(x, w):
+    seen = []
+    with autocast():
+        thread = threading.Thread(target=lambda: seen.append((x @ w).dtype))
+        thread.start()
+        thread.join()
+    assert seen == [jnp.dtype("float32")]
+
+
+def test_regions_inside_what_jax_traces_are_decided_once(x, w):
+    def body(c, _):
+        with autocast():
+            low = jnp.exp(jnp.tanh(c @ w))
+        with autocast(enabled=False):
+            wide = c @ w
+        return (low + wide).astype(jnp.float32), None
+
+    def function(x):
+        return lax.scan(body, x, None, length=2)[0]
+
+    assert contractions(function, x) == {LOW: 1, WIDE: 1}
+    assert contractions(autocast(function), x) == {LOW: 1, WIDE: 1}
+    # The outer region has other rules: what the inner one decided stays.
+    assert "tensor<4x8xf16>" not in jax.jit(autocast(function, dtype=jnp.float16)).lower(x).as_text()
+
+
+def test_a_guard_is_honoured_by_the_trace_driver_and_written_away_before_the_other_sees_it(x, w):
+    def function(x):
+        return jnp.tanh((x @ w).astype(jnp.float32))
+
+    def tanh(driver):
+        text = jax.jit(autocast(function, driver=driver)).lower(x).as_text()
+        return re.findall(r"stablehlo.tanh.*tensor<4x8x(\w+)>", text)
+
+    assert tanh("trace") == ["f32"]
+    assert tanh("jaxpr") == ["bf16"]
+
+
+def test_a_function_that_looks_at_values_is_traced_while_it_runs(x, w):
+    def function(x):
+        y = x @ w
+        return y if y.sum() > -1e9 else x
+
+    mixed = autocast(function)
+    assert mixed(x).dtype == jnp.bfloat16
+    assert mixed.choice(x) == ("trace", "the function looks at values while it runs")
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        autocast(function, driver="jaxpr")(x)
+
+
+def test_static_arguments_and_results_stay_what_they_are(x, w):
+    def function(x, *, train, name, scale):
+        assert isinstance(train, bool)
+        return {"y": (x @ w) * scale, "name": name, "none": None, "train": train}
+
+    out = autocast(function)(x, train=True, name="a", scale=2.0)
+    assert (out["name"], out["none"], out["train"], out["y"].dtype) == ("a", None, True, jnp.float32)
+
+
+def loop_types(function, *args):
+    text = jax.jit(function).lower(*args).as_text()
+    return re.findall(r"stablehlo\.while\(.*\) : (.*)", text)
+
+
+def test_carries_keep_their_dtype_or_take_the_low_one(x, w):
+    def function(x):
+        def body(carry, _):
+            h, total = carry
+            return (jnp.tanh(h @ w), total + jnp.sum(h)), None
+
+        return lax.scan(body, (x, jnp.float32(0)), None, length=3)[0]
+
+    (kept,), (low,) = loop_types(autocast(function), x), loop_types(autocast(function, carry="low"), x)
+    assert "tensor<4x8xf32>" in kept
+    assert "tensor<4x8xbf16>" in low
+    assert "tensor<4x8xf32>" not in low
+    assert "tensor<f32>" in low  # a sum is float32 and stays so
+    out, total = autocast(function, carry="low")(x)
+    assert out.dtype == total.dtype == jnp.float32
+    np.testing.assert_allclose(out, function(x)[0], atol=5e-2)
+    expected = jax.grad(lambda x: function(x)[1])(x)
+    for carry in ("keep", "low"):
+        mixed = autocast(function, carry=carry)
+        np.testing.assert_allclose(jax.grad(lambda x, f=mixed: f(x)[1])(x), expected, atol=5e-2)
+
+
+def test_while_carries_take_the_low_dtype_too(x, w):
+    def function(x):
+        return lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0] @ w), c[1] + 1), (x, 0))[0]
+
+    (kept,), (low,) = loop_types(autocast(function), x), loop_types(autocast(function, carry="low"), x)
+    assert "tensor<4x8xf32>" in kept
+    assert "tensor<4x8xbf16>" in low
+
+
+@pytest.mark.parametrize("driver", ["jaxpr", "trace"])
+def test_weights_are_rounded_once_before_a_loop(driver, x, w):
+    def function(x, w):
+        return jnp.sum(lax.scan(lambda c, _: (jnp.tanh(c @ w.T), None), x, None, length=3)[0])
+
+    step = jax.jit(jax.grad(autocast(function, driver=driver), 1))
+    text = step.lower(x, w).as_text()
+    entry = text[: text.index("func.func private")]
+    outside, _, _ = entry.partition("stablehlo.while")
+    convert = re.compile(r"convert .*tensor<8x8xf32>\) -> tensor<8x8xbf16>")
+    assert convert.search(outside)
+    assert len(convert.findall(text)) == 1
+    np.testing.assert_allclose(step(x, w), jax.grad(function, 1)(x, w), atol=6e-2)
+    assert step(x, w).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("driver", ["jaxpr", "trace"])
+def test_explain_lists_primitives_also_inside_loops(driver, x, w):
+    def function(x):
+        y = lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=2)[0]
+        return jnp.sum(jnp.exp(y))
+
+    with xla_amp.explain() as report:
+        autocast(function, driver=driver)(x)
+    rows = {row["operation"]: row for row in report.rows()}
+    assert rows["matmul"]["cast"] == "low"
+    assert rows["matmul"]["result"] == "bfloat16"
+    assert rows["exp"]["cast"] == "fp32"
+    assert rows["exp"]["after"] == "float32"
+    assert rows["sum.dim_IntList"]["cast"] == "fp32_out"
+    assert {row["front"] for row in report.rows()} == {"jax"}
+    assert "test_autocast_composition.py" in rows["matmul"]["location"]
+    assert "tpu.toml" in rows["matmul"]["rule"]
+
+
+def test_overrides_and_policies_change_both_drivers(x, w):
+    def exponents(text):
+        return re.findall(r"stablehlo\.exponential.*tensor<4x8x(\w+)>", text)
+
+    def function(x):
+        return jnp.exp(x @ w)
+
+    for driver in ("jaxpr", "trace"):
+        mixed = autocast(function, driver=driver)
+        assert exponents(jax.jit(lambda x, f=mixed: f(x)).lower(x).as_text()) == ["f32"]
+        with policy.override(exp="low"):
+            assert exponents(jax.jit(lambda x, f=mixed: f(x)).lower(x).as_text()) == ["bf16"]
+        with policy.override(matmul="fp32"):
+            assert contractions(lambda x, f=mixed: f(x), x) == {WIDE: 1}
+        with policy.override(exp="ban"), pytest.raises(PolicyError, match=r"exp.*bans it"):
+            mixed(x)
+    half = autocast(function, policy="gpu")
+    assert contractions(half, x) == {("f16", "f16"): 1}
+
+
+def test_an_override_while_a_region_is_open(x, w):
+    with autocast():
+        with policy.override(matmul="fp32"):
+            wide = x @ w
+        low = x @ w
+    assert (wide.dtype, low.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_named_scopes_reach_the_program(x, w):
+    def function(x):
+        with jax.named_scope("encoder"):
+            return jax.jit(lambda x: jnp.tanh(x @ w))(x)
+
+    for driver in ("jaxpr", "trace"):
+        text = jax.jit(autocast(function, driver=driver)).lower(x).as_text(debug_info=True)
+        assert "encoder/" in text
+
+
+def test_donation_and_ahead_of_time_compilation(x, w):
+    step = jax.jit(autocast(lambda x, w: jnp.tanh(x @ w)), donate_argnums=0)
+    square = jnp.ones((8, 8))
+    compiled = step.lower(square, w).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == square.nbytes
+    compiled(square, w)
+    assert square.is_deleted()
+    given = jax.jit(lambda x: x * 2, donate_argnums=0)
+    assert autocast(lambda x: given(x @ w))(x).dtype == jnp.float32
+
+
+def test_export_for_several_platforms(x, w):
+    function = jax.jit(autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w))))
+    exported = export.export(function, platforms=["cpu", "tpu", "cuda"])(x, w)
+    back = export.deserialize(bytearray(exported.serialize(vjp_order=1)))
+    np.testing.assert_allclose(back.call(x, w), function(x, w), rtol=1e-5)
+    found, expected = jax.grad(back.call, 1)(x, w), jax.grad(function, 1)(x, w)
+    np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_warm_jitted_function_is_reached_and_its_own_cache_left_alone(x, w):
+    function = jax.jit(lambda x: jnp.tanh(x @ w))
+    before = function(x)
+    with autocast():
+        inside = function(x)
+        again = function(x)
+    assert inside.dtype == again.dtype == jnp.bfloat16
+    assert function(x).dtype == jnp.float32
+    np.testing.assert_array_equal(function(x), before)
+
+
+def test_a_function_called_in_every_step_is_compiled_once(x, w):
+    traces = []
+
+    @jax.jit
+    def function(x):
+        traces.append(1)
+        return jnp.tanh(x @ w)
+
+    with autocast(), jax.log_compiles(False):
+        for _ in range(3):
+            function(x)
+    assert len(traces) == 1
+
+
+def test_products_of_other_dtypes_stay_as_they_are(x):
+    integers, complex_ = jnp.ones((4, 4), jnp.int32), jnp.ones((4, 4), jnp.complex64)
+    for driver in ("jaxpr", "trace"):
+        assert autocast(lambda a: a @ a, driver=driver)(integers).dtype == jnp.int32
+        assert autocast(lambda a: a @ a, driver=driver)(complex_).dtype == jnp.complex64
+    with jax.enable_x64(True):
+        wide = jnp.ones((4, 4), jnp.float64)
+        assert contractions(autocast(lambda a: a @ a), wide) == {("f64", "f64"): 1}
+
+
+def test_a_float32_result_of_low_operands_is_the_programs_own_wish(x):
+    low = x.astype(jnp.bfloat16)
+    for driver in ("jaxpr", "trace"):
+        product = autocast(lambda a: jnp.matmul(a, a.T, preferred_element_type=jnp.float32), driver=driver)
+        assert product(low).dtype == jnp.float32
+
+
+def test_effects_keep_their_order(x, w):
+    seen = []
+
+    def function(x):
+        y = x @ w
+        jax.debug.callback(lambda v: seen.append(np.asarray(v).dtype.name), y, ordered=True)
+        jax.debug.callback(lambda v: seen.append("second"), y, ordered=True)
+        return y
+
+    jax.block_until_ready(jax.jit(autocast(function))(x))
+    jax.effects_barrier()
+    assert seen == ["float32", "second"]  # a callback gets the dtype that it was written for
+
+
+def test_mutable_references_keep_their_dtype(x, w):
+    def function(x):
+        total = jax.new_ref(jnp.zeros((4, 8)))
+        for _ in range(2):
+            total[...] += x @ w
+        return total[...]
+
+    for driver in ("jaxpr", "trace"):
+        np.testing.assert_allclose(autocast(function, driver=driver)(x), 2 * x @ w, atol=5e-2)
+
+
+def test_a_mask_constant_does_not_make_the_rest_float32(x, w):
+    def function(x):
+        return jnp.where(x > 0, x @ w, 0.0) @ w
+
+    text = jax.jit(autocast(function)).lower(x).as_text()
+    assert re.search(r"stablehlo\.select.*tensor<4x8xbf16>", text)
+
+
+def test_a_constant_beyond_the_range_of_float16_keeps_float32(x, w):
+    def function(x):
+        return jax.nn.softmax(jnp.where(x > 9, x @ w, -1e9))
+
+    out = autocast(function, dtype=jnp.float16)(x)  # every place is masked
+    np.testing.assert_allclose(out, np.full((4, 8), 1 / 8), rtol=1e-3)

@@ -1,0 +1,144 @@
+"""Every construct of JAX under autocast, forward, differentiated, batched and in a loop: dtypes and values."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contractions import contractions
+from jax import lax
+from traced_functions import TABLE
+
+from xla_amp.jax import autocast
+
+LOW = ("bf16", "bf16")
+
+
+def compositions(function, row, directions):
+    """The function as it is used: forward, gradient, batched, and gradients inside a scan."""
+
+    def loss(p, x):
+        y = function(p, x)
+        return jnp.sum(y.astype(directions.dtype) * directions) / directions.size
+
+    gradient = jax.grad(loss, (0, 1))
+
+    def in_scan(p, x):
+        def step(p, _):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradient(p, x)[0]), None
+
+        return jax.tree.map(jnp.subtract, p, lax.scan(step, p, None, length=2)[0])
+
+    found = {"forward": function, "grad": gradient, "grad in scan": in_scan}
+    if row.vmapped:
+        found["vmap"] = lambda p, x: jax.vmap(function, (None, 0))(p, jnp.stack([x, -x]))
+    return found
+
+
+def case(row):
+    random = np.random.RandomState(0)
+    p, x = row.weights(random), row.x(random)
+    out = jax.eval_shape(row.function, p, x)
+    return p, x, random.randn(*out.shape)
+
+
+def arrays(tree, dtype):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
+
+
+def run(row, function, p, x, directions, dtype):
+    """All compositions in one program, so the gradient is one of jit as well."""
+    parts = compositions(function, row, jnp.asarray(directions, dtype))
+    together = jax.jit(lambda p, x: {name: part(p, x) for name, part in parts.items()})
+    return together(arrays(p, dtype), arrays(x, dtype))
+
+
+@functools.cache
+def lowered(name):
+    row = next(row for row in TABLE if row.name == name)
+    p, x, directions = case(row)
+    p, x = arrays(p, jnp.float32), arrays(x, jnp.float32)
+    parts = compositions(autocast(row.function), row, jnp.asarray(directions, jnp.float32))
+    return {part: contractions(function, p, x) for part, function in parts.items()}
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_every_contraction_is_low(row):
+    for part, found in lowered(row.name).items():
+        assert found[LOW] > 0, part
+        assert set(found) == {LOW} or row.wide, (part, found)
+    assert (set(lowered(row.name)["grad"]) == {LOW}) != bool(row.wide)
+
+
+def test_without_autocast_no_contraction_is_low():
+    (row,) = (row for row in TABLE if row.name == "relu_layers")
+    p, x, directions = case(row)
+    for part in compositions(row.function, row, jnp.asarray(directions, jnp.float32)).values():
+        found = contractions(part, arrays(p, jnp.float32), arrays(x, jnp.float32))
+        assert set(found) == {("f32", "f32")}
+
+
+def distance(found, expected):
+    found, expected = (
+        np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+        for tree in (found, expected)
+    )
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_values_are_close_to_float64_and_dtypes_are_kept(row):
+    p, x, directions = case(row)
+    found = run(row, autocast(row.function), p, x, directions, jnp.float32)
+    with jax.enable_x64(True):
+        expected = run(row, row.exact or row.function, p, x, directions, jnp.float64)
+    for part in found:
+        assert distance(found[part], expected[part]) < row.tolerance, part
+        if part.startswith("grad") or row.driver == "jaxpr":
+            assert {leaf.dtype for leaf in jax.tree.leaves(found[part])} == {jnp.dtype("float32")}, part
+    # Without a jit around it, eagerly: the same program in pieces.
+    (eager,) = (compositions(autocast(row.function), row, jnp.asarray(directions, jnp.float32))["forward"],)
+    once = eager(arrays(p, jnp.float32), arrays(x, jnp.float32))
+    assert distance(once, expected["forward"]) < row.tolerance
+    assert distance(once, expected["forward"]) > 1e-6  # a float32 run would come closer
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_the_driver_is_chosen_by_what_the_function_contains(row):
+    p, x, _ = case(row)
+    choice = autocast(row.function).choice(arrays(p, jnp.float32), arrays(x, jnp.float32))
+    assert choice.driver == row.driver
+    assert choice.why
+
+
+# What sees other dtypes than it was written for while it runs; JAX itself refuses it before the rules can help.
+_NOT_TRACED = {
+    "fourier": "jnp.fft takes float32 only",
+    "gradient_penalty": "differentiates inside",
+    "train_step_inside": "differentiates inside",
+    "forward_mode_inside": "a tangent that was computed inside has another dtype than its float32 value",
+}
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row.name not in _NOT_TRACED], ids=lambda row: row.name)
+def test_the_trace_driver_takes_it_too(row):
+    p, x, directions = case(row)
+    function = autocast(row.function, driver="trace")
+    parts = compositions(function, row, jnp.asarray(directions, jnp.float32))
+    for part in ("forward", "grad"):
+        found = contractions(parts[part], arrays(p, jnp.float32), arrays(x, jnp.float32))
+        assert found[LOW] > 0
+        assert set(found) == {LOW} or row.wide, part
+
+
+@pytest.mark.parametrize("name", [name for name, why in _NOT_TRACED.items() if why == "differentiates inside"])
+def test_the_trace_driver_says_what_it_cannot_take(name):
+    from xla_amp.errors import DriverError
+
+    (row,) = (row for row in TABLE if row.name == name)
+    p, x, _ = case(row)
+    with pytest.raises(DriverError, match=r"differentiated by a jax\.grad or jax\.jvp .* autocast\(function\)"):
+        autocast(row.function, driver="trace")(arrays(p, jnp.float32), arrays(x, jnp.float32))

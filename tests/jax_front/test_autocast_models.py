@@ -1,0 +1,182 @@
+"""Models of the JAX libraries, not edited, under autocast: dtypes of contractions, losses, gradients, state."""
+
+from __future__ import annotations
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contractions import contractions
+from flax import nnx
+from networks_jax import EquinoxTransformer, NnxCnn, Transformer, cross_entropy, haiku_network
+
+from xla_amp.jax import autocast
+
+LOW = {("bf16", "bf16")}
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)])
+
+
+def cosine(one, other):
+    one, other = flat(one), flat(other)
+    return one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+
+
+def compare(loss, weights, *data, loss_tolerance, least_cosine):
+    """A loss under autocast against the same loss in float32: values, gradients, dtypes."""
+    plain = jax.jit(jax.value_and_grad(loss))
+    mixed = jax.jit(jax.value_and_grad(autocast(loss)))
+    assert set(contractions(plain, weights, *data)) == {("f32", "f32")}
+    found = contractions(mixed, weights, *data)
+    assert set(found) == LOW
+    assert sum(found.values()) == sum(contractions(plain, weights, *data).values())
+    expected, expected_gradients = plain(weights, *data)
+    value, gradients = mixed(weights, *data)
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    assert 0 < abs(float(value - expected)) <= loss_tolerance * abs(float(expected))
+    assert least_cosine <= cosine(gradients, expected_gradients) < 1 - 1e-9
+
+
+def tokens(words=100, rows=2, length=16):
+    return jax.random.randint(jax.random.key(0), (rows, length), 0, words)
+
+
+def test_a_flax_transformer_of_24_layers():
+    model, words = Transformer(layers=24), tokens()
+    weights = model.init(jax.random.key(1), words)
+
+    def loss(weights, words):
+        return cross_entropy(model.apply(weights, words[:, :-1]), words[:, 1:])
+
+    compare(loss, weights, words, loss_tolerance=2e-3, least_cosine=0.999)
+
+
+def test_an_equinox_transformer():
+    words = tokens()
+    model = EquinoxTransformer(2, 32, 100, jax.random.key(1))
+    weights, rest = eqx.partition(model, eqx.is_array)
+
+    def loss(weights, words):
+        return cross_entropy(jax.vmap(eqx.combine(weights, rest))(words[:, :-1]), words[:, 1:])
+
+    compare(loss, weights, words, loss_tolerance=4e-3, least_cosine=0.999)
+
+
+def test_equinox_filtered_transformations():
+    model = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (5, 4))
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    @autocast
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    value, gradients = loss(model, x)
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(eqx.filter(gradients, eqx.is_array))} == {jnp.dtype("float32")}
+
+
+def test_haiku():
+    network = haiku_network()
+    x, y = jax.random.normal(jax.random.key(0), (4, 8, 8, 1)), jnp.array([0, 1, 2, 1])
+    weights = network.init(jax.random.key(1), x)
+
+    def loss(weights, x, y):
+        return cross_entropy(network.apply(weights, None, x), y)
+
+    compare(loss, weights, x, y, loss_tolerance=1e-2, least_cosine=0.999)
+
+
+def images():
+    return jax.random.normal(jax.random.key(0), (8, 8, 8, 1)), jnp.array([0, 1, 2, 1, 0, 2, 2, 1])
+
+
+def nnx_loss(model, x, y):
+    return cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("driver", ["auto", "trace"])
+def test_an_nnx_cnn_with_batch_norm(driver):
+    x, y = images()
+    model = NnxCnn(nnx.Rngs(0))
+    plain = nnx.clone(model)
+    value, gradients = nnx.value_and_grad(autocast(nnx_loss, driver=driver))(model, x, y)
+    expected, expected_gradients = nnx.value_and_grad(nnx_loss)(plain, x, y)
+    assert abs(value - expected) < 1e-2 * expected
+    assert cosine(gradients, expected_gradients) > 0.999
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+    # The running statistics are written, in float32, with what float32 gives.
+    assert model.norm.mean[...].dtype == jnp.float32
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=2e-2, atol=1e-4)
+    np.testing.assert_allclose(model.norm.var[...], plain.norm.var[...], rtol=1e-2)
+    assert not np.allclose(model.norm.var[...], 1)
+
+    graph, state = nnx.split(nnx.clone(model))
+
+    def pure(state, x, y):
+        rebuilt = nnx.merge(graph, state)
+        return nnx.value_and_grad(autocast(nnx_loss, driver=driver))(rebuilt, x, y)[1]
+
+    assert set(contractions(pure, state, x, y)) == LOW
+
+
+def test_an_nnx_training_step_as_a_whole():
+    x, y = images()
+    model = NnxCnn(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    @autocast
+    def step(model, optimizer, x, y):
+        value, gradients = nnx.value_and_grad(nnx_loss)(model, x, y)
+        optimizer.update(model, gradients)
+        return value
+
+    losses = [float(step(model, optimizer, x, y)) for _ in range(10)]
+    assert int(optimizer.step[...]) == 10
+    assert losses[-1] < 0.5 * losses[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+
+
+def test_an_optax_training_step_as_a_whole():
+    model, words = Transformer(layers=1), tokens()
+    weights = model.init(jax.random.key(1), words)
+    optimizer = optax.adamw(1e-3)
+
+    def step(weights, state, words):
+        def loss(weights):
+            return cross_entropy(model.apply(weights, words[:, :-1]), words[:, 1:])
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        updates, state = optimizer.update(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    whole = autocast(step)
+    state = optimizer.init(weights)
+    assert set(contractions(whole, weights, state, words)) == LOW
+    found, expected = jax.jit(whole)(weights, state, words), jax.jit(step)(weights, state, words)
+    assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: leaf.dtype, expected)
+    assert whole.choice(weights, state, words).driver == "jaxpr"
+    moments, expected_moments = found[1][0].mu, expected[1][0].mu
+    assert 0.999 < cosine(moments, expected_moments) < 1 - 1e-9
+
+
+def test_gradients_of_weights_leave_a_whole_step_straight_from_the_accumulator():
+    """The optimizer inside gets gradients that were never rounded: the products that end there give float32."""
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)
+        return w - 0.1 * gradient
+
+    w, x = jnp.ones((8, 8)), jnp.ones((4, 8))
+    text = jax.jit(autocast(step)).trace(w, x).lower(lowering_platforms=("tpu",)).as_text()
+    dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(dots) == 5
+    assert sum(line.endswith("xf32>") for line in dots) == 2  # two uses of the weight
+    assert sum(line.endswith("xbf16>") for line in dots) == 3
