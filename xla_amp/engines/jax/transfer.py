@@ -16,7 +16,8 @@ from xla_amp.engines.jax.tape import Buffer, spec
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
 """id of an uploaded array -> itself and the host's copy, while the array lives (`known` answers questions from it)."""
 _SMALL = 1 << 20
-"""Bytes up to which a copy is kept, of integers and booleans: masks, lengths and labels, which programs ask about."""
+"""Bytes up to which a copy is kept, of integers and booleans: masks, lengths and labels, which programs ask about.
+Of single numbers a copy is always kept: optimizers store rates in tensors and read them back."""
 
 
 def upload(tensor: torch.Tensor) -> jax.Array:
@@ -25,8 +26,8 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
     metrics.host_to_device += 1
     with compat.x64():
-        array = jax.device_put(private, mesh.home())
-    if private.dtype.kind in "biu" and private.nbytes <= _SMALL:
+        array = mesh.put(private)
+    if not private.ndim or (private.dtype.kind in "biu" and private.nbytes <= _SMALL):
         _keep(array, private)
     return array
 

@@ -1,0 +1,40 @@
+"""Models of transformers, each trained on the lazy device against torch on the CPU: same losses, one program a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from training import STEPS, Run, difference, train
+
+import xla_amp
+
+TOLERANCE = {False: 1e-4, True: 2e-2}
+"""Relative difference of a loss: float32, bfloat16 autocast (torch.autocast's own CPU rules differ in a few places)."""
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("row", zoo.ROWS, ids=lambda row: row.name)
+def test_trains_as_on_the_cpu(row: zoo.Row, low: bool) -> None:
+    wanted = train(row, "cpu", low)
+    got = train(row, xla_amp.xla_device(), low)
+    assert difference(got, wanted) <= TOLERANCE[low], (got.losses, wanted.losses)
+    assert (got.executables, got.host_syncs, got.fallbacks) == (1, 0, 0)
+    assert len(got.losses) == STEPS
+    assert got.losses[-1] < 0.99 * got.losses[0]
+
+
+def test_the_tolerances_can_fail() -> None:
+    """float32 rows would see bfloat16 arithmetic, bfloat16 rows an optimizer step that did nothing."""
+    (row,) = [row for row in zoo.ROWS if row.name == "ResNet"]
+    exact, low = train(row, "cpu", False), train(row, "cpu", True)
+    assert difference(low, exact) > TOLERANCE[False]
+    late = Run(losses=[low.losses[0], *low.losses[:-1]])
+    assert difference(late, low) > TOLERANCE[True]
+
+
+def test_the_table_has_every_family_once() -> None:
+    assert len({row.name for row in zoo.ROWS}) == len({row.model for row in zoo.ROWS}) == len(zoo.ROWS) == 18
+    torch.manual_seed(0)
+    for row in zoo.ROWS:
+        assert sum(parameter.numel() for parameter in row.build().parameters()) < 100_000
