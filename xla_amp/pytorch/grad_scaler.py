@@ -264,11 +264,13 @@ def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
 def _check_limits(init: float, smallest: float | None, largest: float | None, skips: int | None) -> None:
     low, high = smallest if smallest is not None else 0.0, largest if largest is not None else math.inf
     if not (low >= 0 and low <= high):
-        raise ValueError(f"GradScaler(min_scale={smallest!r}, max_scale={largest!r}): expected 0 < min_scale <= max_scale")
+        raise ValueError(
+            f"GradScaler(min_scale={smallest!r}, max_scale={largest!r}): expected 0 < min_scale <= max_scale"
+        )
     if not low <= init <= high:
         raise ValueError(
-            f"GradScaler(init_scale={init!r}, min_scale={smallest!r}, max_scale={largest!r}): the first scale is out of "
-            "the bounds; give init_scale a value between them"
+            f"GradScaler(init_scale={init!r}, min_scale={smallest!r}, max_scale={largest!r}): the first scale is out "
+            "of the bounds; give init_scale a value between them"
         )
     if skips is not None and (isinstance(skips, bool) or not isinstance(skips, int) or skips < 1):
         raise ValueError(f"GradScaler(max_consecutive_skips={skips!r}): expected a positive number of steps, or None")

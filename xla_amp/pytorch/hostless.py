@@ -80,9 +80,10 @@ def _adafactor_one(
         rows.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square() / gradient.size(-1), share)
         columns.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square() / gradient.size(-2), share)
         estimate = (rows @ columns) / rows.mean(dim=-2, keepdim=True).clamp(min=floor)
-    else:
-        assert variance is not None
+    elif variance is not None:
         estimate = variance.lerp_(gradient * gradient, share)
+    else:
+        raise RuntimeError(f"Adafactor: the state of a parameter {tuple(parameter.shape)} has no variance in it")
     update = estimate.clamp(min=floor * floor).rsqrt() * gradient
     shrink = (_root_mean_square(update) / group["d"]).clamp(min=1.0)
     parameter.sub_(update * (size / shrink).to(dtype))

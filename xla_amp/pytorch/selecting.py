@@ -168,7 +168,9 @@ def _put_back(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State)
 def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dict[str, Any]]) -> Any:
     """The value that a state tensor made by the first step had before it, or None when that is not known."""
     parameter, name = path[0], path[1]
-    row = next((INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and hostless.is_torchs(c)), None)
+    row = next(
+        (INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and hostless.is_torchs(c)), None
+    )
     if row is None or isinstance(parameter, int) or len(path) > 2 or name not in row:
         return None
     if name == "momentum_buffer" and owners[parameter].get("dampening"):
