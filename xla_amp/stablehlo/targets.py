@@ -15,13 +15,13 @@ import dataclasses
 import functools
 import importlib.resources
 import importlib.util
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 from xla_amp.errors import DeviceError
+from xla_amp.stablehlo import hlo_text
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 _NEEDS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
@@ -72,7 +72,7 @@ class Compiled:
 
     def contractions(self) -> collections.Counter[tuple[str, str, str]]:
         """Number of matrix products and convolutions in the optimized HLO by (left, right, result) dtype."""
-        return hlo_contractions(self.hlo)
+        return hlo_text.contractions(self.hlo)
 
 
 class Compilers:
@@ -193,23 +193,3 @@ def _serialized(module: Any) -> bytes:
         f"a module to compile: expected MLIR text or bytecode, an ir.Module or jax.jit(f).lower(...), "
         f"got {type(module).__name__}"
     )
-
-
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?\S+ \(.*\) -> .*\{$", re.MULTILINE)
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (?:\()?(\w+)\[[^=]*? ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
-_OPERAND = re.compile(r"%([\w.\-]+)")
-_LIBRARY = re.compile(r'custom_call_target="__(?:cublas|cudnn)[^"]*"')
-_DTYPES = MappingProxyType({"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"})
-
-
-def hlo_contractions(hlo: str) -> collections.Counter[tuple[str, str, str]]:
-    """Matrix products, convolutions and library calls for them in HLO text by (left, right, result) dtype."""
-    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for computation in _COMPUTATION.split(hlo)[1:]:
-        dtypes: dict[str, str] = {}
-        for name, dtype, operation, rest in _INSTRUCTION.findall(computation):
-            dtypes[name] = _DTYPES.get(dtype, dtype)
-            if operation in ("dot", "convolution") or (operation == "custom-call" and _LIBRARY.search(rest)):
-                left, right = (dtypes.get(operand, "?") for operand in _OPERAND.findall(rest)[:2])
-                found[left, right, dtypes[name]] += 1
-    return found

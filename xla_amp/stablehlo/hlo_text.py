@@ -1,0 +1,102 @@
+"""Reading what XLA writes as optimized HLO: which products it computes in which dtypes, and how long it thinks that its
+GPU kernels take.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import re
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+_INSTRUCTION: Final = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_OPERAND: Final = re.compile(r"%([\w.\-]+)")
+_SHAPE: Final = re.compile(r"\b([a-z]+[0-9]*\w*)\[([\d,]*)\]")
+_LIBRARY: Final = re.compile(r'custom_call_target="__(?:cublas|cudnn)[^"]*"')
+_COSTS: Final = re.compile(r'"reification_cost":(\[\{.*?\}\])')
+
+_DTYPES: Final = MappingProxyType({"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"})
+_BYTES: Final = MappingProxyType({"pred": 1, "bf16": 2, "c64": 8, "c128": 16, "s4": 1, "u4": 1})
+
+_PRODUCT: Final = "experimental-gemm-cost-model"
+_SPEED_OF_LIGHT: Final = "sol"
+
+
+class Instruction(NamedTuple):
+    """One line of HLO text."""
+
+    name: str
+    type: str
+    """As it is written, with layout; a tuple in parentheses."""
+    operation: str
+    rest: str
+    """Operands and attributes."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the result, or of a tuple's first part."""
+        found = _SHAPE.search(self.type)
+        return _DTYPES.get(found[1], found[1]) if found else "?"
+
+    @property
+    def bytes(self) -> int:
+        """Of the result, all parts of a tuple together."""
+        return sum(
+            math.prod(int(size) for size in dimensions.split(",") if size) * _width(dtype)
+            for dtype, dimensions in _SHAPE.findall(self.type)
+        )
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return _OPERAND.findall(self.rest.partition(")")[0])
+
+
+def _width(dtype: str) -> int:
+    return _BYTES[dtype] if dtype in _BYTES else max(1, int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8) // 8)
+
+
+def instructions(hlo: str) -> Iterator[Instruction]:
+    """Every instruction of every computation; names are unique within a module."""
+    for line in hlo.splitlines():
+        if found := _INSTRUCTION.match(line):
+            yield Instruction(*found.groups())
+
+
+def contractions(hlo: str) -> collections.Counter[tuple[str, str, str]]:
+    """Matrix products, convolutions and library calls for them by (left, right, result) dtype."""
+    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    dtypes: dict[str, str] = {}
+    for each in instructions(hlo):
+        dtypes[each.name] = each.dtype
+        if each.operation in ("dot", "convolution") or (each.operation == "custom-call" and _LIBRARY.search(each.rest)):
+            left, right = (dtypes.get(operand, "?") for operand in each.operands[:2])
+            found[left, right, each.dtype] += 1
+    return found
+
+
+def kernel_seconds(hlo: str, bandwidth: float) -> float | None:
+    """Time of all kernels by the estimates that XLA:GPU leaves in its result; None if there are none.
+
+    A kernel with a matrix product takes what the matrix units need for its tiles, or the memory at `bandwidth` (bytes
+    per second) for its operands and result, whichever is longer: XLA's tables of measured products lack many dtypes
+    and batched forms, and what it takes for those is off by tens.  Other kernels take what its speed-of-light model
+    says.  Loops count once.
+    """
+    total, sizes, known = 0.0, dict[str, int](), False
+    for each in instructions(hlo):
+        sizes[each.name] = each.bytes
+        found = _COSTS.search(each.rest)
+        if found is None:
+            continue
+        known = True
+        costs = {cost["name"]: cost for cost in json.loads(found[1])}
+        if _PRODUCT in costs:
+            moved = each.bytes + sum(sizes.get(operand, 0) for operand in each.operands)
+            total += max(costs[_PRODUCT]["compute_time_us"] * 1e-6, moved / bandwidth)
+        elif _SPEED_OF_LIGHT in costs:
+            total += costs[_SPEED_OF_LIGHT]["exec_time_us"] * 1e-6
+    return total if known else None
