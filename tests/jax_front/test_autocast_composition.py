@@ -160,10 +160,18 @@ def test_while_carries_take_the_low_dtype_too(x, w):
     assert "tensor<4x8xbf16>" in low
 
 
+LAYERS = {
+    "plain": lambda c, w: jnp.tanh(c @ w.T),
+    "jit": jax.jit(lambda c, w: jnp.tanh(c @ w.T)),
+    "checkpoint": jax.checkpoint(lambda c, w: jnp.tanh(c @ w.T)),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("driver", ["jaxpr", "trace"])
-def test_weights_are_rounded_once_before_a_loop(driver, x, w):
+def test_weights_are_rounded_once_before_a_loop(driver, layer, x, w):
     def function(x, w):
-        return jnp.sum(lax.scan(lambda c, _: (jnp.tanh(c @ w.T), None), x, None, length=3)[0])
+        return jnp.sum(lax.scan(lambda c, _: (LAYERS[layer](c, w), None), x, None, length=3)[0])
 
     step = jax.jit(jax.grad(autocast(function, driver=driver), 1))
     text = step.lower(x, w).as_text()

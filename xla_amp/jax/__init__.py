@@ -7,7 +7,14 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
+    "LossScale": "xla_amp.jax.loss_scale",
+    "ScaledGradients": "xla_amp.jax.loss_scale",
+    "SkipNonfiniteState": "xla_amp.jax.optimizers",
+    "all_finite": "xla_amp.jax.loss_scale",
     "autocast": "xla_amp.jax.regions",
+    "select": "xla_amp.jax.loss_scale",
+    "skip_nonfinite": "xla_amp.jax.optimizers",
+    "value_and_grad": "xla_amp.jax.loss_scale",
 }
 """Public name -> module that defines it."""
 

@@ -173,11 +173,11 @@ def is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, ad.Zero) or type(cotangent).__name__ in ("Zero", "SymbolicZero")
 
 
-def unspecified_sharding() -> Any:
-    """JAX's mark of a sharding that nobody chose."""
+def per_operand() -> dict[str, Any]:
+    """Parameters of ``jit`` that have an entry for each operand, and the entry of an operand that is added."""
     from jax._src.sharding_impls import UNSPECIFIED
 
-    return UNSPECIFIED
+    return {"donated_invars": False, "in_layouts": None, "in_shardings": UNSPECIFIED}
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:

@@ -70,22 +70,35 @@ def _retrace(
     weights: tuple[bool, ...],
     *,
     fixed: bool = True,
+    copied: tuple[int, ...] = (),
     **options: Any,
 ) -> compat.ClosedJaxpr:
-    """A program walked for arguments of the types of `values`; what is a number in the text is one inside as well,
-    if the operands are `fixed`."""
-    avals = _types(values)
+    """A program walked for arguments of the types of `values`.
+
+    Args:
+        call: the primitive that contains it.
+        closed: the program.
+        values: its arguments.
+        weights: which of them come from outside.
+        fixed: whether what is a number in the text around it is one inside as well.
+        copied: places of arguments whose low copies follow as further arguments.
+        **options: for `Walker.run`.
+    """
+    low = call.walker.rules.low
+    avals = [*_types(values), *(compat.with_dtype(compat.typeof(values[place]), low) for place in copied)]
     walker = call.walk()
     scalars = {place: value for place, value in enumerate(values) if fixed and magnitude(value) is not None}
     known_scalars = tuple((place, str(value.dtype), float(value)) for place, value in scalars.items())
     asked = (walker.rules, walker.rules.now(), walker.backward)
-    key = (*asked, tuple(avals), weights, known_scalars, tuple(options.items()))
+    key = (*asked, tuple(avals), weights, known_scalars, copied, tuple(options.items()))
     cache = _walked.setdefault(closed.jaxpr, {})
     known = cache.get(key) if not closed.consts else None
     if known is None or record.sinks:
 
         def walked(*arguments: Any) -> list[Any]:
-            inside = [scalars.get(place, argument) for place, argument in enumerate(arguments)]
+            inside = [scalars.get(place, argument) for place, argument in enumerate(arguments[: len(values)])]
+            for place, copy in zip(copied, arguments[len(values) :], strict=True):
+                walker.frame.give_low(inside[place], copy)
             return walker.run(closed, inside, weights=weights, **options)
 
         known = compat.trace(walked, avals, closed.jaxpr.debug_info)
@@ -102,16 +115,30 @@ def _call(call: Call) -> list[Any]:
     name = "jaxpr" if "jaxpr" in call.params else "call_jaxpr"
     closed = call.params[name]
     wanted = tuple(call.wanted) if call.wanted else None
-    walked = _retrace(call, closed, call.operands, call.flags(), wanted=wanted)
-    return compat.bind(call.primitive, call.operands, {**call.params, name: walked})
+    copied, copies = _copies(call, closed.jaxpr)
+    walked = _retrace(call, closed, call.operands, call.flags(), copied=copied, wanted=wanted)
+    params = {**call.params, name: walked}
+    for setting, value in compat.per_operand().items():
+        if setting in params:
+            params[setting] = (*params[setting], *(value for _ in copies))
+    return compat.bind(call.primitive, [*call.operands, *copies], params)
+
+
+def _copies(call: Call, jaxpr: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """Places of weights that a program contracts and of which a low copy exists outside of it, and the copies."""
+    frame = call.walker.frame
+    used = _contracted(jaxpr, call.walker.rules.now())
+    places = [i for i, value in enumerate(call.operands) if used[i] and call.is_weight(i) and frame.has_low(value)]
+    return tuple(places), [frame.low_copy(call.operands[place]) for place in places]
 
 
 def _checkpoint(call: Call) -> list[Any]:
     closed = compat.ClosedJaxpr(call.params["jaxpr"], ())
     wanted = tuple(call.wanted) if call.wanted else None
-    walked = _retrace(call, closed, call.operands, call.flags(), wanted=wanted)
+    copied, copies = _copies(call, closed.jaxpr)
+    walked = _retrace(call, closed, call.operands, call.flags(), copied=copied, wanted=wanted)
     params = {**call.params, "jaxpr": compat.without_constants(walked), "policy": _policy(call.params["policy"])}
-    return compat.bind(call.primitive, [*walked.consts, *call.operands], params)
+    return compat.bind(call.primitive, [*walked.consts, *call.operands, *copies], params)
 
 
 @functools.lru_cache(maxsize=256)
@@ -244,6 +271,10 @@ def _contracted(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
                 reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
             elif kind == "moves" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
                 reads.add(eqn.invars[0])
+            elif kind in ("call", "checkpoint"):
+                (inner,) = compat.sub_jaxprs(eqn.params)
+                flags = zip(eqn.invars, _contracted(inner, policy), strict=True)
+                reads.update(atom for atom, flag in flags if flag and not isinstance(atom, compat.Literal))
         cache[policy] = tuple(var in reads for var in jaxpr.invars)
     return cache[policy]
 

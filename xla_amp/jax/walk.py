@@ -164,9 +164,10 @@ def _avals(eqn: Any) -> list[Any] | None:
 
 def _literal(atom: Any) -> Any:
     value = atom.val
-    if dtype_of(value) is not None or not hasattr(atom.aval, "dtype"):
+    dtype = dtype_of(atom.aval)
+    if dtype is None or (dtype_of(value) is not None and not is_float(dtype)):
         return value
-    return np.asarray(value, atom.aval.dtype)
+    return np.asarray(value, dtype)
 
 
 def _is_weak(atom: Any) -> bool:
