@@ -17,12 +17,14 @@ from xla_amp.lowering.registry import register
 
 @register("_amp_foreach_non_finite_check_and_unscale_", mutates=("self", "found_inf"))
 def non_finite_check_and_unscale(
-    grads: Sequence[jax.Array], found_inf: jax.Array, inv_scale: jax.Array
+    grads: Sequence[jax.Array], found_inf: jax.Array, inv_scale: jax.Array, *, replicas: str | None
 ) -> list[jax.Array]:
     """Gradients times `inv_scale`, and `found_inf`, which becomes 1 where a gradient is not finite.
 
-    A flag that is set stays set.  The product is formed in the opmath dtype and rounded once.  The check reads the
-    gradients as they came, so an `inv_scale` above 1 that overflows them goes unnoticed, as in torch.
+    A flag that is set stays set.  With several processes it is set on all where one finds something, so that all skip
+    the same steps, also when their gradients were not reduced.  The product is formed in the opmath dtype and rounded
+    once.  The check reads the gradients as they came, so an `inv_scale` above 1 that overflows them goes unnoticed, as
+    in torch.
     """
     bad = [~jnp.all(jnp.isfinite(grad)) for grad in grads]
     unscaled = []
@@ -30,6 +32,8 @@ def non_finite_check_and_unscale(
         wide = up(grad)
         unscaled.append(wide * as_dtype(inv_scale, wide.dtype).reshape(()))
     found = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
+    if replicas is not None:
+        found = jax.lax.pmax(found.astype(jnp.int32), replicas) != 0
     return [*unscaled, jnp.where(found, jnp.ones((), found_inf.dtype), found_inf)]
 
 

@@ -41,6 +41,7 @@ SUPPLIES: Mapping[str, str] = MappingProxyType(
         "outs": "tuple of jax.ShapeDtypeStruct (or None), one per result",
         "common": "NumPy dtype that torch's promotion gives for all tensor and number arguments together",
         "rng": "a JAX PRNG key of this call's own",
+        "replicas": "name of the axis over the processes that train together (for `jax.lax.pmax`), None for one",
         "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
     }
 )

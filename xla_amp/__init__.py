@@ -24,6 +24,7 @@ _PUBLIC = {
     "custom_fwd": "xla_amp.pytorch.custom_function",
     "explain": "xla_amp.diagnose.explain",
     "is_autocast_available": "xla_amp.pytorch.custom_function",
+    "launch": "xla_amp.pytorch.launching",
     "make_mesh": "xla_amp.pytorch.spmd",
     "mark_sharding": "xla_amp.pytorch.spmd",
     "metrics": "xla_amp.engines.jax",

@@ -1,6 +1,7 @@
 """Environment variables: the only file of the package that reads them.
 
-Each function reads at call time, so a test or a notebook can change a variable; nothing writes one.
+Each function reads at call time, so a test or a notebook can change a variable; nothing writes one, but for the place
+of a process that we have started ourselves.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal, TypeAlias, TypeVar, cast, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from xla_amp.errors import PolicyError
 from xla_amp.vocab import PLATFORMS, Cast, Platform
@@ -22,8 +23,11 @@ FALLBACK: Final = "XLA_AMP_FALLBACK"
 ENGINE: Final = "XLA_AMP_ENGINE"
 TAPE_LIMIT: Final = "XLA_AMP_TAPE_LIMIT"
 PLATFORM: Final = "XLA_AMP_PLATFORM"
+COORDINATOR: Final = "XLA_AMP_COORDINATOR"
+TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 
 TAPE_LIMIT_DEFAULT: Final = 100_000
+TIMEOUT_DEFAULT: Final = 300
 
 HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
     ("low", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
@@ -105,6 +109,63 @@ def platform() -> Platform | None:
     if os.environ.get(PLATFORM, "").strip():
         return _choice(PLATFORM, PLATFORMS, "cpu")
     return _PJRT_PLATFORMS.get(os.environ.get("PJRT_DEVICE", "").strip().upper())
+
+
+class Process(NamedTuple):
+    """The place of this process among those that train together."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    coordinator: str
+    """Address of the coordinator, which process 0 runs."""
+    timeout: int
+    """Seconds that processes wait for each other."""
+
+
+def process() -> Process | None:
+    """What ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` say, as torchrun sets them.
+
+    None for a process that trains alone.  The coordinator listens at the port after ``MASTER_PORT``, where torchrun has
+    a store of its own; ``XLA_AMP_COORDINATOR`` (host:port) names another place, ``XLA_AMP_TIMEOUT`` the seconds.
+
+    Raises:
+        PolicyError: the variables do not fit together.
+    """
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", TIMEOUT)
+    values = {name: os.environ.get(name, "").strip() for name in names}
+    wrong = next((name for name, value in values.items() if value and not value.isdigit()), None)
+    if wrong is not None:
+        raise PolicyError(f"{wrong}={values[wrong]!r}: expected a whole number")
+    numbers = {name: int(value) for name, value in values.items() if value}
+    world_size = numbers.get("WORLD_SIZE", 1)
+    if world_size <= 1:
+        return None
+    rank = numbers.get("RANK", -1)
+    if not 0 <= rank < world_size:
+        raise PolicyError(f"RANK={values['RANK']!r}: expected a number from 0 to {world_size - 1}, below WORLD_SIZE")
+    coordinator = os.environ.get(COORDINATOR, "")
+    if not coordinator:
+        address = os.environ.get("MASTER_ADDR", "")
+        if not address or "MASTER_PORT" not in numbers:
+            raise PolicyError(
+                f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT must say where process 0 is; start the program "
+                "with torchrun or xla_amp.launch"
+            )
+        coordinator = f"{address}:{numbers['MASTER_PORT'] + 1}"
+    local_rank = numbers.get("LOCAL_RANK", rank)
+    return Process(rank, world_size, local_rank, coordinator, numbers.get(TIMEOUT, TIMEOUT_DEFAULT))
+
+
+def place_process(*, rank: int, world_size: int, port: int) -> None:
+    """Gives this process, which `launch` has started, its place among those of this machine; see `process`."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

@@ -207,6 +207,7 @@ class Call:
             "outs": outs,
             "common": None if common is None else DTYPES[common],
             "platform": platform,
+            "replicas": None,
         }
         return {name: value for name, value in available.items() if name in self.lowering.supplies}
 

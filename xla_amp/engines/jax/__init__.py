@@ -1,5 +1,6 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
+from xla_amp.engines.jax import processes
 from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.device import device, is_started
@@ -18,6 +19,7 @@ __all__ = [
     "manual_seed",
     "metrics",
     "platform",
+    "processes",
     "restore_where",
     "set_rng_state",
     "snapshot",

@@ -70,6 +70,13 @@ def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch._C._acc.create_empty_tensor(shape, dtype)
 
 
+def coordinator() -> Any:
+    """JAX's client of the coordinator of all processes, or None before `jax.distributed.initialize`."""
+    from jax._src import distributed  # the key-value store has no public name
+
+    return distributed.global_state.client
+
+
 @contextlib.contextmanager
 def x64() -> Iterator[None]:
     """Inside, JAX keeps 64-bit types and promotes as NumPy does, whatever the user's own switches say."""

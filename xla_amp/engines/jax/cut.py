@@ -12,7 +12,7 @@ import numpy as np
 
 from xla_amp.engines.jax import compat, mesh, random, runtime
 from xla_amp.engines.jax.metrics import metrics
-from xla_amp.engines.jax.program import Key, Layouts, Program, build
+from xla_amp.engines.jax.program import NO_LAYOUTS, Key, Layouts, Program, build
 from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
 from xla_amp.errors import StepFailedError, XlaAmpError
 
@@ -92,8 +92,8 @@ def _run() -> None:
     targets = overwritten + fresh
     try:
         spent = _spent(arrays, held)
-        layouts = Layouts()
-        if mesh.active is not None:
+        layouts = NO_LAYOUTS
+        if mesh.active is not None and not mesh.replicas:
             # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
             spent = tuple(index for index in spent if leaves[index].number != tape.leaf_numbers[index])
             layouts = Layouts(tuple(array.sharding for array in arrays), mesh.output_layouts(targets, len(overwritten)))
@@ -150,7 +150,7 @@ def dispatch(
 ) -> list[Any]:
     """`execute` with the leaves in the order of the program."""
     if not donated and not kept:  # nothing else says where to run
-        return program.call(donated, kept, *jax.device_put((floats, ints), mesh.home()))
+        return program.call(donated, kept, mesh.put(floats), mesh.put(ints))
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
         return program.call(donated, kept, floats, ints)
 

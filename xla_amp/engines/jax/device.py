@@ -19,6 +19,8 @@ from xla_amp.engines.jax import (
     dynamic,
     hooks,
     infer,
+    mesh,
+    processes,
     random,
     recurrent,
     runtime,
@@ -123,7 +125,10 @@ def device() -> torch.device:
         if not _started:
             compat.require_python_backend()
             compat.require_free_slot(DEVICE_TYPE)
+            processes.join()
             runtime.jax_device()
+            if processes.world_size() > 1:
+                mesh.use_processes()
             hooks.mark_storages()
             compat.register_device(DEVICE_TYPE, BackendModule())
             random.manual_seed(torch.initial_seed())

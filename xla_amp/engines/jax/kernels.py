@@ -138,6 +138,8 @@ class _Operation:
             supplies = dict(wanted)
             if "platform" in lowering.supplies:
                 supplies["platform"] = context.platform
+            if "replicas" in lowering.supplies:
+                supplies["replicas"] = context.replicas
             if "rng" in lowering.supplies:
                 supplies["rng"] = rng
             positional, keywords = [], {}

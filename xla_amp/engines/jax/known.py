@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.engines.jax import compat, cut, storage
+from xla_amp.engines.jax import compat, cut, mesh, storage
 from xla_amp.engines.jax.dtypes import to_torch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import Key, Program, build, steps
@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 def value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The value of a tensor of the lazy device as a CPU tensor, or None when only the device knows it."""
     host = _host()
-    if host is None or cut.observer is not None:
+    if host is None or cut.observer is not None or mesh.active is not None:
         return None  # a step that somebody watches must show that it looks at values
     with tape.lock:
         buffer = storage.buffer_of(tensor)

@@ -1,8 +1,8 @@
 """Several devices as one: values laid out over a mesh, one program for all of them (SPMD).
 
 While a mesh is in use every array lives on all its devices, whole on each unless its buffer asks for something else.
-XLA partitions the program after the layouts of its inputs and puts the collectives in; what overwrites a value gets that
-value's layout, so that a training step leaves everything where it was.
+XLA partitions the program after the layouts of its inputs and puts the collectives in; what overwrites a value gets
+that value's layout, so that a training step leaves everything where it was.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_amp.engines.jax import compat, runtime
 from xla_amp.engines.jax.tape import Buffer
 from xla_amp.errors import DeviceError
 
+AXIS = "replica"
+"""The only axis of a mesh of processes."""
 active: Mesh | None = None
+replicas = False
+"""Whether the mesh is made of processes that each have values of their own (`processes`)."""
 _layouts: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
@@ -42,9 +47,25 @@ def use(mesh: Mesh) -> None:
     active = mesh
 
 
+def use_processes() -> None:
+    """Makes every process a replica: one device of each, values of their own, the same program."""
+    global active, replicas
+    chosen = {device.process_index: device for device in reversed(jax.devices(runtime.jax_device().platform))}
+    active = Mesh(np.array([chosen[index] for index in sorted(chosen)]), (AXIS,))
+    replicas = True
+
+
 def describe(mesh: Mesh) -> str:
     """``{'data': 4, 'model': 2}``."""
     return str(dict(mesh.shape))
+
+
+def put(value: np.ndarray | jax.Array) -> jax.Array:
+    """A value of this process on the device or the mesh (with 64-bit types enabled)."""
+    if not replicas:
+        return jax.device_put(value, home())
+    local = jax.device_put(value, runtime.jax_device())
+    return jax.make_array_from_single_device_arrays(local.shape, home(), [local])  # type: ignore[arg-type]
 
 
 def home() -> jax.Device | NamedSharding:
@@ -74,7 +95,8 @@ def bring_home(leaves: Iterable[Buffer]) -> None:
     devices = home().device_set  # type: ignore[union-attr]  # called with a mesh only
     for buffer in leaves:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
-            buffer.array = _moved(buffer.array, home())
+            with compat.x64():
+                buffer.array = put(buffer.array)
 
 
 def output_layouts(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:

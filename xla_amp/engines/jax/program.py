@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.engines.jax import compat
+from xla_amp.engines.jax import compat, mesh
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
@@ -25,6 +25,9 @@ class Layouts(NamedTuple):
     """The same of each wanted value, None where XLA may choose."""
 
 
+NO_LAYOUTS = Layouts()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
     """Everything that shapes an executable; equal keys share one."""
@@ -34,7 +37,7 @@ class Key:
     """Numbers of the values that live buffers need, in buffer order."""
     spent: tuple[int, ...]
     """Leaves whose array nobody will read again."""
-    layouts: Layouts = Layouts()
+    layouts: Layouts = NO_LAYOUTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Context:
     """What an instruction's `emit` may know of the program it is part of."""
 
     platform: str
+    replicas: str | None = None
+    """Name of the axis over the processes that train together."""
 
 
 def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
@@ -109,7 +114,7 @@ def build(
     donated = _pair([i for i in key.spent if i not in unchanged], leaf_specs, [specs[number] for number in computed])
     place = {number: index for index, number in enumerate(computed)}
     kept = tuple(sorted(set(range(len(leaf_specs))).difference(donated)))
-    context = Context(platform)
+    context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
     if key.layouts.leaves:
         wish = dict(zip(reversed(key.wanted), reversed(key.layouts.wanted), strict=True))
@@ -130,7 +135,7 @@ def build(
         return _interpret(key.code, leaves, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
 
     return Program(
-        call=jax.jit(lazy_step, donate_argnums=0, **options),
+        call=jax.jit(replicated(lazy_step) if mesh.replicas else lazy_step, donate_argnums=0, **options),
         donated=tuple(donated),
         kept=kept,
         outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),
@@ -142,6 +147,12 @@ def build(
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),
     )
+
+
+def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` on each process's own values; without the check that arrays which count as equal are."""
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(step, mesh=mesh.active, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def _pair(spent: Sequence[int], leaf_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
