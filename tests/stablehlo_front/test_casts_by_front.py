@@ -16,11 +16,8 @@ import corpus
 from xla_amp import jax as jax_front
 from xla_amp.stablehlo import autocast
 
-# "ragged": the front for JAX functions leaves it alone, as the rules for TPU do not name it; XLA:CPU gets it as a dot.
-COMPARED = [name for name in corpus.CASES if name != "ragged"]
 
-
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", corpus.CASES)
 def test_no_more_casts_than_the_jaxpr_front(name: str) -> None:
     case = corpus.CASES[name]
     theirs = jax.jit(jax_front.autocast(case.function, driver="jaxpr"), keep_unused=True).lower(*case.arguments)
