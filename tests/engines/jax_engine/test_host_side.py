@@ -6,12 +6,14 @@ import copy
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
-from lazy_device import check, counted
+from lazy_device import array_behind, check, counted
 from torch import nn
 
 from xla_amp.engines import jax as engine
@@ -381,9 +383,52 @@ def test_tensors_are_not_sent_to_processes(device: torch.device) -> None:
     assert len(ForkingPickler.dumps(torch.ones(4))) > 0
 
 
-def test_dlpack_is_refused(device: torch.device) -> None:
-    with pytest.raises((ValueError, RuntimeError, BufferError)):
-        np.from_dlpack(torch.ones(4).to(device))
+EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "capsule": lambda x: x.__dlpack__(),
+    "device": lambda x: x.__dlpack_device__(),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "torch": torch.from_dlpack,
+    "numpy": np.from_dlpack,
+    "jax": jax.dlpack.from_dlpack,
+    "storage_as_list": lambda x: x.untyped_storage().tolist(),
+    "typed_storage_as_list": lambda x: x.storage().tolist(),
+    "storage_on_the_cpu": lambda x: x.untyped_storage().cpu(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_memory_that_is_not_there_is_not_shown(device: torch.device, name: str) -> None:
+    export = EXPORTS[name] if name != "to_dlpack" else lambda x: torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(DeviceError, match=r"hold no bytes .* Use tensor.cpu\(\)"):
+        export(torch.ones(4).to(device))
+    export(torch.ones(4))
+
+
+# ---- torch.accelerator -----------------------------------------------------------------------------------------------
+
+
+def test_synchronizing(device: torch.device) -> None:
+    x = torch.ones(3).to(device) + 1
+    with counted() as counts:
+        torch.accelerator.synchronize()
+    assert (counts.executions, counts.host_syncs) == (1, 1)
+    assert array_behind(x) is not None
+
+
+def test_memory(device: torch.device) -> None:
+    before = torch.accelerator.memory_allocated()
+    x = torch.ones(1000).to(device)
+    assert torch.accelerator.memory_allocated(device) - before >= 4000
+    assert torch.accelerator.memory_stats()["bytes_in_use"] >= 4000
+    del x
+    torch.accelerator.empty_cache()
+    for name in ("max_memory_allocated", "get_memory_info"):  # XLA:CPU keeps no peak and no limit
+        if hasattr(torch.accelerator, name):
+            with pytest.raises(DeviceError, match="keeps no statistic"):
+                getattr(torch.accelerator, name)()
+    with pytest.raises(DeviceError, match="cannot be reset"):
+        torch.accelerator.reset_peak_memory_stats()
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ They go in when the device is first used, once, and change nothing for tensors o
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import storage, transfer
+from xla_amp.engines.jax import accelerator, storage, transfer
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.errors import DeviceError
 
@@ -28,10 +29,12 @@ def install() -> None:
     _copy_without_bytes()
     _make_no_storage_of_bytes()
     _send_no_storage()
+    _show_no_bytes()
     _load_checkpoints()
     _print_through_the_host()
     _pin_nothing()
     _keep_parameters_when_moved()
+    accelerator.install()
 
 
 def _copy_without_bytes() -> None:
@@ -78,6 +81,47 @@ def _send_no_storage() -> None:
 
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, reduce_tensor)
+
+
+def _show_no_bytes() -> None:
+    """Reason: DLPack capsules and storages read as lists would show memory that is not there, as zeros or nothing."""
+
+    def refuse(what: str) -> DeviceError:
+        return DeviceError(
+            f"cannot {what}: tensors of the device {DEVICE_TYPE!r} hold no bytes that others could read. Use "
+            "tensor.cpu(), which has them"
+        )
+
+    def exported(original: Any) -> Any:
+        @functools.wraps(original)
+        def export(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE:
+                raise refuse(f"hand a tensor on {tensor.device} over through DLPack (shape {list(tensor.shape)})")
+            return original(tensor, *args, **kwargs)
+
+        return export
+
+    for owner, name in (
+        (torch.Tensor, "__dlpack__"),
+        (torch.Tensor, "__dlpack_device__"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, exported(getattr(owner, name)))
+
+    def read(original: Any) -> Any:
+        @functools.wraps(original)
+        def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.device.type == DEVICE_TYPE:
+                raise refuse("read a storage as a list or as CPU bytes")
+            return original(self, *args, **kwargs)
+
+        return reading
+
+    for kind in (torch.UntypedStorage, torch.storage.TypedStorage):
+        for name in ("tolist", "cpu"):
+            setattr(kind, name, read(getattr(kind, name)))
 
 
 def _load_checkpoints() -> None:
