@@ -90,6 +90,7 @@ class Painter:
         lows = (n for n, node in enumerate(self.nodes) if any(map(self.is_low, node.outputs)))
         self._follow(self._reach(lows, forward=True, through=("clear",)), "its operands are low", exact=True)
         self._edges()
+        self._say_why(down & up)
 
     # What a node may do.
 
@@ -288,6 +289,14 @@ class Painter:
         for node in self.nodes:
             if node.edge and not node.outputs:
                 node.low = not self.keep_io and all(self.is_low(slot) for slot in node.inputs)
+
+    def _say_why(self, between: set[int]) -> None:
+        for number, node in enumerate(self.nodes):
+            if self._free(node) and not node.edge:
+                if node.colour == "infer":
+                    node.why = "an operand is float32" if number in between else "not between two low operations"
+                elif node.structure != "constant":
+                    node.why = "what it reads or who reads it is float32"
 
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
