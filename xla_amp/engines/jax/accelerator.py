@@ -1,4 +1,4 @@
-"""``torch.accelerator`` for the lazy device: torch asks a C++ allocator and guard, which a Python device does not have."""
+"""``torch.accelerator`` for the lazy device: torch asks a C++ allocator and guard, and a Python device has none."""
 
 from __future__ import annotations
 
