@@ -455,6 +455,21 @@ def test_parameters_are_narrowed_on_request() -> None:
     assert narrowed.report.casts == {"f32->bf16": 1}
 
 
+def test_a_narrowed_argument_shares_no_memory_with_a_wide_result() -> None:
+    def arguments(sharing: int) -> str:
+        alias = "{tf.aliasing_output = 0 : i32}"
+        return ", ".join(f"%{name}: tensor<4x4xf32> {alias if i == sharing else ''}" for i, name in enumerate("xw"))
+
+    body = f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = stablehlo.add %a, %x : tensor<4x4xf32>"
+    for sharing, left in ((0, 1), (1, 0)):  # %x stays float32, %w does not
+        converted = autocast(main(body, arguments=arguments(sharing)), keep_io=False)
+        assert converted.text().count("tf.aliasing_output") == left
+        inputs = [
+            np.ones((4, 4), ir.numpy_dtype(kind.element)) for kind in ir.signature(converted.module).inputs if kind
+        ]
+        np.testing.assert_array_equal(ir.run(converted.module, inputs)[0], np.full((4, 4), 5.0))
+
+
 def test_arguments_that_cannot_be_followed() -> None:
     text = main(f"%out = stablehlo.dot_general %x, %w, {DOT}")
     with pytest.raises(UnsupportedDtypeError, match="offers bfloat16, float16"):

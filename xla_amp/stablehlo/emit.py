@@ -14,6 +14,8 @@ from xla_amp.stablehlo.paint import Painter
 from xla_amp.stablehlo.transposed import untranspose
 
 _CONVERT: Final = "stablehlo.convert"
+_ATTRIBUTES: Final = "arg_attrs"
+_ALIAS: Final = "tf.aliasing_output"
 _LOSSLESS: Final = {
     ("bf16", "f32"), ("bf16", "f64"), ("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("f8E4M3FN", "bf16"),
     ("f8E4M3FN", "f16"), ("f8E4M3FN", "f32"), ("f8E5M2", "bf16"), ("f8E5M2", "f16"), ("f8E5M2", "f32"),
@@ -156,7 +158,21 @@ class Emitter:
         terminator = block.operations[len(block.operations) - 1]
         inputs = [argument.type for argument in block.arguments]
         results = [operand.type for operand in terminator.operands]
+        before = mlir.FunctionType(function.attributes["function_type"].value)
         function.attributes["function_type"] = mlir.TypeAttr.get(mlir.FunctionType.get(inputs, results))
+        changed = [index for index, given in enumerate(before.inputs) if given != inputs[index]]
+        if changed and _ATTRIBUTES in function.attributes:
+            self._keep_no_alias(function, set(changed))
+
+    def _keep_no_alias(self, function: Any, arguments: set[int]) -> None:
+        # An argument whose dtype has changed cannot share its memory with the result that it was donated to.
+        mlir = ir.mlir()
+        kept = []
+        for index, attributes in enumerate(function.attributes[_ATTRIBUTES]):
+            names = [name if isinstance(name, str) else name.name for name in attributes]
+            left = {name: attributes[name] for name in names if index not in arguments or name != _ALIAS}
+            kept.append(mlir.DictAttr.get(left))
+        function.attributes[_ATTRIBUTES] = mlir.ArrayAttr.get(kept)
 
     # Casts.
 
