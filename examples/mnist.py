@@ -2,10 +2,13 @@
 
     python examples/mnist.py --precision bf16
     python examples/mnist.py --precision fp16 --policy gpu --optimizer adam --plot curve.png
+    python examples/mnist.py --num-processes 2
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/mnist.py --spmd
 
 The data are scikit-learn's bundled digits (1797 images of 8x8), so nothing is downloaded; `--data-dir` reads MNIST's
 four IDX files instead.  The loop is an ordinary PyTorch loop: mixed precision adds `autocast` around the forward pass
-and a `GradScaler` around the backward pass, and neither makes the host wait for the device.
+and a `GradScaler` around the backward pass, and neither makes the host wait for the device.  `--num-processes` shares
+each batch between processes with one device each, `--spmd` between all devices of one process.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import gzip
 import json
 import struct
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,13 +24,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from absl import app, flags
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import xla_amp
@@ -44,6 +49,8 @@ DATA_DIR = flags.DEFINE_string("data-dir", None, "folder of MNIST's IDX files; d
 DEVICE = flags.DEFINE_enum("device", "xla", ["xla", "cpu"], "xla, or cpu: PyTorch's own kernels, for comparison")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, shuffling and dropout")
 PLOT = flags.DEFINE_string("plot", None, "write the learning curve to this image file")
+PROCESSES = flags.DEFINE_integer("num-processes", 1, "processes, one device each, that share a batch", lower_bound=1)
+SPMD = flags.DEFINE_bool("spmd", False, "share each batch between all devices of this process")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -170,15 +177,20 @@ def train_epoch(
     schedule: LRScheduler,
     scaler: GradScaler,
     amp: autocast,
+    mesh: Mesh | None,
 ) -> float:
     """One pass over `batches`; returns the mean loss, the only value that is read from the device."""
     model.train()
     losses = []
     for images, labels in batches:
+        if mesh is not None:
+            for tensor in (images, labels):
+                xla_amp.mark_sharding(tensor, mesh, ("data",))
         optimizer.zero_grad()
         with amp:
             loss = nn.functional.cross_entropy(model(images), labels)
         scaler.scale(loss).backward()
+        xm.reduce_gradients(optimizer)  # over all processes; nothing to do for one
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
@@ -232,13 +244,31 @@ def plot_curve(path: str, losses: list[float], accuracies: list[float]) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
+    if BATCH_SIZE.value % PROCESSES.value:
+        raise app.UsageError(f"--batch-size={BATCH_SIZE.value} does not divide over --num-processes={PROCESSES.value}")
+    if PROCESSES.value > 1:
+        xla_amp.launch(train_as_process, PROCESSES.value, (sys.argv,))
+    else:
+        train()
+
+
+def train_as_process(rank: int, argv: list[str]) -> None:
+    """What each of several processes runs."""
+    flags.FLAGS(argv)
+    train()
+
+
+def train() -> None:
+    """Trains, evaluates and reports; one of several processes does so with its part of each batch."""
     torch.manual_seed(SEED.value)
     device = xla_device() if DEVICE.value == "xla" else torch.device("cpu")
     train_set, test_set = load_data(DATA_DIR.value)
     if len(train_set) < BATCH_SIZE.value:
         raise app.UsageError(f"--batch-size={BATCH_SIZE.value} is more than the {len(train_set)} training images")
     # Batches of one shape (no remainder, equal test batches), so that XLA compiles one step and one evaluation.
-    train_loader = DataLoader(train_set, BATCH_SIZE.value, shuffle=True, drop_last=True)
+    count = xm.xrt_world_size()
+    sampler = DistributedSampler(train_set, count, xm.get_ordinal(), seed=SEED.value) if count > 1 else None
+    train_loader = DataLoader(train_set, BATCH_SIZE.value // count, sampler is None, sampler, drop_last=True)
     test_loader = DataLoader(test_set, min(500, len(test_set)))
 
     model = convnet(side=train_set[0][0].shape[-1]).to(device)
@@ -248,11 +278,16 @@ def main(argv: list[str]) -> None:
     amp = autocast(device, dtype=low, enabled=low is not None, policy=POLICY.value)
     scaler = GradScaler(device.type, enabled=PRECISION.value == "fp16")  # bfloat16 has the range of float32
 
+    mesh = xla_amp.make_mesh() if SPMD.value else None
     meter = Meter()
     losses, accuracies = [], []
     for epoch in range(1, EPOCHS.value + 1):
-        progress = tqdm(DeviceLoader(train_loader, device), f"epoch {epoch}/{EPOCHS.value}", len(train_loader))
-        losses.append(train_epoch(model, meter.watch(progress), optimizer, schedule, scaler, amp))
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        quiet = not xm.is_master_ordinal()
+        title = f"epoch {epoch}/{EPOCHS.value}"
+        progress = tqdm(DeviceLoader(train_loader, device), title, len(train_loader), disable=quiet)
+        losses.append(train_epoch(model, meter.watch(progress), optimizer, schedule, scaler, amp, mesh))
         accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
 
     results: dict[str, str | float | int | None] = {
@@ -263,6 +298,8 @@ def main(argv: list[str]) -> None:
         "skipped_steps": int(scaler.skipped_steps()),
         "seconds_per_step": meter.per_step("seconds"),
     }
+    if not xm.is_master_ordinal():
+        return
     print_table({"device": f"{device} ({xm.xla_device_hw(device)})", **results, "loss_scale": scaler.get_scale()})
     if PLOT.value is not None:
         plot_curve(PLOT.value, losses, accuracies)

@@ -142,3 +142,13 @@ def test_another_kind_of_file_is_refused(mnist, tmp_path):
 def test_wrong_flags_are_explained(flags, message):
     done = run("--device=cpu", *flags, ok=False)
     assert message in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--num-processes=2"], ["--spmd"]], ids=["processes", "spmd"])
+def test_several_devices(flags, monkeypatch):
+    if "--spmd" in flags:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    found = results("--precision=fp16", "--policy=gpu", "--epochs=3", *flags)
+    assert found["executions_per_step"] == 1
+    assert found["host_syncs_per_step"] == 0
+    assert found["accuracy"] > 0.9

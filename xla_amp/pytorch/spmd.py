@@ -26,17 +26,19 @@ Axis: TypeAlias = str | None | Sequence[str]
 """What one dimension of a tensor is split over: a mesh axis, several, or nothing."""
 
 
-def make_mesh(axes: Mapping[str, int]) -> Mesh:
+def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
     """A mesh of this process's devices.
 
     Args:
-        axes: extent of each axis by name, ``{"data": 4, "model": 2}``; their product is the number of devices.
+        axes: extent of each axis by name, ``{"data": 4, "model": 2}``; their product is the number of devices.  None
+            is one axis, ``"data"``, over all of them.
 
     Raises:
         DeviceError: it is not.
     """
     devices.engine().device()
     local = jax.local_devices(backend=runtime.jax_device().platform)
+    axes = {"data": len(local)} if axes is None else axes
     if math.prod(axes.values()) != len(local):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
         raise DeviceError(
