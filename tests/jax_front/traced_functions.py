@@ -305,7 +305,7 @@ def embedding(p, x):
 
 @row(two)
 def dropout(p, x):
-    kept = jax.random.bits(jax.random.key(0), (ROWS, DEPTH), jnp.uint32) < 2**31
+    kept = jax.random.bits(jax.random.key(0), (ROWS, DEPTH), jnp.uint32) < jnp.uint32(2**31)
     return jnp.where(kept, (x @ p["w"]) / 0.5, 0.0) @ p["v"]
 
 

@@ -106,6 +106,8 @@ class Frame:
     def moved(self, primitive: Any, params: dict[str, Any], operands: Sequence[Any], result: Any) -> None:
         """`result` is the first operand in another place; what is known of one holds for the other."""
         source = operands[0]
+        if result is source:  # JAX passes on what stays where it is
+            return
         found = self._notes.get(id(source))
         constant = magnitude(source) if found is None else found.constant
         if constant is not None:
