@@ -455,6 +455,22 @@ def test_parameters_are_narrowed_on_request() -> None:
     assert narrowed.report.casts == {"f32->bf16": 1}
 
 
+def test_a_result_that_is_low_anyway_is_given_low_on_request() -> None:
+    text = f"""func.func @main(%x: tensor<4x4xf32>, %w: tensor<4x4xf32>) -> (tensor<4x4xf32>, tensor<4x4xf32>) {{
+      %a = stablehlo.dot_general %x, %w, {DOT}
+      %b = stablehlo.tanh %a : tensor<4x4xf32>
+      %c = stablehlo.dot_general %b, %w, {DOT}
+      return %b, %c : tensor<4x4xf32>, tensor<4x4xf32>
+    }}"""
+    kept, narrowed = autocast(text), autocast(text, keep_io=False)
+    assert [kind.element for kind in ir.signature(kept.module).outputs if kind] == ["f32", "f32"]
+    assert kept.report.casts == {"f32->bf16": 2, "bf16->f32": 1}
+    assert [kind.element for kind in ir.signature(narrowed.module).outputs if kind] == ["bf16", "f32"]
+    assert [kind.element for kind in ir.signature(narrowed.module).inputs if kind] == ["bf16", "bf16"]
+    assert narrowed.report.casts == {}
+    assert runs_in(narrowed, "result#0") == ["bfloat16"]
+
+
 def test_a_narrowed_argument_shares_no_memory_with_a_wide_result() -> None:
     def arguments(sharing: int) -> str:
         alias = "{tf.aliasing_output = 0 : i32}"

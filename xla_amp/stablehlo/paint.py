@@ -89,7 +89,6 @@ class Painter:
         self._results(allowed)
         lows = (n for n, node in enumerate(self.nodes) if any(map(self.is_low, node.outputs)))
         self._follow(self._reach(lows, forward=True, through=("clear",)), "its operands are low", exact=True)
-        self._edges()
         self._say_why(down & up)
 
     # What a node may do.
@@ -97,7 +96,7 @@ class Painter:
     def _free(self, node: Node) -> bool:
         """Whether the painter may choose."""
         if node.edge:
-            return not self.keep_io and bool(node.outputs)
+            return not (self.keep_io or node.low)
         return not (node.low or node.kept or node.sealed) and node.colour in _FOLLOWING
 
     def _may_allow(self, node: Node) -> bool:
@@ -284,11 +283,6 @@ class Painter:
                     seen.add(source)
                     todo.append(source)
         return seen
-
-    def _edges(self) -> None:
-        for node in self.nodes:
-            if node.edge and not node.outputs:
-                node.low = not self.keep_io and all(self.is_low(slot) for slot in node.inputs)
 
     def _say_why(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):

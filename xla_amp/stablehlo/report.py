@@ -93,7 +93,7 @@ def decisions(painter: Painter, low: LowDtype, copies: Mapping[str, str]) -> Ite
 def _decision(painter: Painter, node: Node, low: LowDtype, function: str) -> OperationDecision:
     treatment = node.treatment
     decision = treatment.decision if treatment else None
-    name = treatment.name if treatment else ("argument" if node.outputs else "result")
+    name = treatment.name if treatment else ("argument" if node.writes else "result")
     gives = [painter.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
     return OperationDecision(
