@@ -6,11 +6,13 @@ Never a traceback, a partial output, a file left behind, or the end of the proce
 from __future__ import annotations
 
 import collections
+import sys
 
 import mutations
 import pytest
 
 from xla_amp import cli
+from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import files
 
 EACH, GROUPS = 25, 20
@@ -26,17 +28,17 @@ def _less_patience(monkeypatch):
     monkeypatch.setattr(files, "_PATIENCE", (3.0, 5e-6))
 
 
-def outcome(data, tmp_path, capfd) -> tuple[int, str]:
+def outcome(data, tmp_path, capfd, *more) -> tuple[int, str]:
     """Exit status and message of one conversion, after checking what holds for all of them."""
     source, target = tmp_path / "damaged", tmp_path / "out"
     source.write_bytes(data)
     capfd.readouterr()
-    status = cli.main(["convert", str(source), "-o", str(target)])
+    status = cli.main(["convert", str(source), "-o", str(target), *more])
     out, err = capfd.readouterr()
     left = {path.name for path in tmp_path.iterdir()}
     if status == 0:
         assert err == ""
-        assert left == {"damaged", "out"}
+        assert left - {"page"} == {"damaged", "out"}
         files.load(target)
         target.unlink()
     else:
@@ -62,6 +64,67 @@ def test_damage_is_told(sources, group, tmp_path, capfd):
         found[status] += 1
         found[what] += 1
     assert found[1] > EACH // 2  # most damage is damage
+
+
+CYCLES = {
+    "a function that calls itself": """
+        func.func @main(%x: tensor<2x2xf32>) -> tensor<2x2xf32> {
+          %0 = stablehlo.dot %x, %x : (tensor<2x2xf32>, tensor<2x2xf32>) -> tensor<2x2xf32>
+          %1 = func.call @main(%0) : (tensor<2x2xf32>) -> tensor<2x2xf32>
+          return %1 : tensor<2x2xf32> }""",
+    "functions that call each other": """
+        func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+          %0 = func.call @other(%x) : (tensor<2xf32>) -> tensor<2xf32>
+          return %0 : tensor<2xf32> }
+        func.func private @other(%x: tensor<2xf32>) -> tensor<2xf32> {
+          %0 = func.call @main(%x) : (tensor<2xf32>) -> tensor<2xf32>
+          return %0 : tensor<2xf32> }""",
+    "values that need each other": """
+        func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+          %0 = stablehlo.add %1, %x : tensor<2xf32>
+          %1 = stablehlo.add %0, %x : tensor<2xf32>
+          return %1 : tensor<2xf32> }""",
+    "a region that jumps to itself": """
+        func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+        ^bb1(%0: tensor<2xf32>):
+          cf.br ^bb1(%0 : tensor<2xf32>) }""",
+    "a loop that returns another loop's value": """
+        func.func @main(%x: tensor<f32>) -> tensor<f32> {
+          %0 = stablehlo.while(%a = %x) : tensor<f32>
+            cond { %c = stablehlo.constant dense<true> : tensor<i1> stablehlo.return %c : tensor<i1> }
+            do { stablehlo.return %0 : tensor<f32> }
+          return %0 : tensor<f32> }""",
+}
+
+
+@pytest.mark.parametrize("name", CYCLES)
+@pytest.mark.parametrize("more", [[], ["--report"]], ids=["", "report"])
+def test_cycles_are_told_or_left_alone(name, more, tmp_path, capfd):
+    """MLIR allows functions that call themselves; what it allows converts, and is refused where it must be unrolled."""
+    outcome(CYCLES[name].encode(), tmp_path, capfd, *(f"{each}={tmp_path / 'page'}" for each in more))
+
+
+def test_the_check_notices_a_partial_output(sources, tmp_path, capfd, monkeypatch):
+    def careless(path, data):
+        path.write_bytes(data[:10])
+        raise ModuleError("too late")
+
+    monkeypatch.setattr(files, "write_whole", careless)
+    with pytest.raises(AssertionError, match="out"):
+        outcome(sources["text"], tmp_path, capfd)
+
+
+@pytest.mark.parametrize("what", ["two lines", "a traceback"])
+def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypatch, what):
+    def noisy(path):
+        if what == "a traceback":
+            raise KeyError(path)
+        print("something else", file=sys.stderr)
+        raise ModuleError("refused")
+
+    monkeypatch.setattr(files, "load", noisy)
+    with pytest.raises((AssertionError, KeyError)):
+        outcome(sources["text"], tmp_path, capfd)
 
 
 def test_every_kind_of_damage_occurs(sources):

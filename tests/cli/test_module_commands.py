@@ -284,6 +284,7 @@ def test_completion_needs_shtab(run, monkeypatch):
         (("inspect", "net.mlir", "--target", "v9"), 2, "invalid choice: 'v9'"),
         (("inspect", "net.mlir", "--largest", "-1"), 2, "invalid count value: '-1'"),
         (("convert", "net.mlir"), 2, "required: -o/--output"),
+        (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: there is no folder no"),
         (("convert", "net.mlir", "-o", "no/such/out"), 2, "writing no/such/out: No such file or directory"),
         (("convert", "net.mlir", "-o", "out", "--policy", "none"), 2, "unknown policy 'none'"),
         (("convert", "net.mlir", "-o", "out", "--override", "tanh"), 2, "'tanh': expected OP=CAST with one of low, "),

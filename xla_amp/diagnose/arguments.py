@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from xla_amp.errors import XlaAmpError
+from xla_amp.errors import FileError, XlaAmpError
 
 if TYPE_CHECKING:
     from xla_amp.diagnose.documents import Document
@@ -43,19 +43,31 @@ def check_report(arguments: argparse.Namespace) -> None:
 
     Raises:
         MissingLibraryError: jinja2 is not installed.
+        FileError: its folder is not there.
     """
-    if arguments.report is not None and importlib.util.find_spec("jinja2") is None:
-        raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
-
-
-def write_report(arguments: argparse.Namespace, document: Document, module: Any = None, why: Any = None) -> None:
-    """Writes the page that ``--report`` asks for, with the graph of `module`; nothing without it."""
     if arguments.report is None:
         return
-    from xla_amp.diagnose import html_report
-    from xla_amp.stablehlo import files
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
+    if not arguments.report.parent.is_dir():
+        raise FileError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
 
-    files.write_whole(arguments.report, html_report.page(document, module, why).encode())
+
+def report_page(arguments: argparse.Namespace, document: Document, module: Any = None, why: Any = None) -> str | None:
+    """The page that ``--report`` asks for, with the graph of `module`; None without it."""
+    if arguments.report is None:
+        return None
+    from xla_amp.diagnose import html_report
+
+    return html_report.page(document, module, why)
+
+
+def write_report(arguments: argparse.Namespace, page: str | None) -> None:
+    """Writes what `report_page` gave."""
+    if page is not None:
+        from xla_amp.stablehlo import files
+
+        files.write_whole(arguments.report, page.encode())
 
 
 def as_json(document: Any) -> str:

@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     found = comparison.compare(a, b, inputs, seed=arguments.seed, operations=not arguments.no_operations)
     agrees = found.agrees(arguments.tolerance)
     document = _document(arguments, found, agrees)
-    common.write_report(arguments, document)
+    common.write_report(arguments, common.report_page(arguments, document))
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
     return document.text(), int(not agrees)

@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
     common.check_report(arguments)
     program = files.load(arguments.source)
-    files.check_format(program, arguments.output, arguments.format)
+    kind = files.check_format(program, arguments.output, arguments.format)
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     converted = rewrite.autocast(
         program,
@@ -85,9 +85,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
-    kind = files.save(converted.program, arguments.output, arguments.format)
     document = _document(arguments, converted, states, program.format, kind)
-    common.write_report(arguments, document, converted.module, html_report.reasons(converted.report))
+    page = common.report_page(arguments, document, converted.module, html_report.reasons(converted.report))
+    files.save(converted.program, arguments.output, kind)  # with everything at hand that may fail
+    common.write_report(arguments, page)
     if not arguments.json:
         return document.text(), 0
     plain = {

@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         ),
         charts=tuple(module_tables.charts(states)),
     )
-    common.write_report(arguments, document, program.module)
+    common.write_report(arguments, common.report_page(arguments, document, program.module))
     if arguments.json:
         return common.as_json({"file": str(arguments.file), "format": program.format, **found.to_dict()}), status
     return document.text(), status
