@@ -12,6 +12,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
+from xla_amp.pytorch.grad_scaler import SkipLimitError
 
 INF = float("inf")
 
@@ -196,6 +197,87 @@ def test_options_are_put_back():
     assert optimizer.state[params[0]]["step"].device == params[0].device
     other = parameters("cpu")
     torch.optim.Adam(other).load_state_dict(optimizer.state_dict())  # as where counting on the device is not allowed
+
+
+# ---- bounds and the limit on skips -----------------------------------------------------------------------------------
+
+
+def test_bounds_of_the_scale(device):
+    params = parameters(device)
+    scaler = GradScaler(device, init_scale=8.0, growth_interval=1, min_scale=3.0, max_scale=24.0)
+    bad = {0, 1, 2}
+    assert train(scaler, torch.optim.SGD(params, lr=0.0), params, bad, steps=7) == [4.0, 3.0, 3.0, 6.0, 12.0, 24.0, 24.0]
+    scaler.update(1024.0)  # said by the user
+    assert scaler.get_scale() == 1024.0
+    assert set(scaler.state_dict()) == set(train_one(torch.device("cpu")).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"min_scale": 4.0, "max_scale": 2.0}, "expected 0 < min_scale <= max_scale"),
+        ({"min_scale": -1.0}, "expected 0 < min_scale <= max_scale"),
+        ({"max_scale": 2.0}, "the first scale is out of the bounds"),
+        ({"max_consecutive_skips": 0}, "expected a positive number of steps"),
+        ({"max_consecutive_skips": 2.5}, "expected a positive number of steps"),
+    ],
+)
+def test_limits_that_cannot_be(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GradScaler("cpu", **kwargs)
+
+
+@pytest.mark.parametrize("clean", [0, 1, 4])
+def test_too_many_skips_in_a_row(device, clean):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(device)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    scaler = GradScaler(device, max_consecutive_skips=3)
+
+    def step(bad):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2, device=device)).sum()).backward()
+        if bad:
+            model[0].weight.grad.fill_(INF)
+            model[1].bias.grad.fill_(float("nan"))
+        scaler.step(optimizer)
+        scaler.update()
+
+    for bad in [*[False] * clean, True, True, False, True, True]:
+        step(bad)
+    assert int(scaler.consecutive_skips()) == 2
+    with pytest.raises(SkipLimitError, match=r"3 steps in a row were skipped.*not finite of 0.weight, 1.bias") as caught:
+        step(True)
+    assert caught.value.parameters == ["0.weight", "1.bias"]
+    assert scaler.get_scale() == 2.0**16 / 2**5  # update() had done its work
+    for bad in [True, True, False]:  # counts anew
+        step(bad)
+    assert int(scaler.skipped_steps()) == 7
+
+
+def test_names_of_parameters_in_that_error():
+    model = nn.Linear(2, 1)
+    scaler = GradScaler("cpu", max_consecutive_skips=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for name in [r"param_groups\[0\]\['params'\]\[1\] \(1,\)", "bias"]:
+        set_gradients(list(model.parameters()), scaler, 0)
+        model.bias.grad.fill_(INF)
+        scaler.step(optimizer)
+        with pytest.raises(SkipLimitError, match=f"not finite of {name}"):
+            scaler.update()
+        scaler.name_parameters(model)
+
+
+def test_the_limit_reads_one_number_in_as_many_steps():
+    device = xla_amp.xla_device()
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = GradScaler(max_consecutive_skips=5)
+    set_gradients(params, scaler, 0)
+    before = xla_amp.metrics()["host_syncs"]
+    for _ in range(20):
+        scaler.step(optimizer)
+        scaler.update()
+    assert xla_amp.metrics()["host_syncs"] - before == 4
 
 
 # ---- torch's contract ------------------------------------------------------------------------------------------------

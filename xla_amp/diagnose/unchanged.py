@@ -55,13 +55,17 @@ def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     return list(found.values())
 
 
+UNDECLARED = frozenset({"running_mean", "running_var"})
+"""Arguments that batch normalization updates in place without its schema saying so."""
+
+
 class _Keep(TorchDispatchMode):
     """Copies what an operation is about to write to, unless the step itself made it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, Any] = {}
-        self.saved: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.saved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,11 +91,10 @@ class _Keep(TorchDispatchMode):
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The dense tensors that an ATen operation writes to, by its schema."""
-    if not func._schema.is_mutable:
-        return
+    """The dense tensors that an ATen operation writes to, by its schema, and by name where that does not say it."""
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if not declared and argument.name not in UNDECLARED:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for tensor in tree_leaves(value):

@@ -74,7 +74,7 @@ class _Watcher(TorchDispatchMode):
         phase = "update" if self._backward_seen and not torch.is_grad_enabled() and module is None else "forward"
         place = Place(operation=name, phase=phase, module=module or "", location=location)
         # An autograd node is made, and numbered, before the operation comes here.
-        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
+        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
 
 

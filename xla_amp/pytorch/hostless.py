@@ -26,7 +26,7 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
     step = _STEPS.get(plain.__name__)
     if step is None or not is_torchs(plain) or not _is_on_device(optimizer):
         return None
-    return lambda: Optimizer.profile_hook_step(step)(optimizer)  # type: ignore[arg-type]  # hooks, as torch's step has
+    return lambda: Optimizer.profile_hook_step(step)(optimizer)  # hooks, as torch's step has
 
 
 def is_torchs(optimizer: type) -> bool:

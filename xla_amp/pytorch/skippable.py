@@ -106,7 +106,7 @@ def _again(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
 def _without_scaling(optimizer: Optimizer) -> Iterator[None]:
     """Hides what a scaler has set: it is done by now, and torch's Adafactor and Adagrad refuse a step that sees it."""
     attributes = vars(optimizer)
-    hidden = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
+    hidden: dict[str, Any] = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
     try:
         yield
     finally:

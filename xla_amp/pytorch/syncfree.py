@@ -45,17 +45,16 @@ class _SyncFree(Optimizer):
     grad_scale: Tensor
     found_inf: Tensor
 
-    def _check_options(self, foreach: bool | None, differentiable: bool, fused: bool | None) -> None:
+    def _check_options(self, differentiable: bool, fused: bool | None) -> None:
         name = f"syncfree.{type(self).__name__}"
         if differentiable:
             raise RuntimeError(
                 f"{name}(differentiable=True): its step runs a fused kernel, through which there is no gradient; use "
                 f"torch.optim.{type(self).__name__}"
             )
-        if foreach or fused is False:
-            given = "foreach=True" if foreach else "fused=False"
+        if fused is False:
             raise RuntimeError(
-                f"{name}({given}): skipping on the device needs the fused kernels; leave foreach and fused out, or use "
+                f"{name}(fused=False): skipping on the device needs the fused kernels; leave fused out, or use "
                 f"torch.optim.{type(self).__name__}"
             )
 
@@ -108,12 +107,13 @@ _FUSED: Mapping[str, Any] = {"fused": True, "foreach": None, "differentiable": F
 class SGD(_SyncFree, torch.optim.SGD):
     """`torch.optim.SGD` with a step that can be skipped on the device.
 
-    Arguments are `torch.optim.SGD`'s.  As there, the first momentum is the undampened gradient, and `maximize` negates
-    the gradient before weight decay is added.
+    Arguments are `torch.optim.SGD`'s; `foreach` changes nothing, since one kernel steps all parameters anyway.  As
+    there, the first momentum is the undampened gradient, and `maximize` negates the gradient before weight decay is
+    added.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable`, `foreach` or ``fused=False`` was asked for.
+        RuntimeError: `differentiable` or ``fused=False`` was asked for.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -138,7 +138,7 @@ class SGD(_SyncFree, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
-        self._check_options(foreach, differentiable, fused)
+        self._check_options(differentiable, fused)
         self._unstepped: dict[Tensor, Tensor] = {}
         """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
@@ -233,11 +233,12 @@ class SGD(_SyncFree, torch.optim.SGD):
 class Adam(_SyncFree, torch.optim.Adam):
     """`torch.optim.Adam` with a step that can be skipped on the device.
 
-    Arguments are `torch.optim.Adam`'s; `capturable` changes nothing, since step counts are on the device anyway.
+    Arguments are `torch.optim.Adam`'s; `capturable` and `foreach` change nothing: step counts are on the device anyway,
+    and one kernel steps all parameters.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable`, `foreach` or ``fused=False`` was asked for.
+        RuntimeError: `differentiable` or ``fused=False`` was asked for.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
     ) -> None:
-        self._check_options(foreach, differentiable, fused)
+        self._check_options(differentiable, fused)
         super().__init__(
             params,
             lr,

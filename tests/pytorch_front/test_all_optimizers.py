@@ -1,0 +1,162 @@
+"""Every optimizer of torch.optim with a scaler: one executable a step, nothing read back, and the steps that torch takes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+from xla_amp import GradScaler, syncfree
+
+OPTIONS = {
+    "ASGD": {},
+    "Adadelta": {},
+    "Adafactor": {"weight_decay": 0.01},
+    "Adagrad": {"lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    "Adam": {},
+    "AdamW": {},
+    "Adamax": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+NOT_HERE = {
+    "LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it",
+    "SparseAdam": "wants sparse gradients, which the lazy device does not have",
+}
+BAD = (0, 7)
+STEPS = 20
+
+
+def networks(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
+    return model.to(device), torch.randn(8, 4).to(device), torch.randn(8, 2).to(device)
+
+
+def train(device, optimizer_of, scaler, steps=STEPS, each=lambda: None):
+    model, x, y = networks(device)
+    optimizer = optimizer_of(model.parameters())
+    poison = [torch.tensor(float("inf") if step in BAD else 1.0).to(device) for step in range(steps)]
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y) * poison[step]
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        each()
+    return model, optimizer
+
+
+def test_none_is_forgotten():
+    classes = [c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)]
+    assert {c.__name__ for c in classes} - {"Optimizer"} == {*OPTIONS, *NOT_HERE}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_twenty_steps_with_two_overflows(name):
+    make = getattr(torch.optim, name)
+    options = {"lr": 0.01, **OPTIONS[name]}
+    spent = []
+
+    def sync():
+        before = xla_amp.metrics()["executions"]
+        xla_amp.sync()
+        spent.append(xla_amp.metrics()["executions"] - before)
+
+    before = xla_amp.metrics()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler = GradScaler(growth_interval=4)
+        model, _ = train(xla_amp.xla_device(), lambda p: syncfree.wrap(make(p, **options)), scaler, each=sync)
+    after = xla_amp.metrics()
+    for counter in ("host_syncs", "device_to_host", "fallbacks"):
+        assert after[counter] == before[counter], counter
+    assert spent == [1] * STEPS
+    assert after["compilations"] - before["compilations"] <= 4  # uploads and the state's beginning are other programs
+    assert int(scaler.skipped_steps()) == len(BAD)
+
+    expected, _ = train("cpu", lambda p: make(p, **options), torch.amp.GradScaler("cpu", growth_interval=4))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        # Muon orthogonalizes in bfloat16.
+        atol = 2e-3 if name == "Muon" else 2e-5
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-4, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
+    options = {"lr": 0.05, "weight_decay": 0.1, "maximize": maximize}
+
+    def run(device, optimizer_of, scaler):
+        params = [
+            nn.Parameter(torch.linspace(-1, 2, n, dtype=torch.float64).reshape(shape).to(device))
+            for n, shape in [(12, (3, 4)), (5, (5,)), (1, ()), (8, (2, 2, 2))]
+        ]
+        optimizer = optimizer_of(params)
+        for step in range(6):
+            for parameter in params:
+                parameter.grad = scaler.scale(torch.sin(parameter.detach() * 3 + step))
+            scaler.step(optimizer)
+            scaler.update()
+        return [parameter.detach().cpu() for parameter in params]
+
+    make = getattr(torch.optim, name)
+    ours = run(xla_amp.xla_device(), lambda p: make(p, **options), GradScaler())
+    theirs = run("cpu", lambda p: make(p, foreach=False, **options), torch.amp.GradScaler("cpu"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
+def test_their_checkpoints_go_back_to_torch(name):
+    make = getattr(torch.optim, name)
+    model, optimizer = train(xla_amp.xla_device(), make, GradScaler(), steps=3)
+    other, _, _ = networks("cpu")
+    fresh = make(other.parameters())
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.param_groups[0].get("fused") is None
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    fresh.step()
+    assert float(fresh.state[next(other.parameters())]["step"]) == 3.0  # one of three was skipped
+
+
+def test_hooks_run_once_where_the_step_is_ours():
+    calls = []
+
+    def make(params):
+        optimizer = syncfree.wrap(torch.optim.Adafactor(params))
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        return optimizer
+
+    train(xla_amp.xla_device(), make, GradScaler(), steps=2)
+    assert calls == ["before", "after"] * 2
+
+
+def test_lbfgs(recwarn):
+    device = xla_amp.xla_device()
+    model, x, y = networks(device)
+    optimizer = syncfree.wrap(torch.optim.LBFGS(model.parameters(), max_iter=2))
+    before = [parameter.tolist() for parameter in model.parameters()]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure, found_inf=torch.ones((), device=device))
+    assert [parameter.tolist() for parameter in model.parameters()] == before
+    first = optimizer.step(closure, found_inf=torch.zeros((), device=device))
+    assert closure() < first
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        GradScaler().step(optimizer, closure)
