@@ -12,12 +12,12 @@ from xla_amp.errors import DeviceError
 XLA = "xla"
 """Stands for the active XLA engine's device, whatever torch calls it."""
 
-ENGINES = ("jax",)
+ENGINES = ("jax", "xla")
 """Device types, as torch names them, that an XLA engine provides."""
 
 
 def engine() -> Any:
-    """The active XLA engine (`xla_amp.engines.base.Engine` and what the lazy device adds to it)."""
+    """The active XLA engine (`xla_amp.engines.base.Engine`)."""
     return base.select()
 
 
@@ -33,7 +33,8 @@ def device_type(device: Any, caller: str = "autocast") -> str:
         caller: the public function that was called, for the error message.
 
     Raises:
-        DeviceArgumentError: neither a string nor a `torch.device`, or an index that is no number.
+        DeviceArgumentError: neither a string nor a `torch.device`, an index that is no number, or the device of an XLA
+            engine that is not in use.
 
     Example:
         >>> device_type("cuda:1"), device_type(torch.device("cpu")), device_type("xla")
@@ -52,7 +53,15 @@ def device_type(device: Any, caller: str = "autocast") -> str:
             f"{caller}({device!r}): expected a device: a string such as 'xla', 'cuda' or 'cpu', or a torch.device; "
             f"got {type(device).__name__}"
         )
-    return engine().DEVICE_TYPE if name == XLA else name
+    if name not in ENGINES:
+        return name
+    active = engine().DEVICE_TYPE
+    if name not in (XLA, active):
+        raise DeviceArgumentError(
+            f"{caller}({device!r}): the XLA engine in use has the device {active!r}; pass 'xla', or set "
+            f"XLA_AMP_ENGINE={name} before the first use"
+        )
+    return active
 
 
 def is_xla(name: str) -> bool:

@@ -33,6 +33,12 @@ def operator(name: str) -> Any:
     return getattr(packet, overload or "default", None)
 
 
+def as_key(key: str) -> Any:
+    """What torch's own functions take for a dispatch key: its enumeration lacks some (AutocastXLA), which they take by
+    name."""
+    return getattr(torch._C.DispatchKey, key, key)
+
+
 def make(
     name: str,
     operator: Any,
@@ -56,7 +62,7 @@ def make(
     """
     operands = casts.operands(operator)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-    dispatch_key = getattr(torch._C.DispatchKey, key)
+    dispatch_key = as_key(key)
     own = _torchs_own(operands, device_type, dispatch_key, torchs[0], keep_kernel)
     made: dict[str, casts.Prepare] = {}
     # Without a rule such an operation is nothing but its parts, which are met one by one.
@@ -113,7 +119,7 @@ def _torchs_own(operands: casts.Operands, device_type: str, key: Any, torchs: Ca
     """What happens on `key` without us."""
     operator = operands.operator
     has_kernel = keep_kernel and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-    kernel = torch.library.get_kernel(operator, key).call_boxed if has_kernel else None
+    kernel = _present(operator, key).call_boxed if has_kernel else None
     redispatch = operator.redispatch
     after = torch._C._dispatch_keyset_full_after(key)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -133,6 +139,20 @@ def _torchs_own(operands: casts.Operands, device_type: str, key: Any, torchs: Ca
             exclude(key, False)
 
     return own
+
+
+def _present(operator: Any, key: Any) -> Any:
+    if isinstance(key, str):  # `get_kernel` takes no name outside of torch's enumeration, what it calls does
+        return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator.name(), key)
+    return torch.library.get_kernel(operator, key)
+
+
+def torchs_own(name: str, operator: Any, device_type: str, key: str) -> Kernel:
+    """What happens now to an operation on `key`, as a kernel: that of whoever has registered one, else the keys behind.
+
+    It stays that when a kernel of ours takes the place.
+    """
+    return _torchs_own(casts.operands(operator), device_type, as_key(key), "keep", True)
 
 
 def region_rules(device_type: str, without_region: Callable[[], Policy]) -> Rules:

@@ -1,6 +1,7 @@
 """The functions that PyTorch/XLA scripts call, under the names of ``torch_xla.core.xla_model``.
 
-One process drives one device here, so the world has size 1: collectives scale, and reduce nothing.
+On torch_xla, the processes are those that `torch_xla.launch` has started.  On the lazy device one process drives one
+device and the world has size 1: collectives scale, and reduce nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import IO, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import backward, devices, dispatch
 
@@ -33,11 +35,11 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     Raises:
         DeviceError: no such device.
     """
-    dispatch.install_defaults()
+    dispatch.make_ready()
     device = devices.engine().device()
     backward.make_possible(device)
-    if n not in (None, 0):
-        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number 0; leave n out")
+    if n not in (None, device.index or 0):
+        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number {device.index or 0}; leave n out")
     if devkind is not None and _kind(devkind) != xla_device_hw(device):
         raise DeviceError(
             f"xla_device(devkind={devkind!r}): the device is of kind {xla_device_hw(device)!r}; set XLA_AMP_PLATFORM "
@@ -75,11 +77,10 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
     Raises:
         DeviceError: the platform does not count (XLA:CPU).
     """
-    engine = devices.engine()
-    engine.device()
-    stats: Mapping[str, int] = getattr(torch, engine.DEVICE_TYPE).memory_stats()
+    stats = base.memory_stats()
     if "bytes_in_use" not in stats:
-        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {engine.platform()!r}")
+        platform = devices.engine().platform()
+        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {platform!r}")
     return {"bytes_used": stats["bytes_in_use"], "bytes_limit": stats.get("bytes_limit", 0)}
 
 
@@ -87,21 +88,21 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Processes that train together: 1."""
-    return 1
+    """Processes that train together."""
+    return base.processes().world_size()
 
 
 get_world_size = xrt_world_size
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """Number of this process among all: 0."""
-    return 0
+    """Number of this process among all, from 0."""
+    return base.processes().ordinal()
 
 
 def get_local_ordinal(defval: int = 0) -> int:
-    """Number of this process on its host: 0."""
-    return 0
+    """Number of this process on its host, from 0."""
+    return base.processes().local_ordinal()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
@@ -119,13 +120,13 @@ def master_print(*args: Any, fd: IO[str] | None = None, local: bool = False, flu
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Meets the other processes at `tag` and returns everyone's payload: here, ours."""
-    return [payload]
+    """Meets the other processes at `tag` and returns everyone's payload."""
+    return base.processes().rendezvous(tag, payload, replicas)
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """``reduce_fn`` of the data of all processes."""
-    return reduce_fn([data])
+    return base.processes().mesh_reduce(tag, data, reduce_fn)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -196,8 +197,8 @@ def optimizer_step(
         optimizer: any optimizer.
         barrier: end the step here (`mark_step`), where no `DeviceLoader` does.
         optimizer_args: keyword arguments of ``optimizer.step``, e.g. ``{"found_inf": flag}``.
-        groups: accepted; there is one process.
-        pin_layout: accepted; layouts are XLA's.
+        groups: as `all_reduce`.
+        pin_layout: as `all_reduce`.
 
     Returns:
         What ``optimizer.step`` returns.
@@ -235,9 +236,9 @@ def all_reduce(
         reduce_type: one of `REDUCE_TYPES`.
         inputs: a tensor, or a list of tensors that are changed in place.
         scale: factor of the result.
-        groups: accepted; there is one process.
+        groups: lists of process numbers that reduce among themselves; None is all together.
         cctx: accepted and unused, as in torch_xla.
-        pin_layout: accepted; layouts are XLA's.
+        pin_layout: torch_xla's option of that name.
 
     Returns:
         A new tensor for a tensor, None for a list.
@@ -248,12 +249,18 @@ def all_reduce(
     """
     if reduce_type not in REDUCE_TYPES:
         raise ValueError(f"all_reduce({reduce_type!r}, ...): expected one of {', '.join(map(repr, REDUCE_TYPES))}")
+    processes = base.processes()
     if isinstance(inputs, torch.Tensor):
-        return inputs.clone() if scale == 1.0 else inputs * scale
+        [reduced] = processes.all_reduce(reduce_type, [inputs], groups, pin_layout)
+        return reduced if scale == 1.0 else reduced * scale
     if not isinstance(inputs, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise TypeError(f"all_reduce: expected a tensor or a list of tensors, got {inputs!r} ({type(inputs).__name__})")
-    if scale != 1.0:
-        with torch.no_grad():
+    with torch.no_grad():
+        if processes.world_size() > 1:
+            values = processes.all_reduce(reduce_type, inputs, groups, pin_layout)
+            for tensor, value in zip(inputs, values, strict=True):
+                tensor.copy_(value)
+        if scale != 1.0:
             for tensor in inputs:
                 tensor.mul_(scale)
     return None

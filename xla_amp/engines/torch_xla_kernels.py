@@ -1,0 +1,230 @@
+"""Loss scaling and fused optimizer steps on XLA tensors, in torch operations that torch_xla lowers.
+
+torch_xla 2.9 has kernels of its own for the first two: they refuse bfloat16 gradients, freeze the growth parameters at
+their first compilation and let the scale grow to infinity.  The fused steps it does not have: they would run on the
+CPU.  Ours stand on autograd's dispatch key, before functionalization, where in-place operations are still that.
+
+Formulas and rounding are those of `xla_amp.lowering.amp` and `xla_amp.lowering.optim`, which say where they come from:
+low-precision tensors are computed in float32 and rounded once, options are combined in float64.  Options are Python
+numbers, which torch_xla uploads as data, except 0 and 1, which it compiles in: they are uploaded by us.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KEY = "AutogradXLA"
+
+Tensors = Sequence[Tensor]
+Number = float | Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """float32 for bfloat16 and float16, else the tensor itself: what elementwise arithmetic is done in."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _data(value: Number, like: Tensor) -> Number:
+    """A number such that its change compiles nothing."""
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype).reshape(())
+    if value in (0, 1):
+        return torch.tensor(value, dtype=like.dtype).to(like.device)
+    return value
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+def non_finite_check_and_unscale(grads: Tensors, found_inf: Tensor, inv_scale: Tensor) -> None:
+    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` becomes 1 where one of
+    them is not finite, and stays what it is otherwise."""
+    if not grads:
+        return
+    bad = torch.stack([(~torch.isfinite(grad)).any() for grad in grads]).any()
+    found_inf.copy_(torch.where(bad, torch.ones_like(found_inf), found_inf))
+    for grad in grads:
+        wide = _wide(grad)
+        grad.copy_(wide * inv_scale.to(wide.dtype).reshape(()))
+
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    found_inf: Tensor,
+    scale_growth_factor: float,
+    scale_backoff_factor: float,
+    growth_interval: int,
+) -> Tensor:
+    """`_amp_update_scale_`: the next scale and count of good steps in a row, in place; the scale stays finite."""
+    bad = found_inf.reshape(()) != 0
+    good_steps = growth_tracker + 1
+    grow = good_steps == _data(growth_interval, growth_tracker)
+    wide = scale.double()
+    grown = (wide * _data(scale_growth_factor, wide)).to(scale.dtype)
+    backed_off = (wide * _data(scale_backoff_factor, wide)).to(scale.dtype)
+    kept = torch.where(grow & torch.isfinite(grown), grown, scale)
+    growth_tracker.copy_(torch.where(bad | grow, torch.zeros_like(growth_tracker), good_steps))
+    scale.copy_(torch.where(bad, backed_off, kept))
+    return scale
+
+
+# ---- optimizer steps -------------------------------------------------------------------------------------------------
+
+
+def fused_sgd(
+    params: Tensors,
+    grads: Tensors,
+    buffers: Tensors,
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Number,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`_fused_sgd_`: `torch.optim.SGD`'s step of each parameter."""
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        unscaled = _unscaled(grad, grad_scale, skip)
+        wide = _wide(param)
+        step = -unscaled if maximize else unscaled
+        if weight_decay:
+            step = step + wide * weight_decay
+        if buffers:
+            buffer = step
+            if not is_first_step:
+                buffer = _wide(buffers[index]) * momentum + (step * (1 - dampening) if dampening else step)
+            step = step + buffer * momentum if nesterov else buffer
+            _put(buffers[index], buffer, skip)
+        _put(param, wide - step * _data(lr, wide), skip)
+
+
+def fused_adam(*lists: Tensors, **options: Any) -> None:
+    """`_fused_adam_`: `torch.optim.Adam`'s step of each parameter, weight decay acting on the gradient."""
+    _adam(*lists, **options, decoupled=False)
+
+
+def fused_adamw(*lists: Tensors, **options: Any) -> None:
+    """`_fused_adamw_`: `torch.optim.AdamW`'s step of each parameter, weight decay acting on the parameter."""
+    _adam(*lists, **options, decoupled=True)
+
+
+def _adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    state_steps: Tensors,
+    *,
+    lr: Number,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        unscaled = _unscaled(grad, grad_scale, skip)
+        wide = _wide(param)
+        rate = _data(lr, wide)
+        step = -unscaled if maximize else unscaled
+        if weight_decay and not decoupled:
+            step = step + wide * weight_decay
+        exp_avg, exp_avg_sq = _wide(exp_avgs[index]), _wide(exp_avg_sqs[index])
+        exp_avg = exp_avg + (step - exp_avg) * (1 - beta1)
+        exp_avg_sq = exp_avg_sq * beta2 + step * step * (1 - beta2)
+        _put(exp_avgs[index], exp_avg, skip)
+        _put(exp_avg_sqs[index], exp_avg_sq, skip)
+        second = exp_avg_sq
+        if amsgrad:
+            second = torch.maximum(_wide(max_exp_avg_sqs[index]), exp_avg_sq)
+            _put(max_exp_avg_sqs[index], second, skip)
+        count = state_steps[index].to(wide.dtype).reshape(())
+        denominator = second.sqrt() / _bias_correction(beta2, count).sqrt() + eps
+        update = exp_avg * (rate / _bias_correction(beta1, count)) / denominator
+        decayed = wide - wide * (rate * weight_decay) if weight_decay and decoupled else wide
+        _put(param, decayed - update, skip)
+
+
+def _bias_correction(beta: float, count: Tensor) -> Tensor:
+    """``1 - beta**count``; the difference would lose half of float32's digits, ``expm1`` loses none."""
+    if beta == 0:
+        return torch.ones_like(count)
+    return -torch.expm1(count * math.log(beta))
+
+
+def _unscaled(grad: Tensor, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor:
+    """The gradient divided by the scale, also written back, as torch's fused kernels do."""
+    wide = _wide(grad)
+    if grad_scale is None:
+        return wide
+    unscaled = wide / grad_scale.to(wide.dtype).reshape(())
+    _put(grad, unscaled, skip)
+    return unscaled
+
+
+def _put(tensor: Tensor, value: Tensor, skip: Tensor | None) -> None:
+    """Writes `value` to `tensor` unless the step is skipped."""
+    value = value.to(tensor.dtype)
+    tensor.copy_(value if skip is None else torch.where(skip, tensor, value))
+
+
+# ---- on the dispatcher -----------------------------------------------------------------------------------------------
+
+KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "_amp_foreach_non_finite_check_and_unscale_": non_finite_check_and_unscale,
+        "_amp_update_scale_": update_scale,
+        "_fused_adam_": fused_adam,
+        "_fused_adam_.tensor_lr": fused_adam,
+        "_fused_adamw_": fused_adamw,
+        "_fused_adamw_.tensor_lr": fused_adamw,
+        "_fused_sgd_": fused_sgd,
+        "_fused_sgd_.tensor_lr": fused_sgd,
+    }
+)
+"""ATen operation -> its kernel on XLA tensors."""
+
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+
+
+def install() -> None:
+    """Gives `KERNELS` to the dispatcher, until the process ends or `uninstall`; doing it again does nothing."""
+    global _library
+    with _lock:
+        if _library is not None:
+            return
+        _library = torch.library.Library("aten", "IMPL", KEY)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that a kernel of autograd's own is replaced
+            for name, kernel in KERNELS.items():
+                _library.impl(name, torch.no_grad()(kernel), allow_override=True)
+
+
+def uninstall() -> None:
+    """Gives the operations back to torch_xla."""
+    global _library
+    with _lock:
+        if _library is not None:
+            _library._destroy()
+            _library = None

@@ -1,0 +1,80 @@
+"""Exact counts of what torch_xla did, from its own counters.
+
+Programs are counted where they are looked up, on the thread that traces, so a count is right at once: torch_xla's own
+``ExecuteComputation`` lags behind, for another thread adds to it when the device is reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch_xla.debug.metrics as counters
+
+
+def _count(*names: str) -> Callable[[], int]:
+    """The sum of torch_xla's counters."""
+    return lambda: sum(counters.counter_value(name) or 0 for name in names)
+
+
+def _times(name: str) -> Callable[[], int]:
+    """How often torch_xla measured something."""
+    return lambda: _data(name)[0]
+
+
+def _total(name: str) -> Callable[[], int]:
+    """The sum of what torch_xla measured."""
+    return lambda: int(_data(name)[1])
+
+
+def _data(name: str) -> tuple[int, float]:
+    found = counters.metric_data(name)
+    return (0, 0.0) if found is None else (found[0], found[1])
+
+
+def _fallbacks() -> int:
+    """Operations with an ``aten::`` counter ran on the CPU; reading one number is counted there as well."""
+    names = [n for n in counters.counter_names() if n.startswith("aten::") and n != "aten::_local_scalar_dense"]
+    return sum(counters.counter_value(name) or 0 for name in names)
+
+
+COUNTERS: Mapping[str, tuple[str, Callable[[], int]]] = MappingProxyType(
+    {
+        "executions": ("executables run", _count("UncachedCompile", "CachedCompile")),
+        "compilations": ("executables built", _count("UncachedCompile")),
+        "host_syncs": ("times that Python waited for the device", _times("TransferFromDeviceTime")),
+        "device_to_host": ("transfers of a value to the host", _times("TransferFromDeviceTime")),
+        "host_to_device": ("uploads of a tensor to the device", _times("TransferToDeviceTime")),
+        "operations": ("nodes of the graphs run", _total("TensorsGraphSize")),
+        "fallbacks": ("operations run on the CPU for want of a lowering", _fallbacks),
+    }
+)
+"""Counter -> what it counts, and how to find it."""
+
+
+class TorchXlaMetrics:
+    """Counters since start or the last `reset()`, which leaves torch_xla's own alone; call it for a dict."""
+
+    def __init__(self) -> None:
+        self._before = dict.fromkeys(COUNTERS, 0)
+
+    def __call__(self) -> dict[str, int]:
+        """All counters by name."""
+        return {name: max(read() - self._before[name], 0) for name, (_, read) in COUNTERS.items()}
+
+    def reset(self) -> None:
+        """Sets every counter to zero."""
+        self._before = {name: read() for name, (_, read) in COUNTERS.items()}
+
+    def report(self) -> str:
+        """The counters as an aligned text table."""
+        counts = self()
+        width = max(len(f"{count:,}") for count in counts.values())
+        name_width = max(map(len, COUNTERS))
+        return "\n".join(f"{n:<{name_width}}  {counts[n]:>{width},}  {what}" for n, (what, _) in COUNTERS.items())
+
+
+metrics = TorchXlaMetrics()
+
+steps_ended = _count("MarkStep")
+"""How many steps were ended so far, by us or by the program."""
