@@ -192,6 +192,33 @@ def test_programs_that_cannot_be_compared(other, message):
         comparison.compare(a, b)
 
 
+def test_programs_for_several_devices_are_refused():
+    one = module_of(full, X, W)
+    four = ir.parse(ir.text(one).replace("num_partitions = 1", "num_partitions = 4"))
+    with pytest.raises(ModuleError, match="B is for 4 devices; programs are compared on one"):
+        comparison.compare(one, four)
+
+
+def site(name, *, bytes=4):
+    return reference.Site(name, "[1]", "f32", "", (), "", bytes)
+
+
+@pytest.mark.parametrize("exact", [3000, 0], ids=["few", "many"])
+def test_matching_keeps_the_order(monkeypatch, exact):
+    monkeypatch.setattr(comparison, "_EXACT", exact)
+    a, b = ([site(name) for name in names] for names in ("abcdefgh", "abxdyefgh"))
+    assert list(comparison.matched(a, b)) == [(0, 0), (1, 1), (3, 3), (4, 5), (5, 6), (6, 7), (7, 8)]
+    assert list(comparison.matched(a, a)) == [(n, n) for n in range(8)]
+    assert list(comparison.matched(a[:2], a)) == [(0, 0), (1, 1)]
+    assert list(comparison.matched([], a)) == []
+
+
+def test_long_programs_of_the_same_operations_are_matched_at_once():
+    """A matcher that takes time in squares would need hours here."""
+    a = [site("tanh")] * 50_000 + [site("dot")] + [site("tanh")] * 50_000
+    assert len(list(comparison.matched(a, [*a[:50_000], *a[50_001:]]))) == 100_000
+
+
 def test_samples_fit_or_say_why(tmp_path):
     module = module_of(lambda x, key: x * key[0], X, KEY)
     for array, kind in zip(samples.random_inputs(module, 3), ("float32", "uint32"), strict=True):

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, reference, samples
+from xla_amp.stablehlo import inspection, ir, reference, samples
 from xla_amp.stablehlo.reference import Site
 from xla_amp.stablehlo.rewrite import as_program
 
@@ -28,6 +28,9 @@ TOLERANCE: Final = 0.05
 
 _CANCELLED: Final = 0.01
 """Relative error of float32 from which on little but rounding is left."""
+
+_EXACT: Final = 3000
+"""Operations up to which all are matched that can be; among more, frequent ones are passed over."""
 
 _AT_ONCE: Final = 2**28
 """Bytes of operations' results that one run returns."""
@@ -127,7 +130,7 @@ def compare(
     Raises:
         ModuleError: the programs differ in their arguments or results, or one cannot be run on one device.
     """
-    first, second = (as_program(each).module for each in (a, b))
+    first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
     kinds = ir.signature(first).outputs, ir.signature(second).outputs
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
@@ -140,6 +143,13 @@ def compare(
     )
     found, unmatched = runs.operations() if operations else ((), (0, 0))
     return Comparison(outputs=outputs, operations=tuple(found), unmatched=unmatched, reference="A in float64")
+
+
+def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:
+    devices = inspection.device_count(module)
+    if devices > 1:
+        raise ModuleError(f"{name} is for {devices} devices; programs are compared on one")
+    return module
 
 
 class _Runs:
@@ -186,9 +196,20 @@ def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
 def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
     """Indices of the same operations in both: by name, shape and attributes, in program order."""
     located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
-    keys = [[site.key(located) for site in each] for each in (a, b)]
-    for block in difflib.SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks():
-        yield from ((block.a + step, block.b + step) for step in range(block.size))
+    left, right = ([site.key(located) for site in each] for each in (a, b))
+    first = _alike(left, right)  # most programs differ in few places, and the matcher takes time in squares
+    last = _alike(left[first:][::-1], right[first:][::-1])
+    yield from ((step, step) for step in range(first))
+    left, right = left[first : len(left) - last], right[first : len(right) - last]
+    exact = max(len(left), len(right)) <= _EXACT
+    for block in difflib.SequenceMatcher(None, left, right, autojunk=not exact).get_matching_blocks():
+        yield from ((first + block.a + step, first + block.b + step) for step in range(block.size))
+    yield from ((len(a) - last + step, len(b) - last + step) for step in range(last))
+
+
+def _alike(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many elements both begin with."""
+    return next((n for n, (one, other) in enumerate(zip(left, right)) if one != other), min(len(left), len(right)))  # noqa: B905
 
 
 def _groups(pairs: Sequence[tuple[int, int]], sites: Sequence[Site]) -> Iterator[list[tuple[int, int]]]:

@@ -211,6 +211,13 @@ def values(module: ir.MlirModule) -> Iterator[Value]:
             yield Value(short_name(operation), type_text(kind), _size(kind), function, place(operation))
 
 
+def device_count(module: ir.MlirModule) -> int:
+    """Devices that run the program together: partitions times replicas."""
+    attributes = module.operation.attributes
+    counts = (attributes.get(name, None) for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
+    return math.prod(count.value for count in counts if count is not None)
+
+
 def short_name(operation: Any) -> str:
     """``dot_general`` of ``stablehlo.dot_general``; other dialects stay in full."""
     return str(operation.name).removeprefix("stablehlo.")
