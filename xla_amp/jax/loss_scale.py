@@ -110,7 +110,7 @@ class LossScale:
 
         Leaves that are not floating point stay as they are.
         """
-        return jax.tree.map(lambda x: _wide(x) * self._like(x) if is_inexact(x) else x, tree)  # type: ignore[no-any-return]
+        return jax.tree.map(lambda x: _wide(x) * self._like(x) if is_inexact(x) else x, tree)
 
     def unscale(self, tree: _Tree, *, keep_dtype: bool = False) -> _Tree:
         """`tree`, e.g. gradients, divided by the scale, computed in float32 (float64 leaves in float64).
@@ -127,7 +127,7 @@ class LossScale:
             wide = _wide(x) / self._like(x)
             return wide.astype(jnp.result_type(x)) if keep_dtype else wide
 
-        return jax.tree.map(unscaled, tree)  # type: ignore[no-any-return]
+        return jax.tree.map(unscaled, tree)
 
     def _like(self, x: Any) -> jax.Array:
         return self.value.astype(jnp.finfo(_wide(x).dtype).dtype)
@@ -296,7 +296,7 @@ def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
             before = jnp.asarray(before).astype(after.dtype)
         return jax.lax.select(jnp.broadcast_to(finite, jnp.shape(after)), after, jnp.asarray(before))
 
-    return jax.tree.map(chosen, new, old)  # type: ignore[no-any-return]
+    return jax.tree.map(chosen, new, old)
 
 
 def is_inexact(leaf: Any) -> bool:

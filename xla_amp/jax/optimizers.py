@@ -11,7 +11,7 @@ from xla_amp.errors import EngineError
 from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, select
 
 if TYPE_CHECKING:
-    import optax
+    import optax  # type: ignore[import-untyped]
 
 
 class SkipNonfiniteState(NamedTuple):

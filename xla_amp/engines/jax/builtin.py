@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import compat, infer, known, storage, transfer
+from xla_amp.engines.jax import compat, infer, known, neighbours, storage, transfer
 from xla_amp.engines.jax.cut import bound
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
@@ -176,7 +176,7 @@ def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: 
         return storage.to_host(self).to(device, dtype)
     storage.require_here(device)
     if self.device.type != DEVICE_TYPE:
-        return transfer.wrap(transfer.upload(self.to("cpu", dtype)))
+        return transfer.wrap(neighbours.arrive(self, dtype))
     with tape.lock:
         bound()
         number, of = storage.read(self)

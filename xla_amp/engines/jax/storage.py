@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp.engines.jax import compat, infer, transfer
+from xla_amp.engines.jax import compat, infer, neighbours, transfer
 from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.tape import (
     Buffer,
@@ -348,8 +348,7 @@ def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)`` between devices of any kind; `target` is on the lazy device."""
     if source.device.type != DEVICE_TYPE:
-        source = source.to("cpu")
-        array = transfer.upload(source if source.dtype is target.dtype else source.to(target.dtype))
+        array = neighbours.arrive(source, target.dtype)
         buffer = buffer_of(target)
         of = buffer.spec
         whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
