@@ -18,6 +18,7 @@ from lazy_device import array_behind, counted
 from xla_amp import lowering
 from xla_amp.engines import jax as engine
 from xla_amp.engines.jax import cut, storage
+from xla_amp.engines.jax.tape import Lost
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
 
 LIBRARY = torch.library.Library("lazy_failures", "DEF")
@@ -405,3 +406,23 @@ def test_a_platform_that_is_not_here() -> None:
     error, device = out.splitlines()
     assert "JAX has no device of the platform tpu" in error
     assert device == "jax:0"
+
+
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda x: x.fill_(2.0),
+        lambda x: x.zero_(),
+        lambda x: x.normal_(),
+        lambda x: torch._foreach_zero_([x]),
+        lambda x: x.copy_(torch.ones(3)),
+    ],
+    ids=["fill_", "zero_", "normal_", "foreach_zero_", "copy_"],
+)
+def test_a_lost_tensor_gets_a_new_value(device: torch.device, overwrite: Any) -> None:
+    x = torch.ones(3).to(device)
+    x.untyped_storage()._xla_amp.array = Lost("the step failed")
+    with pytest.raises(StepFailedError, match="the step failed"):
+        x.add_(1)  # looks at the old value
+    overwrite(x)
+    assert x.isfinite().all()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from lazy_device import counted
-from torch import nn
+from torch import distributions, nn
 from torch.utils.checkpoint import checkpoint
 
 from xla_amp.engines import jax as engine
@@ -156,29 +156,72 @@ def test_a_generator_of_another_device_is_refused(device: torch.device) -> None:
 N = 40_000
 
 
-@pytest.mark.parametrize(
-    ("draw", "mean", "deviation"),
-    [
-        (lambda: torch.rand(N, device="jax"), 0.5, math.sqrt(1 / 12)),
-        (lambda: torch.randn(N, device="jax"), 0, 1),
-        (lambda: torch.empty(N, device="jax").uniform_(-3, 1), -1, 4 * math.sqrt(1 / 12)),
-        (lambda: torch.empty(N, device="jax").normal_(2, 3), 2, 3),
-        (lambda: torch.empty(N, device="jax").exponential_(2.0), 0.5, 0.5),
-        (lambda: torch.empty(N, device="jax").bernoulli_(0.3), 0.3, math.sqrt(0.21)),
-        (lambda: torch.randint(-5, 6, (N,), device="jax").float(), 0, math.sqrt(10)),
-        (lambda: nn.functional.dropout(torch.ones(N, device="jax"), 0.2), 1, 0.5),
-    ],
-    ids=["rand", "randn", "uniform_", "normal_", "exponential_", "bernoulli_", "randint", "dropout"],
-)
-def test_moments(device: torch.device, draw: Callable[[], torch.Tensor], mean: float, deviation: float) -> None:
+def full(value: float, count: int = N) -> torch.Tensor:
+    return torch.full((count,), value, device="jax")
+
+
+MOMENTS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {
+    "bernoulli_": (lambda: torch.empty(N, device="jax").bernoulli_(0.3), 0.3, math.sqrt(0.21)),
+    "bernoulli_ of a tensor": (lambda: torch.empty(N, device="jax").bernoulli_(full(0.3)), 0.3, math.sqrt(0.21)),
+    "binomial": (lambda: torch.binomial(full(10.0), full(0.3)), 3, math.sqrt(2.1)),
+    "categorical": (
+        lambda: distributions.Categorical(torch.tensor([0.2, 0.3, 0.5]).to("jax")).sample((N,)).float(),
+        1.3,
+        math.sqrt(0.61),
+    ),
+    "dirichlet": (
+        lambda: distributions.Dirichlet(torch.tensor([1.0, 2.0, 3.0]).to("jax")).sample((N,))[:, 1],
+        1 / 3,
+        math.sqrt(2 / 63),
+    ),
+    "dropout": (lambda: nn.functional.dropout(torch.ones(N, device="jax"), 0.2), 1, 0.5),
+    "exponential_": (lambda: torch.empty(N, device="jax").exponential_(2.0), 0.5, 0.5),
+    "gamma": (lambda: torch._standard_gamma(full(2.5)), 2.5, math.sqrt(2.5)),
+    "geometric_": (lambda: torch.empty(N, device="jax").geometric_(0.3), 10 / 3, math.sqrt(0.7) / 0.3),
+    "gumbel_softmax": (
+        lambda: nn.functional.gumbel_softmax(torch.zeros(N, 2, device="jax"), hard=True)[:, 0],
+        0.5,
+        0.5,
+    ),
+    "laplace": (lambda: distributions.Laplace(full(0.0), full(1.0)).sample(), 0, math.sqrt(2)),
+    "log_normal_": (
+        lambda: torch.empty(N, device="jax").log_normal_(0, 0.25),
+        math.exp(1 / 32),
+        math.sqrt((math.exp(1 / 16) - 1) * math.exp(1 / 16)),
+    ),
+    "multinomial": (
+        lambda: torch.multinomial(torch.tensor([1.0, 1.0, 2.0]).to("jax"), N, replacement=True).float(),
+        1.25,
+        math.sqrt(0.6875),
+    ),
+    "normal of tensors": (lambda: torch.normal(full(1.0), full(2.0)), 1, 2),
+    "normal_": (lambda: torch.empty(N, device="jax").normal_(2, 3), 2, 3),
+    "poisson": (lambda: torch.poisson(full(3.0)), 3, math.sqrt(3)),
+    "rand": (lambda: torch.rand(N, device="jax"), 0.5, math.sqrt(1 / 12)),
+    "randint": (lambda: torch.randint(-5, 6, (N,), device="jax").float(), 0, math.sqrt(10)),
+    "randn": (lambda: torch.randn(N, device="jax"), 0, 1),
+    "trunc_normal_": (lambda: nn.init.trunc_normal_(torch.empty(N, device="jax")), 0, 0.8796),
+    "uniform_": (lambda: torch.empty(N, device="jax").uniform_(-3, 1), -1, 4 * math.sqrt(1 / 12)),
+}
+"""Name -> draw, mean and standard deviation of the distribution (textbook formulas)."""
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_moments(device: torch.device, name: str) -> None:
+    draw, mean, deviation = MOMENTS[name]
     torch.manual_seed(0)
-    x = draw().cpu().double()
+    x, y = draw().cpu().double(), draw().cpu().double()  # cut in between: the second runs the first one's program
     assert x.mean().item() == pytest.approx(mean, abs=5 * deviation / math.sqrt(N))
     assert x.std().item() == pytest.approx(deviation, rel=0.03)
     # Two draws, and neighbours within one, are not correlated (five standard errors).
-    y = draw().cpu().double()
     for a, b in ((x, y), (x[1:], x[:-1])):
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1].item()) < 5 / math.sqrt(N)
+
+
+def test_sparse_initialization(device: torch.device) -> None:
+    """It writes through indices that torch makes on the CPU."""
+    x = nn.init.sparse_(torch.empty(10, 4, device=device), 0.3)
+    assert (x == 0).sum(0).tolist() == [3, 3, 3, 3]
 
 
 def test_permutations_are_permutations(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from xla_amp import config
 from xla_amp.engines.jax import (
+    accelerator,
     adapters,
     boundary,
     builtin,
@@ -30,6 +31,7 @@ from xla_amp.engines.jax import (
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.kernels import Form, make_kernel
 from xla_amp.engines.jax.metrics import metrics
+from xla_amp.engines.jax.prepared import PREPARED
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import tape
 from xla_amp.errors import MissingLoweringError
@@ -98,8 +100,8 @@ class BackendModule:
         sync(wait=True)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """PJRT's memory statistics in bytes (empty where the platform has none)."""
-        return dict(runtime.jax_device().memory_stats() or {})
+        """PJRT's memory statistics in bytes; on a platform that keeps none, the bytes of JAX's live arrays."""
+        return accelerator.memory_stats()
 
 
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
@@ -162,6 +164,8 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
     if dispatch_key != "PrivateUse1":
         library.impl(name, kernel)
         return
+    if namespace == "aten" and name in PREPARED:
+        kernel = PREPARED[name](kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replacing our own kernel (override=True) is meant
         library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
