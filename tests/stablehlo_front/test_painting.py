@@ -494,6 +494,8 @@ def test_arguments_that_cannot_be_followed() -> None:
         autocast(text, policy="tpx")
     with pytest.raises(ModuleError, match=r"expects MLIR text or bytes.*got int"):
         autocast(3)
+    with pytest.raises(ModuleError, match="nothing to convert"):
+        autocast("module {\n}")
 
 
 def test_report() -> None:

@@ -98,6 +98,8 @@ def autocast(
     low = _low(dtype, effective)
     program = as_program(module)
     copied = ir.copy(program.module)
+    if not ir.functions(copied):
+        raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
     folded = fold_casts(copied)
     treatments = Treatments(effective)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
