@@ -5,8 +5,9 @@ their first compilation and let the scale grow to infinity.  The fused steps it 
 CPU.  Ours stand on autograd's dispatch key, before functionalization, where in-place operations are still that.
 
 Formulas and rounding are those of `xla_amp.lowering.amp` and `xla_amp.lowering.optim`, which say where they come from:
-low-precision tensors are computed in float32 and rounded once, options are combined in float64.  Options are Python
-numbers, which torch_xla uploads as data, except 0 and 1, which it compiles in: they are uploaded by us.
+low-precision tensors are computed in float32 and rounded once.  Python numbers are data to torch_xla, except 0 and 1,
+which it compiles in; and where two numbers of a step happen to be equal, they are one input, so that another program is
+compiled when they part.  Learning rates, which schedules move, are therefore uploaded by us, once for each call.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-def _data(value: Number, like: Tensor) -> Number:
-    """A number such that its change compiles nothing."""
+def _data(value: float, like: Tensor) -> Number:
+    """A number as one that is not compiled in."""
+    return _uploaded(value, like) if value in (0, 1) else value
+
+
+def _uploaded(value: Number, like: Tensor) -> Tensor:
+    """A number as an input of its own: () on the device, in the dtype of `like`."""
     if isinstance(value, Tensor):
         return value.to(like.device, like.dtype).reshape(())
-    if value in (0, 1):
-        return torch.tensor(value, dtype=like.dtype).to(like.device)
-    return value
+    # One dimension: an upload without any is treated as the number that it holds.
+    return torch.tensor([value], dtype=like.dtype).to(like.device).reshape(())
 
 
 # ---- loss scaling ----------------------------------------------------------------------------------------------------
@@ -96,7 +101,10 @@ def fused_sgd(
     found_inf: Tensor | None = None,
 ) -> None:
     """`_fused_sgd_`: `torch.optim.SGD`'s step of each parameter."""
+    if not params:
+        return
     skip = None if found_inf is None else found_inf.reshape(()) != 0
+    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         unscaled = _unscaled(grad, grad_scale, skip)
         wide = _wide(param)
@@ -109,7 +117,7 @@ def fused_sgd(
                 buffer = _wide(buffers[index]) * momentum + (step * (1 - dampening) if dampening else step)
             step = step + buffer * momentum if nesterov else buffer
             _put(buffers[index], buffer, skip)
-        _put(param, wide - step * _data(lr, wide), skip)
+        _put(param, wide - step * rate, skip)
 
 
 def fused_adam(*lists: Tensors, **options: Any) -> None:
@@ -141,11 +149,13 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
+    if not params:
+        return
     skip = None if found_inf is None else found_inf.reshape(()) != 0
+    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         unscaled = _unscaled(grad, grad_scale, skip)
         wide = _wide(param)
-        rate = _data(lr, wide)
         step = -unscaled if maximize else unscaled
         if weight_decay and not decoupled:
             step = step + wide * weight_decay
