@@ -204,13 +204,23 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
     before = [group[option] for group, option in options]
-    for group, option in options:
-        group[option] = True
+
+    def on(*_: Any) -> None:
+        for group, option in options:
+            group[option] = True
+
+    def off(*_: Any) -> None:
+        for (group, option), value in zip(options, before, strict=True):
+            group[option] = value
+
+    # In hooks, so that hooks for all optimizers, which run around these, see the options as they are.
+    hooks = optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off)
     try:
         yield
     finally:
-        for (group, option), value in zip(options, before, strict=True):
-            group[option] = value
+        off()
+        for hook in hooks:
+            hook.remove()
 
 
 def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
