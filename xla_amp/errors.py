@@ -43,6 +43,10 @@ class ModuleError(XlaAmpError, ValueError):
     """A StableHLO module that cannot be read, is not valid, or cannot be compiled or run."""
 
 
+class MissingLibraryError(XlaAmpError, ImportError):
+    """A library that only some commands need is not installed; the message says what installs it."""
+
+
 class FileError(XlaAmpError, OSError):
     """A file that cannot be opened or written; what it holds is not the matter."""
 

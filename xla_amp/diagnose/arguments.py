@@ -8,17 +8,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from xla_amp.errors import FileError, XlaAmpError
+from xla_amp.errors import FileError, MissingLibraryError
 
 if TYPE_CHECKING:
     from xla_amp.diagnose.documents import Document
 
 FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """shtab's mark for arguments that are completed with file names; it asks for a dict."""
-
-
-class MissingLibraryError(XlaAmpError, ImportError):
-    """A library that only some commands need is not installed."""
 
 
 def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:

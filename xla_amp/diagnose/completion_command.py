@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from xla_amp.diagnose.arguments import MissingLibraryError
+from xla_amp.errors import MissingLibraryError
 
 HELP = "completion for bash, zsh or tcsh"
 
