@@ -108,7 +108,9 @@ def _needed(number: int) -> list[_Step] | None:
 def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
     renumbered: dict[int, int] = {-1: -1}
     code: list[int] = []
-    leaf_numbers, leaf_specs, arrays, floats, ints = [], [], [], [], []
+    leaf_numbers, leaf_specs, arrays = [], [], []
+    floats: list[float] = []
+    ints: list[int] = []
     count = 0
     for step in chosen:
         for place in range(len(step.instruction.outs)):
