@@ -26,6 +26,9 @@ _MOST_OPERATIONS = 64
 _MOST_ELEMENTS = 1 << 22
 """So are those with larger values in between."""
 
+_FAR = 256
+"""Values on the tape after which a float is a loss rather than a question about an input: not worth looking."""
+
 _programs: dict[Key, Program] = {}
 _PROGRAM_LIMIT = 256
 
@@ -51,6 +54,8 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
         if buffer.number < 0:
             found = copies.get(id(buffer.array))
             result = None if found is None else storage.window(_tensor(found[1]), tensor)
+        elif buffer.number > _FAR and tensor.is_floating_point():
+            result = None
         elif any(id(leaf.array) in copies for leaf in tape.leaves):
             number, of = storage.read(tensor)
             chosen = _needed(number)
