@@ -26,6 +26,12 @@ def test_settings(settings, error, words):
         autocast(lambda x: x, **settings)
 
 
+def test_a_block_has_one_driver():
+    region = autocast(driver="jaxpr")
+    with pytest.raises(PolicyError, match="a block cannot be traced as a whole"), region:
+        pass
+
+
 def test_what_is_not_a_function():
     with pytest.raises(TypeError, match=r"autocast expects a function, got 3 \(int\).*by keyword"):
         autocast(3)

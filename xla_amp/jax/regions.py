@@ -66,6 +66,11 @@ class Region:
         return rules(self.policy, self.dtype, self.carry)
 
     def __enter__(self) -> Region:
+        if self.enabled and self.driver == "jaxpr":
+            raise PolicyError(
+                "`with autocast(driver='jaxpr')`: a block cannot be traced as a whole; leave driver= out, or wrap a "
+                "function, autocast(f, driver='jaxpr')"
+            )
         with contextlib.ExitStack() as stack:
             stack.enter_context(_region(self.rules() if self.enabled else None))
             entered: list[contextlib.ExitStack] = self._open.__dict__.setdefault("stack", [])
