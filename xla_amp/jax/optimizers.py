@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from xla_amp.errors import EngineError
+from xla_amp.errors import EngineError, PolicyError
+from xla_amp.jax.branches import without_conditionals
 from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, select
 
 if TYPE_CHECKING:
     import optax  # type: ignore[import-untyped]
+
+_Conditionals: TypeAlias = Literal["keep", "select"]
 
 
 class SkipNonfiniteState(NamedTuple):
@@ -30,12 +34,16 @@ class SkipNonfiniteState(NamedTuple):
 
 
 def skip_nonfinite(
-    inner: optax.GradientTransformation, *, loss_scale: LossScale | None = None, axis_name: Any = None
+    inner: optax.GradientTransformation,
+    *,
+    loss_scale: LossScale | None = None,
+    axis_name: Any = None,
+    conditionals: _Conditionals = "keep",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optax transformation so that a step with an inf or nan among the gradients changes nothing.
 
     The inner update always runs and a select takes its results or the old state; there is no conditional, for which a
-    GPU's host must wait and which ``optax.apply_if_finite`` has.  Conditionals inside of `inner` stay what they are.
+    GPU's host must wait and which ``optax.apply_if_finite`` has.
     Every skipped step is counted, and none is ever taken because too many were skipped.
 
     The updates of a skipped step are -0.0, so that adding them leaves parameters as they are, the sign of zero too.
@@ -49,6 +57,8 @@ def skip_nonfinite(
             `xla_amp.jax.value_and_grad`, which does the same itself.
         axis_name: axes of `jax.pmap` or `jax.shard_map` on which all devices must agree.  Under `jax.jit` with
             shardings they agree by themselves.
+        conditionals: what becomes of conditionals that `inner` has itself (``optax.novograd``, ``optax.MultiSteps``):
+            they stay, or ``"select"``: all branches run every step and a select takes from one.
 
     Returns:
         A transformation whose ``update(grads, state, params=None, *, finite=None, **extra)`` also skips where the
@@ -56,6 +66,7 @@ def skip_nonfinite(
 
     Raises:
         EngineError: optax is not installed.
+        PolicyError: `conditionals` is neither of the two.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -71,7 +82,14 @@ def skip_nonfinite(
     except ImportError as error:
         raise EngineError("skip_nonfinite wraps optax transformations: pip install optax") from error
 
+    if conditionals not in get_args(_Conditionals):
+        raise PolicyError(f"skip_nonfinite(conditionals={conditionals!r}): expected 'keep' or 'select'")
     extended = optax.with_extra_args_support(inner)
+
+    def run(updates: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
+        if conditionals == "keep":
+            return extended.update(updates, state, params, **extra)
+        return without_conditionals(functools.partial(extended.update, **extra), updates, state, params)
 
     def init(params: Any) -> SkipNonfiniteState:
         zero = jnp.zeros((), jnp.int32)
@@ -88,7 +106,7 @@ def skip_nonfinite(
             clean = clean & finite
         if axis_name is not None:
             clean = jax.lax.pmin(clean.astype(jnp.int32), axis_name) != 0
-        changes, inner_state = extended.update(updates, state.inner, params, **extra)
+        changes, inner_state = run(updates, state.inner, params, extra)
         skipped = (~clean).astype(jnp.int32)
         return select(clean, changes, jax.tree.map(_nothing, changes)), SkipNonfiniteState(
             inner=select(clean, inner_state, state.inner),
