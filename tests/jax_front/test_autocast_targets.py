@@ -12,6 +12,8 @@ from networks_jax import Block
 from xla_amp.jax import autocast
 from xla_amp.stablehlo import targets
 
+pytestmark = pytest.mark.timeout(900)  # three compilations for TPU in one test, on a machine that may be busy
+
 BATCH, LENGTH, WIDTH = 8, 256, 512
 
 
