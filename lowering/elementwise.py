@@ -17,6 +17,7 @@ Operations of two tensors are in `arithmetic`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -197,11 +198,28 @@ def nan_to_num(
     return jnp.where(jnp.isneginf(x), as_dtype(limits.min if neginf is None else neginf, x.dtype), x)
 
 
+def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:
+    """The sum of ``(q + k) ** -s``; JAX has it from 0 on, and each step towards 0 is one term."""
+
+    def is_below(q: jax.Array) -> jax.Array:
+        return (q < 0) & (q > -1e4)
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, total = state
+        below = is_below(q)
+        return jnp.where(below, q + 1, q), total + jnp.where(below, lax.integer_pow(q, -s), 0)
+
+    q, total = lax.while_loop(lambda state: jnp.any(is_below(state[0])), step, (q, jnp.zeros_like(q)))
+    return total + special.zeta(jnp.asarray(s, q.dtype), q)
+
+
 @register("polygamma")
 def polygamma(n: int, x: jax.Array, *, out: Any) -> jax.Array:
     """The n-th derivative of digamma."""
     x = as_dtype(x, opmath(out.dtype))
-    return special.digamma(x) if n == 0 else special.polygamma(n, x)
+    if n == 0:
+        return special.digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * _hurwitz_zeta(n + 1, x)
 
 
 @register("polygamma_", mutates=("self",))

@@ -184,7 +184,7 @@ def _rows(
     loss: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...], reduction: int
 ) -> jax.Array:
     """The reduced loss of the rows of `x`, which may be one row alone; unreduced losses get `shape`."""
-    losses = loss(x if x.ndim == 2 else x[None])
+    losses = loss(x if x.ndim == 2 else x.reshape(1, -1))
     return _reduced(losses, reduction) if reduction != _NONE else losses.reshape(shape)
 
 
@@ -234,7 +234,7 @@ def _multilabel_margin(x: jax.Array, target: jax.Array) -> jax.Array:
 def multilabel_margin_loss_forward(
     x: jax.Array, target: jax.Array, reduction: int
 ) -> tuple[jax.Array, jax.Array]:
-    rows = target.reshape(-1, target.shape[-1])
+    rows = target if target.ndim == 2 else target.reshape(1, -1)
     loss = _rows(lambda x: _multilabel_margin(x, rows), up(x), target.shape[:-1], reduction)
     return loss, _multilabel_targets(rows)[1].reshape(target.shape)
 

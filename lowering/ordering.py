@@ -205,6 +205,8 @@ def searchsorted(
     search = functools.partial(jnp.searchsorted, side="right" if right or side == "right" else "left")
     if sequence.ndim == 1:
         return search(sequence, x)
+    if x.size == 0:
+        return jnp.zeros(x.shape, jnp.int32)
     rows = sequence.reshape(-1, sequence.shape[-1])
     return jax.vmap(search)(rows, x.reshape(rows.shape[0], -1)).reshape(x.shape)
 

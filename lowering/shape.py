@@ -66,7 +66,7 @@ def pixel_shuffle(x: jax.Array, upscale_factor: int) -> jax.Array:
     """(..., C r r, H, W) -> (..., C, H r, W r)."""
     *lead, channels, height, width = x.shape
     r = upscale_factor
-    y = x.reshape(-1, channels // (r * r), r, r, height, width).transpose(0, 1, 4, 2, 5, 3)
+    y = x.reshape(math.prod(lead), channels // (r * r), r, r, height, width).transpose(0, 1, 4, 2, 5, 3)
     return y.reshape(*lead, channels // (r * r), height * r, width * r)
 
 
@@ -75,7 +75,7 @@ def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
     """(..., C, H r, W r) -> (..., C r r, H, W)."""
     *lead, channels, height, width = x.shape
     r = downscale_factor
-    y = x.reshape(-1, channels, height // r, r, width // r, r).transpose(0, 1, 3, 5, 2, 4)
+    y = x.reshape(math.prod(lead), channels, height // r, r, width // r, r).transpose(0, 1, 3, 5, 2, 4)
     return y.reshape(*lead, channels * r * r, height // r, width // r)
 
 
@@ -200,6 +200,8 @@ def _unfold(x: jax.Array, axis: int, size: int, step: int) -> jax.Array:
 def unfold_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> jax.Array:
     """Gradients of overlapping windows (last axis) summed where they overlap; halves in float32."""
     grad = up(grad)
+    if not input_sizes:  # a number has one window, or none
+        return jnp.sum(grad)
     x = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
     return jax.linear_transpose(lambda y: _unfold(y, dim % len(input_sizes), size, step), x)(grad)[0]
 
