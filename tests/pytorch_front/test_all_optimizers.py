@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim with a scaler: one executable a step, nothing read back, and the steps that torch takes."""
+"""Every optimizer of torch.optim with a scaler: one executable a step, nothing read back, and the steps of torch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_those_that_torch_steps_on_the_host_in_double(name, maximize):
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
 def test_their_checkpoints_go_back_to_torch(name):
     make = getattr(torch.optim, name)
-    model, optimizer = train(xla_amp.xla_device(), make, GradScaler(), steps=3)
+    _, optimizer = train(xla_amp.xla_device(), make, GradScaler(), steps=3)
     other, _, _ = networks("cpu")
     fresh = make(other.parameters())
     fresh.load_state_dict(optimizer.state_dict())

@@ -206,7 +206,15 @@ def test_bounds_of_the_scale(device):
     params = parameters(device)
     scaler = GradScaler(device, init_scale=8.0, growth_interval=1, min_scale=3.0, max_scale=24.0)
     bad = {0, 1, 2}
-    assert train(scaler, torch.optim.SGD(params, lr=0.0), params, bad, steps=7) == [4.0, 3.0, 3.0, 6.0, 12.0, 24.0, 24.0]
+    assert train(scaler, torch.optim.SGD(params, lr=0.0), params, bad, steps=7) == [
+        4.0,
+        3.0,
+        3.0,
+        6.0,
+        12.0,
+        24.0,
+        24.0,
+    ]
     scaler.update(1024.0)  # said by the user
     assert scaler.get_scale() == 1024.0
     assert set(scaler.state_dict()) == set(train_one(torch.device("cpu")).state_dict())
@@ -245,7 +253,9 @@ def test_too_many_skips_in_a_row(device, clean):
     for bad in [*[False] * clean, True, True, False, True, True]:
         step(bad)
     assert int(scaler.consecutive_skips()) == 2
-    with pytest.raises(SkipLimitError, match=r"3 steps in a row were skipped.*not finite of 0.weight, 1.bias") as caught:
+    with pytest.raises(
+        SkipLimitError, match=r"3 steps in a row were skipped.*not finite of 0.weight, 1.bias"
+    ) as caught:
         step(True)
     assert caught.value.parameters == ["0.weight", "1.bias"]
     assert scaler.get_scale() == 2.0**16 / 2**5  # update() had done its work
