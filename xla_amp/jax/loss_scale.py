@@ -205,7 +205,8 @@ def value_and_grad(
     an Equinox module) have the gradient None.
 
     Args:
-        fn: function of pytrees that returns a scalar loss, or ``(loss, aux)``.
+        fn: function of pytrees that returns a scalar loss, or ``(loss, aux)``.  A float32 loss is best: the backward
+            pass of a float16 one begins with the scale in float16, where more than 65504 is an overflow.
         argnums: which positional arguments to differentiate, counted without the loss scale.
         has_aux: whether `fn` returns ``(loss, aux)``.
         axis_name: axes of `jax.pmap` or `jax.shard_map` on which all devices must agree: one overflow anywhere counts
@@ -221,7 +222,7 @@ def value_and_grad(
     Example:
         >>> import jax.numpy as jnp
         >>> step = value_and_grad(lambda w, x: jnp.sum(w * x))
-        >>> out = step(LossScale.dynamic(), jnp.float16(3), jnp.float16(1e-3))
+        >>> out = step(LossScale.dynamic(2.0**15), jnp.float16(3), jnp.float16(1e-3))
         >>> out.value.dtype, out.grads.dtype, bool(out.finite)
         (dtype('float16'), dtype('float32'), True)
     """
