@@ -1,0 +1,57 @@
+"""Writes docs/support.md from the limitations table: ``python scripts/support_matrix.py [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import sys
+
+from xla_amp.engines.jax.limitations import Limitation, limitations
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "support.md"
+HEAD = """# What the lazy device supports
+
+Every entry of torch's operator database runs on the lazy device and is compared with the CPU, forward and, where the
+entry has a gradient, backward, in float32; entries without float32 run in the first dtype that they have. Entries that
+are not in the tables below agree within 1e-4, relative to each number, plus 1e-5, relative to the greatest number of
+its tensor (of at least 1); a tolerance is a factor on both.
+
+This page is written by `scripts/support_matrix.py` from `xla_amp/engines/jax/limitations.toml`; do not edit it.
+"""
+TITLES = {
+    "raises": "Not supported: a clear error",
+    "tolerance": "Less exact than the CPU",
+    "random": "Drawn: other numbers, the same distribution",
+    "unset": "Memory that nobody has written",
+}
+
+
+def page(rows: list[Limitation]) -> str:
+    """The page for these rows."""
+    parts = [HEAD]
+    for kind, title in TITLES.items():
+        found = [row for row in rows if row.kind == kind]
+        if not found:
+            continue
+        parts.append(f"\n## {title}\n\n| operation | dtype | platform | reason | tolerance |\n|---|---|---|---|---|\n")
+        for row in found:
+            tolerance = f"{row.tolerance:g}" if kind == "tolerance" else ""
+            parts.append(f"| `{row.operation}` | {row.dtype} | {row.platform} | {row.reason} | {tolerance} |\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the page is out of date")
+    text = page(list(limitations().values()))
+    if not parser.parse_args().check:
+        PAGE.write_text(text, "utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text("utf-8") == text:
+        return 0
+    print(f"{PAGE} is out of date: run python scripts/support_matrix.py", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
