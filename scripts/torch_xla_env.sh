@@ -11,7 +11,7 @@ if [ ! -e "$env/complete" ]; then
     python3 -m venv "$env"
     grep -v '^torch==' constraints.txt >"$env/constraints.txt"
     "$env/bin/pip" install -q -c "$env/constraints.txt" "torch==$version" "torch_xla==$version" \
-        jax numpy pytest pytest-timeout pytest-xdist expecttest absl-py matplotlib rich scikit-learn tqdm
+        jax numpy pytest pytest-timeout pytest-xdist expecttest hypothesis absl-py matplotlib rich scikit-learn tqdm
     touch "$env/complete"
 fi
 # No dependencies: what they are is said above, and torch_xla ties torch to one version.

@@ -36,3 +36,11 @@ def _pjrt_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The common fixture takes it away with the user's own settings."""
     if HAS_TORCH_XLA:
         monkeypatch.setenv("PJRT_DEVICE", PJRT_DEVICE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device_is_started() -> None:
+    if HAS_TORCH_XLA:
+        import xla_amp
+
+        xla_amp.xla_device()

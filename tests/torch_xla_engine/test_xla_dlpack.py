@@ -67,5 +67,5 @@ def test_a_platform_that_shares_no_memory(monkeypatch):
     with pytest.raises(EngineError, match="client for 'tpu' shares no memory"):
         from_jax(array)
     monkeypatch.setenv("PJRT_DEVICE", "CUDA")
-    with pytest.raises(EngineError, match="the array is on cpu and torch_xla is on gpu"):
+    with pytest.raises(EngineError, match="client for 'gpu' shares no memory"):
         from_jax(array)

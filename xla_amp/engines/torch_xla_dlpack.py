@@ -1,12 +1,13 @@
 """Arrays between torch_xla and JAX without a copy, by DLPack.
 
 torch_xla ends the process when it is asked to export a value that is still on its way (an unexecuted graph, or an
-execution that has not finished), so exporting waits for the tensor first.  torch_xla 2.9 imports from the CPU and from
-CUDA, and its TPU client exports nothing; its PJRT client is not JAX's, so both must be on the same device's memory.
+execution that has not finished), so exporting waits for the tensor first.  torch_xla 2.9 imports CPU memory only, and
+PJRT's TPU client exports nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ import torch_xla.utils.dlpack as dlpack
 from xla_amp.engines.torch_xla import DEVICE_TYPE, platform
 from xla_amp.errors import EngineError
 
-_SHARED = ("cpu", "gpu")
-"""Platforms whose PJRT clients hand out their buffers."""
+_EXPORTS = ("cpu", "gpu")
+"""Platforms whose memory torch_xla gives away."""
+_IMPORTS = ("cpu",)
+"""Platforms whose memory it takes over."""
 
 
 class _Capsule:
@@ -46,7 +49,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != DEVICE_TYPE:
         got = f"a tensor on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(f"to_jax expects a tensor on torch_xla's device, got {got}")
-    _check("to_jax")
+    _check("to_jax", _EXPORTS)
     value = tensor.detach()
     torch_xla._XLAC._xla_sync_multi([value], [], True)
     kind = (2, tensor.device.index or 0) if platform() == "gpu" else (1, 0)  # DLPack's numbers: kDLCUDA, kDLCPU
@@ -62,18 +65,18 @@ def from_jax(array: jax.Array) -> torch.Tensor:
     """
     if not isinstance(array, jax.Array):
         raise TypeError(f"from_jax expects a jax.Array, got {type(array).__name__}")
-    _check("from_jax")
-    where = {"cuda": "gpu", "rocm": "gpu"}.get(array.platform(), array.platform())
-    if where != platform():
+    _check("from_jax", _IMPORTS)
+    if array.platform() not in _IMPORTS:
         raise EngineError(
-            f"from_jax: the array is on {where} and torch_xla is on {platform()}; move it with jax.device_put first"
+            f"from_jax: the array is on {array.platform()!r} and torch_xla on {platform()!r}; move it with "
+            "jax.device_put first"
         )
     array.block_until_ready()
     return dlpack.from_dlpack(array.__dlpack__())
 
 
-def _check(caller: str) -> None:
-    if platform() not in _SHARED:
+def _check(caller: str, platforms: Sequence[str]) -> None:
+    if platform() not in platforms:
         raise EngineError(
             f"{caller}: torch_xla's client for {platform()!r} shares no memory; go through the host, "
             "e.g. jax.numpy.asarray(tensor.cpu().numpy())"
