@@ -66,7 +66,9 @@ def merge(module: Any, treatments: Treatments, copies: dict[str, str]) -> None:
     same: dict[str, str] = {}
     for name in [*dict.fromkeys(copies.values()), *copies]:
         origin = copies.get(name, name)
-        body = functions[name].get_asm(use_local_scope=True).replace(f"@{name}(", "@(", 1).replace(f'@"{name}"(', "@(", 1)
+        # In its local scope: numbering the whole module for each function would take quadratic time.
+        body = functions[name].get_asm(use_local_scope=True)
+        body = body.replace(f"@{name}(", "@(", 1).replace(f'@"{name}"(', "@(", 1)
         kept = first.setdefault((origin, body), name)
         if kept != name:
             same[name] = kept
