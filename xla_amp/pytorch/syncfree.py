@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xla_amp.pytorch import devices
 from xla_amp.pytorch.skippable import flag_of
 from xla_amp.pytorch.skippable import wrap as wrap
 
@@ -80,6 +81,8 @@ class _SyncFree(Optimizer):
             scaling = _Scaling(getattr(self, "grad_scale", None), flag)
             for group in self.param_groups:
                 for device, parameters in _by_device_and_dtype(self, group):
+                    if devices.is_xla(device.type):
+                        devices.engine()  # brings the fused kernels, where nothing else of ours was used before
                     self._step_group(group, parameters, scaling.on(device))
         return loss
 
