@@ -21,7 +21,10 @@ ORDER = ["package", *(prefix.partition(".")[2] for row in LAYERS for prefix in r
 TEST_MAIN = "tests/run_pytest.py"
 DATA = {
     "package": '"xla_amp/py.typed"',
+    "diagnose": '"xla_amp/diagnose/templates/*.j2"',
+    "engines": '"xla_amp/engines/jax/*.toml"',
     "policy": '"xla_amp/policy/tables/*.toml"',
+    "stablehlo": '"xla_amp/stablehlo/*.toml"',
     "tests_support": '"docs/*.md", "pyproject.toml"',
 }
 

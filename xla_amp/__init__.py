@@ -23,6 +23,8 @@ _PUBLIC = {
     "custom_bwd": "xla_amp.pytorch.custom_function",
     "custom_fwd": "xla_amp.pytorch.custom_function",
     "explain": "xla_amp.diagnose.explain",
+    "export": "xla_amp.pytorch.export",
+    "find_overflow": "xla_amp.diagnose.overflow",
     "is_autocast_available": "xla_amp.pytorch.custom_function",
     "launch": "xla_amp.pytorch.launching",
     "make_mesh": "xla_amp.pytorch.spmd",
@@ -35,8 +37,10 @@ _PUBLIC = {
 
 _MODULES = {
     "errors": "xla_amp.errors",
+    "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
     "policy": "xla_amp.policy",
+    "stablehlo": "xla_amp.stablehlo",
     "syncfree": "xla_amp.pytorch.syncfree",
     "xla_model": "xla_amp.pytorch.xla_model",
 }
