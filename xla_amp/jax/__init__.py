@@ -10,10 +10,16 @@ _PUBLIC = {
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
     "SkipNonfiniteState": "xla_amp.jax.optimizers",
+    "TorchFunction": "xla_amp.jax.bridge",
     "all_finite": "xla_amp.jax.loss_scale",
     "autocast": "xla_amp.jax.regions",
+    "from_jax": "xla_amp.jax.bridge",
+    "from_torch": "xla_amp.jax.bridge",
+    "functional": "xla_amp.jax.bridge",
     "select": "xla_amp.jax.loss_scale",
     "skip_nonfinite": "xla_amp.jax.optimizers",
+    "to_jax": "xla_amp.jax.bridge",
+    "torch_function": "xla_amp.jax.bridge",
     "value_and_grad": "xla_amp.jax.loss_scale",
 }
 """Public name -> module that defines it."""

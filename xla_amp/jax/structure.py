@@ -387,7 +387,7 @@ def _custom_vjp(call: Call) -> list[Any]:
         return list(map(call.cast, call.walk().run(closed, values), results))
 
     def fwd(*values: Any) -> tuple[list[Any], list[Any]]:
-        flat = functools.partial(_with_flags, forward)
+        flat = functools.partial(_with_flags, forward, call.params["num_consts"])
         outs = walk(flat, values)
         count, forwarded = residuals()
         kept = iter(outs[:count])
@@ -410,8 +410,9 @@ def _custom_vjp(call: Call) -> list[Any]:
     return list(function(*call.walker.typed(call.operands, avals)))
 
 
-def _with_flags(forward: Callable[..., Sequence[Any]], *values: Any) -> Sequence[Any]:
-    return forward(*(item for value in values for item in (value, True)))
+def _with_flags(forward: Callable[..., Sequence[Any]], constants: int, *values: Any) -> Sequence[Any]:
+    """`forward` on its values, each with whether it is differentiated: what the function closes over is not."""
+    return forward(*(item for place, value in enumerate(values) for item in (value, place >= constants)))
 
 
 def _shard_map(call: Call) -> list[Any]:

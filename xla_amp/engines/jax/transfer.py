@@ -34,7 +34,8 @@ def upload(tensor: torch.Tensor) -> jax.Array:
 
 def _keep(array: jax.Array, private: np.ndarray) -> None:
     key = id(array)
-    copies[key] = (weakref.ref(array, lambda _: copies.pop(key, None)), private)
+    # `copies` is bound early: at the interpreter's end the module's name is gone before the last array.
+    copies[key] = (weakref.ref(array, lambda _, kept=copies: kept.pop(key, None)), private)  # type: ignore[misc]
 
 
 def download(array: jax.Array) -> torch.Tensor:
