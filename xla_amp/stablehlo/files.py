@@ -263,7 +263,7 @@ class _Reader:
         """Raises the `ModuleError` that reading would, or one for a reader that died or did not end."""
         seconds = _PATIENCE[0] + _PATIENCE[1] * len(data)
         with self._lock:
-            if self._worker is None:
+            if self._worker is None or self._worker.closed:
                 self._worker = Worker("xla_amp.stablehlo.read_worker")
                 atexit.register(self.close)
                 seconds += 60  # its start, on a busy machine

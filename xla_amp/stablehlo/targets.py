@@ -95,7 +95,7 @@ class Compilers:
         _require(target, row["platform"])
         data = _serialized(module)
         worker = self._workers.get(row["platform"])
-        if worker is None:
+        if worker is None or worker.closed:
             worker = self._workers[row["platform"]] = Worker("xla_amp.stablehlo.target_worker", _ENVIRONMENT)
         try:
             reply = worker.ask({"target": dict(row)}, data)

@@ -58,6 +58,11 @@ class Worker:
             env=config.child_environment({**_ENVIRONMENT, **(environment or {}), "PYTHONPATH": path}),
         )
 
+    @property
+    def closed(self) -> bool:
+        """Whether the process has been ended; another one must be started then."""
+        return self._printed.closed
+
     def ask(self, question: Mapping[str, Any], data: bytes, timeout: float | None = None) -> dict[str, Any]:
         """The reply to one question.
 
