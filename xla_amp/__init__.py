@@ -29,8 +29,8 @@ _PUBLIC = {
     "launch": "xla_amp.pytorch.launching",
     "make_mesh": "xla_amp.pytorch.spmd",
     "mark_sharding": "xla_amp.pytorch.spmd",
-    "metrics": "xla_amp.engines.jax",
-    "sync": "xla_amp.engines.jax",
+    "metrics": "xla_amp.engines.base",
+    "sync": "xla_amp.engines.base",
     "xla_device": "xla_amp.pytorch.xla_model",
 }
 """Public name -> module that defines it."""

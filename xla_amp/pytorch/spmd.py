@@ -22,7 +22,7 @@ from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import devices
 
-Axis: TypeAlias = str | None | Sequence[str]
+Axis: TypeAlias = str | Sequence[str] | None
 """What one dimension of a tensor is split over: a mesh axis, several, or nothing."""
 
 

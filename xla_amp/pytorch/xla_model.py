@@ -39,7 +39,8 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     device = devices.engine().device()
     backward.make_possible(device)
     if n not in (None, device.index or 0):
-        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number {device.index or 0}; leave n out")
+        number = device.index or 0
+        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number {number}; leave n out")
     if devkind is not None and _kind(devkind) != xla_device_hw(device):
         raise DeviceError(
             f"xla_device(devkind={devkind!r}): the device is of kind {xla_device_hw(device)!r}; set XLA_AMP_PLATFORM "
