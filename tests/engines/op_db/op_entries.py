@@ -41,9 +41,10 @@ def samples(op: OpInfo, count: int | None) -> list[tuple[int, SampleInput]]:
     """(number, sample): all of an entry's, or `count` of them evenly spaced from the first on."""
     torch.manual_seed(0)
     dtype = torch.float32 if torch.float32 in op.dtypes or not op.dtypes else sorted(op.dtypes, key=str)[0]
+    differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # sparse samples: "in beta state"
-        found = list(enumerate(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd)))
+        found = list(enumerate(op.sample_inputs("cpu", dtype, requires_grad=differentiable)))
     if count is None or len(found) <= count:
         return found
     return [found[i * len(found) // count] for i in range(count)]

@@ -38,6 +38,9 @@ INDEX: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
 }
 """Operation -> (argument, dtypes that it may have)."""
 
+VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
+"""Operations whose ``index`` has one dimension, or none."""
+
 
 def check(operation: str, arguments: Mapping[str, Any]) -> None:
     """Raises what torch raises for these arguments.
@@ -64,3 +67,15 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         dtype = arguments[key].dtype
         if dtype not in legal:
             raise RuntimeError(f"{operation}: expected {key} to be {' or '.join(map(str, legal))}, but got {dtype}")
+    index = arguments.get("index")
+    if name in VECTOR_INDEX and isinstance(index, torch.Tensor) and index.dim() > 1:
+        raise IndexError(f"{operation}: expected index to be a vector, but got {list(index.shape)}")
+    if name == "pow":
+        base, exponent = arguments.get("self"), arguments.get("exponent")
+        negative = isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent < 0
+        if negative and isinstance(exponent, int) and isinstance(base, torch.Tensor) and _is_integral(base):
+            raise RuntimeError(f"{operation}: integers to negative integer powers ({exponent}) are not allowed")
+
+
+def _is_integral(x: torch.Tensor) -> bool:
+    return not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
