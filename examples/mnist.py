@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -267,7 +268,9 @@ def train() -> None:
         raise app.UsageError(f"--batch-size={BATCH_SIZE.value} is more than the {len(train_set)} training images")
     # Batches of one shape (no remainder, equal test batches), so that XLA compiles one step and one evaluation.
     count = xm.xrt_world_size()
-    sampler = DistributedSampler(train_set, count, xm.get_ordinal(), seed=SEED.value) if count > 1 else None
+    sampler: DistributedSampler[Any] | None = None
+    if count > 1:
+        sampler = DistributedSampler(train_set, count, xm.get_ordinal(), seed=SEED.value)
     train_loader = DataLoader(train_set, BATCH_SIZE.value // count, sampler is None, sampler, drop_last=True)
     test_loader = DataLoader(test_set, min(500, len(test_set)))
 

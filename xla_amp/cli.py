@@ -42,6 +42,7 @@ class Answer(NamedTuple):
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
+    top.set_defaults(top=top)  # for a command that is about the others: completion
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)

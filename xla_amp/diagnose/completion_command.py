@@ -22,6 +22,4 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         import shtab
     except ImportError:
         raise MissingLibraryError("completion: shtab is not installed: pip install 'xla-amp[cli]'") from None
-    from xla_amp import cli
-
-    return shtab.complete(cli.parser(), shell=arguments.shell), 0
+    return shtab.complete(arguments.top, shell=arguments.shell), 0

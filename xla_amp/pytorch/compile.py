@@ -26,7 +26,7 @@ from xla_amp import record
 from xla_amp.engines.jax import boundary, capture, cut, storage
 from xla_amp.engines.jax.capture import Geometry, NotReplayable, Replay, Watch
 from xla_amp.engines.jax.storage import DEVICE_TYPE
-from xla_amp.errors import CaptureError
+from xla_amp.errors import CaptureError, EngineError
 from xla_amp.pytorch import devices
 from xla_amp.pytorch.followed import Hyperparameter, Ledger, Term, evaluate
 from xla_amp.pytorch.surroundings import PLAIN, Surroundings
@@ -112,7 +112,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._given_up or record.sinks or cut.observer is not None:  # the last two see every operation
             return self._step(*args, **kwargs)
-        devices.engine().device()
+        _require_the_lazy_device()
         leaves, tree = tree_flatten((args, kwargs))
         if self._around is None:
             self._around = Surroundings(self._step, (Optimizer, torch.amp.GradScaler))
@@ -189,6 +189,16 @@ class Compiled:
         if reason not in self.reasons:
             self.reasons.append(reason)
             warnings.warn(f"{text}. It goes on being recorded in each call: right, and slower", UserWarning, 4)
+
+
+def _require_the_lazy_device() -> None:
+    engine = devices.engine()
+    if engine.DEVICE_TYPE != DEVICE_TYPE:
+        raise EngineError(
+            f"compile() captures steps of the lazy device {DEVICE_TYPE!r}, and this process uses "
+            f"{engine.DEVICE_TYPE!r}: use torch_xla.compile there, or set XLA_AMP_ENGINE=jax"
+        )
+    engine.device()
 
 
 def _signature(leaves: list[Any]) -> Iterator[Any]:
