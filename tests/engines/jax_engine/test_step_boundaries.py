@@ -262,15 +262,18 @@ def test_memory_does_not_grow(device: torch.device, name: str) -> None:
     body = LOOPS[name][0]()
     for _ in range(50):
         body()
-    gc.collect()
-    engine.sync(wait=True)
-    before, objects = _resident(), len(gc.get_objects())
-    for _ in range(300):
-        body()
-    gc.collect()
-    engine.sync(wait=True)
-    assert len(gc.get_objects()) - objects < 300
-    assert _resident() - before < 8 << 20
+    grown = []
+    for _ in range(3):  # a leak grows each time, an allocator that has just taken a chunk does not
+        gc.collect()
+        engine.sync(wait=True)
+        before, objects = _resident(), len(gc.get_objects())
+        for _ in range(300):
+            body()
+        gc.collect()
+        engine.sync(wait=True)
+        assert len(gc.get_objects()) - objects < 300
+        grown.append(_resident() - before)
+    assert min(grown) < 8 << 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

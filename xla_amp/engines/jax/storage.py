@@ -245,7 +245,7 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
         changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset)
         return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
 
-    repeats = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
+    repeats = 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
     return Instruction(_REPEATS if repeats else "write_view", emit, (base,), 2)
 
 
