@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,3 +18,13 @@ FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_", "PJRT_DEVICE")
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_of_other_files_are_dropped() -> Iterator[None]:
+    """Some thousand executables in one process run into the kernel's limit of memory maps, and XLA crashes."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "xla_amp.engines.jax.cut" in sys.modules:
+        sys.modules["xla_amp.engines.jax.cut"].forget_programs()

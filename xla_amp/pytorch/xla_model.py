@@ -73,10 +73,12 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
-    """Memory of the device in bytes: ``bytes_used`` and ``bytes_limit``.
+    """Memory of the device in bytes: ``bytes_used``, and ``bytes_limit``, which is 0 where the platform has none.
+
+    On a platform that does not count (XLA:CPU) the bytes of live arrays are counted.
 
     Raises:
-        DeviceError: the platform does not count (XLA:CPU).
+        DeviceError: the engine's platform tells nothing.
     """
     stats = base.memory_stats()
     if "bytes_in_use" not in stats:

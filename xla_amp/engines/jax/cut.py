@@ -74,6 +74,12 @@ def programs() -> list[Program]:
     return list(_programs.values())
 
 
+def forget_programs() -> None:
+    """Drops all compiled programs; the next steps compile anew."""
+    with tape.lock:
+        _programs.clear()
+
+
 def _run() -> None:
     if mesh.active is not None:
         mesh.bring_home(tape.leaves)
