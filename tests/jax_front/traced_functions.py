@@ -382,3 +382,60 @@ def flash_attention(p, x):
     sizes = attention.BlockSizes(block_q=16, block_k=16, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16)
     q, k, v = ((x @ p[name]).reshape(1, 32, 1, 16) for name in ("q", "k", "v"))
     return attention.mha(q, k, v, None, sm_scale=0.25, block_sizes=sizes, interpret=True)
+
+
+def sequence(random: np.random.RandomState) -> Any:
+    return array(random, 2, 6, 16, scale=1)
+
+
+def _flax_block() -> Any:
+    from networks_jax import Block
+
+    return Block(heads=2)
+
+
+def _flax_weights(random: np.random.RandomState) -> Any:
+    return _flax_block().init(jax.random.key(0), jnp.asarray(sequence(random)))
+
+
+@row(_flax_weights, sequence)
+def flax_transformer_block(p, x):
+    return _flax_block().apply(p, x)
+
+
+def _equinox_block() -> Any:
+    import equinox as eqx
+    from networks_jax import EquinoxBlock
+
+    return eqx.partition(EquinoxBlock(16, 2, jax.random.key(0)), eqx.is_array)
+
+
+@row(lambda random: _equinox_block()[0], sequence)
+def equinox_transformer_block(p, x):
+    import equinox as eqx
+
+    return jax.vmap(eqx.combine(p, _equinox_block()[1]))(x)
+
+
+def _nnx_cnn() -> Any:
+    from flax import nnx
+    from networks_jax import NnxCnn
+
+    return nnx.split(NnxCnn(nnx.Rngs(0)), nnx.Param, ...)
+
+
+def _apply_cnn(p, x, running):
+    from flax import nnx
+
+    graph, _, rest = _nnx_cnn()
+    return nnx.merge(graph, p, jax.tree.map(lambda leaf: leaf.astype(running), rest))(x)
+
+
+@row(
+    lambda random: _nnx_cnn()[1],
+    lambda random: array(random, 4, 8, 8, 1, scale=1),
+    exact=lambda p, x: _apply_cnn(p, x, jnp.float64),
+    tolerance=2.5e-2,  # elements at relu's corner fall on the other side
+)
+def nnx_cnn_with_batch_norm(p, x):
+    return _apply_cnn(p, x, jnp.float32)
