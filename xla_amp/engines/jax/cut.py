@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -34,6 +35,8 @@ class Observer(Protocol):
 
 
 observer: Observer | None = None
+admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
+"""Called with each new program, its tape and its arguments before it first runs; may refuse it by raising."""
 
 
 def cut() -> None:
@@ -114,6 +117,10 @@ def _run() -> None:
                 program = build(key, tape.leaf_numbers, specs, numbers, len(streams), runtime.platform())
             floats = np.array(tape.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
+            if admit is not None and key not in _programs:
+                donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
+                admit(program, key.code, (donated, kept, floats, ints))
+                del donated, kept
             outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
