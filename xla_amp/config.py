@@ -28,6 +28,8 @@ TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 
 TAPE_LIMIT_DEFAULT: Final = 100_000
 TIMEOUT_DEFAULT: Final = 300
+TIMEOUT_LEAST: Final = 3
+"""JAX's coordinator counts whole seconds, and takes two missing signs of life for an end."""
 
 HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
     ("low", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
@@ -120,7 +122,9 @@ class Process(NamedTuple):
     coordinator: str
     """Address of the coordinator, which process 0 runs."""
     timeout: int
-    """Seconds that processes wait for each other."""
+    """Seconds that processes wait for each other, and within which the end of one ends the others."""
+    store: bool
+    """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` say where torch's store is."""
 
 
 def process() -> Process | None:
@@ -144,20 +148,23 @@ def process() -> Process | None:
     rank = numbers.get("RANK", -1)
     if not 0 <= rank < world_size:
         raise PolicyError(f"RANK={values['RANK']!r}: expected a number from 0 to {world_size - 1}, below WORLD_SIZE")
-    coordinator = os.environ.get(COORDINATOR, "")
+    coordinator, address = os.environ.get(COORDINATOR, ""), os.environ.get("MASTER_ADDR", "")
+    store = bool(address) and "MASTER_PORT" in numbers
     if not coordinator:
-        address = os.environ.get("MASTER_ADDR", "")
-        if not address or "MASTER_PORT" not in numbers:
+        if not store:
             raise PolicyError(
                 f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT must say where process 0 is; start the program "
                 "with torchrun or xla_amp.launch"
             )
         coordinator = f"{address}:{numbers['MASTER_PORT'] + 1}"
     local_rank = numbers.get("LOCAL_RANK", rank)
-    return Process(rank, world_size, local_rank, coordinator, numbers.get(TIMEOUT, TIMEOUT_DEFAULT))
+    timeout = numbers.get(TIMEOUT, TIMEOUT_DEFAULT)
+    if timeout < TIMEOUT_LEAST:
+        raise PolicyError(f"{TIMEOUT}={timeout}: expected at least {TIMEOUT_LEAST} seconds")
+    return Process(rank, world_size, local_rank, coordinator, timeout, store)
 
 
-def place_process(*, rank: int, world_size: int, port: int) -> None:
+def place_process(*, rank: int, world_size: int, port: int, timeout: int | None = None) -> None:
     """Gives this process, which `launch` has started, its place among those of this machine; see `process`."""
     os.environ |= {
         "RANK": str(rank),
@@ -166,6 +173,8 @@ def place_process(*, rank: int, world_size: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    if timeout is not None:
+        os.environ[TIMEOUT] = str(timeout)
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

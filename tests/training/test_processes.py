@@ -100,10 +100,10 @@ def test_the_place_of_a_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.pop(name)
         monkeypatch.setenv(name, value)
-    assert config.process() == Process(1, 2, 1, "127.0.0.1:101", 300)
+    assert config.process() == Process(1, 2, 1, "127.0.0.1:101", 300, True)
     monkeypatch.setenv("XLA_AMP_COORDINATOR", "somewhere:5")
     monkeypatch.setenv("XLA_AMP_TIMEOUT", "9")
-    assert config.process() == Process(1, 2, 1, "somewhere:5", 9)
+    assert config.process() == Process(1, 2, 1, "somewhere:5", 9, True)
     monkeypatch.delenv("XLA_AMP_COORDINATOR")
     for name, value, words in (
         ("RANK", "2", r"RANK='2': expected a number from 0 to 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -49,6 +50,11 @@ class Processes(Protocol):
         self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
     ) -> Sequence[torch.Tensor]:
         """New tensors, each reduced (``"sum"``, ``"mul"``, ``"and"``, ``"or"``, ``"min"``, ``"max"``) over all."""
+
+    def collective(
+        self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
+    ) -> Sequence[torch.Tensor]:
+        """New tensors: a collective of each, by torch_xla's name (`xla_amp.pytorch.xla_model` lists them)."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         """Waits for the others at `tag`; everyone's payload."""
@@ -121,6 +127,11 @@ class _OneProcess:
     ) -> Sequence[torch.Tensor]:
         return [tensor.clone() for tensor in tensors]
 
+    def collective(
+        self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
+    ) -> Sequence[torch.Tensor]:
+        return [tensor.clone() for tensor in tensors]
+
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         return [payload]
 
@@ -153,6 +164,14 @@ def select() -> Engine:
 def processes() -> Processes:
     """The processes of the engine in use."""
     return getattr(select(), "processes", _ALONE)
+
+
+def fail() -> None:
+    """Tells an engine that has started that this process ends with an error, so that it does not wait for others."""
+    for name in ("xla_amp.engines.jax", "xla_amp.engines.torch_xla"):
+        engine = sys.modules.get(name)
+        if engine is not None and hasattr(processes := getattr(engine, "processes", None), "fail"):
+            processes.fail()
 
 
 def memory_stats() -> Mapping[str, int]:

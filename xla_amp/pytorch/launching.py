@@ -7,17 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_amp import config
+from xla_amp.engines import base
 
 GRACE = 5
 """Seconds that the others have for ending by themselves when one has failed."""
 
 
-def _run(index: int, function: Callable[..., Any], args: tuple[Any, ...], count: int, port: int) -> None:
-    config.place_process(rank=index, world_size=count, port=port)
-    function(index, *args)
+def _run(
+    index: int, function: Callable[..., Any], args: tuple[Any, ...], count: int, port: int, timeout: int | None
+) -> None:
+    config.place_process(rank=index, world_size=count, port=port, timeout=timeout)
+    try:
+        function(index, *args)
+    except BaseException:
+        base.fail()
+        raise
 
 
-def launch(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...] = ()) -> None:
+def launch(
+    function: Callable[..., Any], nprocs: int, args: tuple[Any, ...] = (), *, timeout: int | None = None
+) -> None:
     """Runs ``function(rank, *args)`` in `nprocs` new processes of this machine that train together, to the end.
 
     Each has one device, its own values, and the same program; `xla_model.all_reduce` and the like reach across.  Where
@@ -28,19 +37,32 @@ def launch(function: Callable[..., Any], nprocs: int, args: tuple[Any, ...] = ()
         function: importable by name (the processes are spawned, not forked).
         nprocs: how many; at most the number of devices on GPU and TPU.
         args: more arguments, picklable.
+        timeout: seconds that processes wait for each other; None takes ``XLA_AMP_TIMEOUT``, or 300.
 
     Raises:
-        ValueError: `nprocs` is less than 1.
+        ValueError: `nprocs` is less than 1, or `timeout` less than 3.
         torch.multiprocessing.ProcessRaisedException: `function` raised; the message has the rank and the traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed.
     """
     if nprocs < 1:
         raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
+    if timeout is not None and timeout < config.TIMEOUT_LEAST:
+        raise ValueError(f"launch(timeout={timeout!r}): expected at least {config.TIMEOUT_LEAST} seconds")
     from torch import multiprocessing
 
-    with socket.socket() as probe:  # a free port; the coordinator takes the next one
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = multiprocessing.spawn(_run, (function, args, nprocs, port), nprocs, join=False)
+    processes = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)
     while not processes.join(grace_period=GRACE):
         pass
+
+
+def _two_ports() -> int:
+    """A port that is free together with the next one, which the coordinator takes."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port

@@ -1,14 +1,16 @@
 """The functions that PyTorch/XLA scripts call, under the names of ``torch_xla.core.xla_model``.
 
-On torch_xla, the processes are those that `torch_xla.launch` has started.  On the lazy device one process drives one
-device and the world has size 1: collectives scale, and reduce nothing.
+On torch_xla, the processes are those that `torch_xla.launch` has started; on the lazy device those that
+`xla_amp.launch` or torchrun has started.  A process alone has world size 1: collectives scale, and reduce nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -17,10 +19,22 @@ from torch.utils._pytree import tree_map
 from xla_amp.engines import base
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import backward, devices, dispatch
-
-REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
-"""What `all_reduce` can do with several tensors; torch_xla has the same as REDUCE_SUM and so on."""
-REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = REDUCE_TYPES
+from xla_amp.pytorch.collectives import REDUCE_AND as REDUCE_AND
+from xla_amp.pytorch.collectives import REDUCE_MAX as REDUCE_MAX
+from xla_amp.pytorch.collectives import REDUCE_MIN as REDUCE_MIN
+from xla_amp.pytorch.collectives import REDUCE_MUL as REDUCE_MUL
+from xla_amp.pytorch.collectives import REDUCE_OR as REDUCE_OR
+from xla_amp.pytorch.collectives import REDUCE_SUM as REDUCE_SUM
+from xla_amp.pytorch.collectives import REDUCE_TYPES as REDUCE_TYPES
+from xla_amp.pytorch.collectives import Groups, reduce_gradients
+from xla_amp.pytorch.collectives import _fetch_gradients as _fetch_gradients
+from xla_amp.pytorch.collectives import all_gather as all_gather
+from xla_amp.pytorch.collectives import all_reduce as all_reduce
+from xla_amp.pytorch.collectives import all_to_all as all_to_all
+from xla_amp.pytorch.collectives import broadcast_master_param as broadcast_master_param
+from xla_amp.pytorch.collectives import collective_broadcast as collective_broadcast
+from xla_amp.pytorch.collectives import collective_permute as collective_permute
+from xla_amp.pytorch.collectives import reduce_scatter as reduce_scatter
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
@@ -191,8 +205,10 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     barrier: bool = False,
     optimizer_args: Mapping[str, Any] | None = None,
-    groups: Any = None,
+    groups: Groups = None,
     pin_layout: bool = True,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Reduces the gradients over all processes and steps the optimizer.
 
@@ -202,71 +218,16 @@ def optimizer_step(
         optimizer_args: keyword arguments of ``optimizer.step``, e.g. ``{"found_inf": flag}``.
         groups: as `all_reduce`.
         pin_layout: as `all_reduce`.
+        dtype: as `reduce_gradients`.
 
     Returns:
         What ``optimizer.step`` returns.
     """
-    reduce_gradients(optimizer, groups, pin_layout)
+    reduce_gradients(optimizer, groups, pin_layout, dtype=dtype)
     result = optimizer.step(**dict(optimizer_args or {}))
     if barrier:
         mark_step()
     return result
-
-
-def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Any = None, pin_layout: bool = True) -> None:
-    """Averages the gradients over all processes, in place: with one, they are the average."""
-    world = xrt_world_size()
-    if world > 1:
-        all_reduce(REDUCE_SUM, _fetch_gradients(optimizer), scale=1.0 / world, groups=groups, pin_layout=pin_layout)
-
-
-def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients that `optimizer` would apply, as the tensors themselves."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def all_reduce(
-    reduce_type: str,
-    inputs: torch.Tensor | Sequence[torch.Tensor],
-    scale: float = 1.0,
-    groups: Any = None,
-    cctx: Any = None,
-    pin_layout: bool = True,
-) -> torch.Tensor | None:
-    """Reduces tensors over all processes and multiplies the result by `scale`.
-
-    Args:
-        reduce_type: one of `REDUCE_TYPES`.
-        inputs: a tensor, or a list of tensors that are changed in place.
-        scale: factor of the result.
-        groups: lists of process numbers that reduce among themselves; None is all together.
-        cctx: accepted and unused, as in torch_xla.
-        pin_layout: torch_xla's option of that name.
-
-    Returns:
-        A new tensor for a tensor, None for a list.
-
-    Raises:
-        ValueError: an unknown reduce type.
-        TypeError: `inputs` is neither a tensor nor a sequence of tensors.
-    """
-    if reduce_type not in REDUCE_TYPES:
-        raise ValueError(f"all_reduce({reduce_type!r}, ...): expected one of {', '.join(map(repr, REDUCE_TYPES))}")
-    processes = base.processes()
-    if isinstance(inputs, torch.Tensor):
-        [reduced] = processes.all_reduce(reduce_type, [inputs], groups, pin_layout)
-        return reduced if scale == 1.0 else reduced * scale
-    if not isinstance(inputs, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
-        raise TypeError(f"all_reduce: expected a tensor or a list of tensors, got {inputs!r} ({type(inputs).__name__})")
-    with torch.no_grad():
-        if processes.world_size() > 1:
-            values = processes.all_reduce(reduce_type, inputs, groups, pin_layout)
-            for tensor, value in zip(inputs, values, strict=True):
-                tensor.copy_(value)
-        if scale != 1.0:
-            for tensor in inputs:
-                tensor.mul_(scale)
-    return None
 
 
 # ---- random numbers and files ----------------------------------------------------------------------------------------
@@ -289,6 +250,8 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """`torch.save` with XLA tensors stored as CPU tensors, so that the file loads anywhere; waits for the device.
 
+    A file at a path is replaced when the new one is complete: whoever is ended meanwhile leaves the old one.
+
     Args:
         data: any pytree: tensors in nested containers, e.g. a ``state_dict()``.
         file_or_path: as `torch.save` takes it.
@@ -297,7 +260,15 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
     """
     if master_only and not is_master_ordinal(local=not global_master):
         return
-    torch.save(_to_cpu(data), file_or_path)
+    if not isinstance(file_or_path, str | os.PathLike):
+        torch.save(_to_cpu(data), file_or_path)
+        return
+    partial = f"{os.fspath(file_or_path)}.{os.getpid()}.partial"
+    try:
+        torch.save(_to_cpu(data), partial)
+        os.replace(partial, file_or_path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def _to_cpu(data: Any) -> Any:

@@ -78,6 +78,18 @@ def coordinator() -> Any:
 
 
 @contextlib.contextmanager
+def without_preemption_notice() -> Iterator[None]:
+    """Inside, joining JAX's coordinator leaves SIGTERM alone; with the notice it would no longer end a process."""
+    name = "jax_enable_preemption_service"
+    before = getattr(jax.config, name)
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@contextlib.contextmanager
 def x64() -> Iterator[None]:
     """Inside, JAX keeps 64-bit types and promotes as NumPy does, whatever the user's own switches say."""
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

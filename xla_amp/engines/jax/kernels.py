@@ -108,6 +108,7 @@ class _Operation:
             plan.ints,
             random="rng" in self.lowering.supplies,
             permuted=self.lowering.permuted,
+            collective="replicas" in self.lowering.supplies,
         )
 
     def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:

@@ -82,7 +82,20 @@ def _new_spec(shape: Numbers, dtype: torch.dtype) -> Spec:
 class Instruction:
     """An operation with everything that shapes its program; its id stands for all of that on the tape."""
 
-    __slots__ = ("dtype", "emit", "floats", "id", "inputs", "ints", "name", "outs", "permuted", "random", "shape")
+    __slots__ = (
+        "collective",
+        "dtype",
+        "emit",
+        "floats",
+        "id",
+        "inputs",
+        "ints",
+        "name",
+        "outs",
+        "permuted",
+        "random",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -94,6 +107,7 @@ class Instruction:
         ints: int = 0,
         random: bool = False,
         permuted: bool = False,
+        collective: bool = False,
     ) -> None:
         self.name = name
         self.emit = emit
@@ -105,6 +119,8 @@ class Instruction:
         self.random = random
         self.permuted = permuted
         """Whether `emit` takes `Permuted` inputs; else they come transposed."""
+        self.collective = collective
+        """Whether processes that train together meet here."""
         if outs and outs[0] is not None:
             self.shape = outs[0].shape
             self.dtype = outs[0].dtype
