@@ -94,6 +94,7 @@ def meet(place: Process) -> None:
     _store[:] = [store]
     store.set_timeout(wait)
     store.set(f"xla_amp/{place.rank}", json.dumps(mine))
+    found = []
     for rank in range(place.world_size):
         try:
             theirs = json.loads(store.get(f"xla_amp/{rank}"))
@@ -109,13 +110,14 @@ def meet(place: Process) -> None:
                 f"process {place.rank} ({_where(mine)}) cannot train with process {rank} ({_where(theirs)}): "
                 f"{'; '.join(problems)}. Start all processes with the same settings"
             )
-        _met.append(theirs)
+        found.append(theirs)
+    _met[:] = found
 
 
 def _absent(place: Process, rank: int, error: Exception) -> EngineError:
     return EngineError(
-        f"process {place.rank} of {place.world_size} ({socket.gethostname()}, pid {os.getpid()}) waited "
-        f"{place.timeout} s for process {rank}, which did not start, or ended at once ({type(error).__name__}). "
+        f"process {place.rank} of {place.world_size} ({socket.gethostname()}, pid {os.getpid()}) waited in vain for "
+        f"process {rank}, which did not start within {place.timeout} s or ended at once ({type(error).__name__}). "
         f"WORLD_SIZE={place.world_size} of them must be started, and reach each other; XLA_AMP_TIMEOUT sets the seconds"
     )
 
@@ -173,10 +175,21 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
         if wait_for(client, place, f"{room}/{rank}", rank, f"program {number} with a collective") != digest:
             text = wait_for(client, place, f"{room}/{rank}/text", rank, "the text of a program", binary=True)
             theirs = json.loads(zlib.decompress(text))
+            _let_others_see(client, place, room)
             raise EngineError(
                 f"process {place.rank} cannot run program {number} with process {rank}, whose program is another: "
                 f"{_difference(mine, theirs)}. All processes must record the same operations between two steps"
             )
+
+
+def _let_others_see(client: Any, place: Process, room: str) -> None:
+    """Before this process ends, and the coordinator with it if it is the first: time for all to find the difference."""
+    client.key_value_set(f"{room}/{place.rank}/seen", "")
+    try:
+        for rank in range(place.world_size):
+            client.blocking_key_value_get(f"{room}/{rank}/seen", 1000 * min(5, place.timeout))
+    except Exception:  # it saw none, or has ended: this process's own error says more
+        return
 
 
 def _autocast() -> str:
@@ -218,6 +231,6 @@ def wait_for(client: Any, place: Process, key: str, rank: int, what: str, *, bin
         gone = ended()
         reason = f"{' and '.join(gone)} has ended" if gone else "it has ended, or it went another way"
         raise EngineError(
-            f"process {place.rank} waited {place.timeout} s for process {rank} at {what}: {reason} "
-            f"({type(error).__name__})"
+            f"process {place.rank} waited in vain for process {rank} at {what}: {reason} (XLA_AMP_TIMEOUT is "
+            f"{place.timeout} s; {type(error).__name__})"
         ) from error

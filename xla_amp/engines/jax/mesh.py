@@ -7,8 +7,9 @@ that value's layout, so that a training step leaves everything where it was.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
@@ -23,6 +24,10 @@ AXIS = "replica"
 active: Mesh | None = None
 replicas = False
 """Whether the mesh is made of processes that each have values of their own (`processes`)."""
+ended: Callable[[], Sequence[str]] | None = None
+"""Names the processes that are known to have ended, where there are several (`processes`)."""
+_CERTAINTY = 1.0
+"""Seconds until the system shows that a process whose connections are closed has ended."""
 _layouts: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
@@ -105,3 +110,15 @@ def output_layouts(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sha
         layout_of(buffer) or (buffer.array.sharding if index < overwritten else None)
         for index, buffer in enumerate(targets)
     )
+
+
+def blame() -> str:
+    """To be said after an error of the device: which other processes have ended; empty for one process."""
+    if ended is None:
+        return ""
+    until = time.monotonic() + _CERTAINTY
+    while not (gone := ended()) and time.monotonic() < until:
+        time.sleep(0.05)
+    if gone:
+        return f" ({' and '.join(gone)} has ended)"
+    return " (another process has ended or left, if this is about a connection)"

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from xla_amp import config
-from xla_amp.engines.jax import agreement, compat, cut
+from xla_amp.engines.jax import agreement, compat, cut, mesh
 from xla_amp.engines.jax.collectives import all_reduce as all_reduce
 from xla_amp.engines.jax.collectives import collective as collective
 from xla_amp.errors import EngineError
@@ -47,7 +47,7 @@ def join() -> None:
         _connect(place)
         atexit.register(_leave)  # before JAX's own, which is registered and so runs later
     agreement.watch_regions()
-    cut.admit = agreement.compare
+    cut.admit, mesh.ended = agreement.compare, agreement.ended
 
 
 def _connect(place: config.Process) -> None:

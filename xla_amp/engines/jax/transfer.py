@@ -12,6 +12,7 @@ from xla_amp.engines.jax import compat, mesh
 from xla_amp.engines.jax.dtypes import TO_TORCH, to_numpy, to_torch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.tape import Buffer, spec
+from xla_amp.errors import StepFailedError
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
 """id of an uploaded array -> itself and the host's copy, while the array lives (`known` answers questions from it)."""
@@ -42,7 +43,13 @@ def download(array: jax.Array) -> torch.Tensor:
     """A device array's values as a CPU tensor of its own memory; waits for them."""
     metrics.host_syncs += 1
     metrics.device_to_host += 1
-    return to_torch(np.array(array, copy=True))
+    try:
+        value = np.array(array, copy=True)
+    except jax.errors.JaxRuntimeError as error:
+        if mesh.ended is None:
+            raise
+        raise StepFailedError(f"{error}{mesh.blame()}") from error
+    return to_torch(value)
 
 
 def wrap(array: jax.Array) -> torch.Tensor:
