@@ -123,7 +123,8 @@ def _run() -> None:
                 del donated, kept
             outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
-        reason = error if isinstance(error, XlaAmpError) else StepFailedError(f"{type(error).__name__}: {error}")
+        told = f"{type(error).__name__}: {error}{mesh.blame() if isinstance(error, Exception) else ''}"
+        reason = error if isinstance(error, XlaAmpError) else StepFailedError(told)
         _restore(targets, arrays, reason)
         if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
             raise
