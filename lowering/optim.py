@@ -2,7 +2,9 @@
 
 The update of one tensor is a plain function (`sgd_step`, `adam_step`, `adagrad_step`); the ATen operations apply it to
 each entry of their lists.  Options arrive as data in float64 and are combined there (a bias correction ``1 - beta**t``
-loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs.
+loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs.  They are
+combined for all tensors at once and ahead of the updates: XLA would else form a power in float64 for every element
+on a GPU, and write its emulation out for every tensor on a TPU.
 
 Two device flags make a step part of a program without a branch: gradients are divided by `grad_scale`, and where
 `found_inf` is not zero everything keeps its value, gradients included.  torch's CUDA kernels do the same by returning
@@ -16,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
@@ -82,13 +85,31 @@ def sgd_step(
     return param - as_dtype(lr, dtype) * grad, buffer
 
 
+def _counted(counts: Arrays) -> jax.Array:
+    """Step counts (each a scalar) as one float64 vector."""
+    return jnp.stack([_double(count).reshape(()) for count in counts])
+
+
+def adam_corrections(
+    counts: Arrays, dtype: Any, *, lr: Any, beta1: Any, beta2: Any
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Per step count (from 1 on), in `dtype`: learning rate over bias of the average, root of that of the squares."""
+    if not counts:
+        return []
+    lr, beta1, beta2, steps = _double(lr), _double(beta1), _double(beta2), _counted(counts)
+    sizes = as_dtype(lr / (1 - beta1**steps), dtype)
+    roots = as_dtype(jnp.sqrt(1 - beta2**steps), dtype)
+    sizes, roots = lax.optimization_barrier((sizes, roots))
+    return [(sizes[i], roots[i]) for i in range(len(counts))]
+
+
 def adam_step(
     param: jax.Array,
     grad: jax.Array,
     exp_avg: jax.Array,
     exp_avg_sq: jax.Array,
     max_exp_avg_sq: jax.Array | None,
-    step: jax.Array,
+    corrections: tuple[jax.Array, jax.Array],
     *,
     lr: Any,
     beta1: Any,
@@ -102,16 +123,15 @@ def adam_step(
 
     Args:
         param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: one shape; the last is ``None`` without AMSGrad.
-        step: (), the number of this step, from 1 on.
+        corrections: of this step, from `adam_corrections`.
         decoupled: weight decay acts on the parameter (AdamW, Loshchilov and Hutter 2019), not on the gradient.
 
     Returns:
         The new parameter, averages and maximum, in the opmath dtype of `param`.
     """
     dtype = opmath(param.dtype)
-    lr, beta1, beta2, count = _double(lr), _double(beta1), _double(beta2), _double(step).reshape(())
-    step_size = as_dtype(lr / (1 - beta1**count), dtype)
-    correction = as_dtype(jnp.sqrt(1 - beta2**count), dtype)
+    lr, beta1, beta2 = _double(lr), _double(beta1), _double(beta2)
+    step_size, correction = corrections
     param, grad = up(param), as_dtype(grad, dtype)
     exp_avg, exp_avg_sq = as_dtype(exp_avg, dtype), as_dtype(exp_avg_sq, dtype)
     grad = -grad if maximize else grad
@@ -128,25 +148,30 @@ def adam_step(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
+def adagrad_rates(counts: Arrays, dtype: Any, *, lr: Any, lr_decay: Any = 0.0) -> list[jax.Array]:
+    """Per step count (from 1 on): the decayed learning rate in `dtype`."""
+    if not counts:
+        return []
+    rates = lax.optimization_barrier(as_dtype(_double(lr) / (1 + (_counted(counts) - 1) * _double(lr_decay)), dtype))
+    return [rates[i] for i in range(len(counts))]
+
+
 def adagrad_step(
     param: jax.Array,
     grad: jax.Array,
     state_sum: jax.Array,
-    step: jax.Array,
+    rate: jax.Array,
     *,
-    lr: Any,
-    lr_decay: Any = 0.0,
     weight_decay: Any = 0.0,
     eps: Any = 1e-10,
     maximize: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """One Adagrad step of one tensor, as `torch.optim.Adagrad` (Duchi et al. 2011).
+    """One Adagrad step of one tensor, as `torch.optim.Adagrad` (Duchi et al. 2011); `rate` from `adagrad_rates`.
 
     Returns:
         The new parameter and sum of squares, in the opmath dtype of `param`.
     """
     dtype = opmath(param.dtype)
-    rate = as_dtype(_double(lr) / (1 + (_double(step).reshape(()) - 1) * _double(lr_decay)), dtype)
     param, grad = up(param), as_dtype(grad, dtype)
     grad = _decayed(-grad if maximize else grad, param, weight_decay)
     state_sum = as_dtype(state_sum, dtype) + grad * grad
@@ -158,15 +183,16 @@ def _stepped(
     params: Arrays,
     grads: Arrays,
     states: Iterable[Arrays],
-    counts: Arrays | None,
+    factors: Sequence[Any],
     grad_scale: jax.Array | None,
     found_inf: jax.Array | None,
 ) -> list[jax.Array]:
     """`step` on each entry of the lists.
 
     Args:
-        step: (param, grad, states, count) -> the new parameter and states.
+        step: (param, grad, states, factors of its step count) -> the new parameter and states.
         states: per state a list of arrays, empty where the optimizer keeps none.
+        factors: per parameter, what follows from its step count.
 
     Returns:
         New parameters, gradients and states, list after list.
@@ -181,7 +207,7 @@ def _stepped(
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         unscaled = _unscaled(grad, grad_scale, opmath(param.dtype))
         old = [state[i] if state else None for state in states]
-        new_param, *new = step(param, unscaled, old, None if counts is None else counts[i])
+        new_param, *new = step(param, unscaled, old, factors[i])
         columns[0].append(unless_skipped(param, new_param))  # type: ignore[arg-type]
         columns[1].append(grad if grad_scale is None else unless_skipped(grad, unscaled))
         for column, before, after in zip(columns[2:], old, new, strict=True):
@@ -227,7 +253,7 @@ def fused_sgd(
 
     if is_first_step:  # the buffers are uninitialized: whatever they hold is not kept
         momentum_buffer_list = [jnp.zeros_like(buffer) for buffer in momentum_buffer_list]
-    return _stepped(step, params, grads, [momentum_buffer_list], None, grad_scale, found_inf)
+    return _stepped(step, params, grads, [momentum_buffer_list], [None] * len(params), grad_scale, found_inf)
 
 
 def _define_adam(name: str, decoupled: bool) -> None:
@@ -255,7 +281,9 @@ def _define_adam(name: str, decoupled: bool) -> None:
         grad_scale: jax.Array | None = None,
         found_inf: jax.Array | None = None,
     ) -> list[jax.Array]:
-        def step(param: jax.Array, grad: jax.Array, states: list[Any], count: Any) -> tuple[jax.Array | None, ...]:
+        def step(
+            param: jax.Array, grad: jax.Array, states: list[Any], corrections: Any
+        ) -> tuple[jax.Array | None, ...]:
             exp_avg, exp_avg_sq, maximum = states
             return adam_step(
                 param,
@@ -263,7 +291,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
                 exp_avg,
                 exp_avg_sq,
                 maximum,
-                count,
+                corrections,
                 lr=lr,
                 beta1=beta1,
                 beta2=beta2,
@@ -273,13 +301,12 @@ def _define_adam(name: str, decoupled: bool) -> None:
                 decoupled=decoupled,
             )
 
-        if amsgrad:
-            return _stepped(
-                step, params, grads, [exp_avgs, exp_avg_sqs, max_exp_avg_sqs], state_steps, grad_scale, found_inf
-            )
+        dtype = opmath(params[0].dtype) if params else None
+        factors = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2)
+        states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
+        new = _stepped(step, params, grads, states, factors, grad_scale, found_inf)
         # maxima may be given though unused: they stay as they are
-        kept = list(max_exp_avg_sqs)
-        return _stepped(step, params, grads, [exp_avgs, exp_avg_sqs, []], state_steps, grad_scale, found_inf) + kept
+        return new if amsgrad else [*new, *max_exp_avg_sqs]
 
 
 for _name, _decoupled in (("_fused_adam_", False), ("_fused_adamw_", True)):
@@ -306,17 +333,16 @@ def fused_adagrad(
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> list[jax.Array]:
-    def step(param: jax.Array, grad: jax.Array, states: list[Any], count: Any) -> tuple[jax.Array, jax.Array]:
+    def step(param: jax.Array, grad: jax.Array, states: list[Any], rate: Any) -> tuple[jax.Array, jax.Array]:
         return adagrad_step(
             param,
             grad,
             states[0],
-            count,
-            lr=lr,
-            lr_decay=lr_decay,
+            rate,
             weight_decay=weight_decay,
             eps=eps,
             maximize=maximize,
         )
 
-    return _stepped(step, params, grads, [state_sums], state_steps, grad_scale, found_inf)
+    rates = adagrad_rates(state_steps, opmath(params[0].dtype) if params else None, lr=lr, lr_decay=lr_decay)
+    return _stepped(step, params, grads, [state_sums], rates, grad_scale, found_inf)

@@ -174,7 +174,9 @@ def test_bias_correction_keeps_its_digits() -> None:
     param, grad, zero = jnp.ones(3, jnp.float32), jnp.full(3, 0.7, jnp.float32), jnp.zeros(3, jnp.float32)
     with jax.enable_x64(True):
         options = {"lr": np.float64(1e-3), "beta1": np.float64(0.9), "beta2": np.float64(0.9999), "eps": 0.0}
-        new = optim.adam_step(param, grad, zero, zero, None, jnp.float32(1), **options)[0]
+        betas = {name: options[name] for name in ("lr", "beta1", "beta2")}
+        (corrections,) = optim.adam_corrections([jnp.float32(1)], jnp.float32, **betas)
+        new = optim.adam_step(param, grad, zero, zero, None, corrections, **options)[0]
     # the first step is lr * sign(grad) whatever the betas are
     np.testing.assert_allclose(np.asarray(new), 1 - 1e-3, rtol=2e-7)
     corrected_in_float32 = np.sqrt(np.float32(1) - np.float32(0.9999))
@@ -199,14 +201,13 @@ def test_ten_steps_like_the_unfused_optimizer_in_float64(name: str) -> None:
             if name == "SGD":
                 param, state[0] = optim.sgd_step(*arguments, state[0], first=jnp.asarray(count == 1), **settings)
             elif name == "Adagrad":
-                param, state[0] = optim.adagrad_step(*arguments, state[0], jnp.float32(count), **settings)
+                (rate,) = optim.adagrad_rates([jnp.float32(count)], jnp.float64, lr=settings["lr"])
+                param, state[0] = optim.adagrad_step(*arguments, state[0], rate, weight_decay=settings["weight_decay"])
             else:
+                betas = {"lr": settings["lr"], "beta1": 0.9, "beta2": 0.999}
+                (corrections,) = optim.adam_corrections([jnp.float32(count)], jnp.float64, **betas)
                 param, *state, _ = optim.adam_step(
-                    *(*arguments, *state, None, jnp.float32(count)),
-                    **settings,
-                    beta1=0.9,
-                    beta2=0.999,
-                    decoupled=name == "AdamW",
+                    *(*arguments, *state, None, corrections), **settings | betas, decoupled=name == "AdamW"
                 )
             np.testing.assert_allclose(np.asarray(param), parameter.detach().numpy(), rtol=1e-9, atol=1e-9)
             if count == 10:
