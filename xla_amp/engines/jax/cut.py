@@ -159,9 +159,7 @@ def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.nd
     return dispatch(program, donated, kept, floats, ints)
 
 
-def dispatch(
-    program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray
-) -> list[Any]:
+def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """`execute` with the leaves in the order of the program."""
     if not donated and not kept:  # nothing else says where to run
         return program.call(donated, kept, mesh.put(floats), mesh.put(ints))
@@ -199,10 +197,18 @@ ALONE = reference_counts([object()])[0]
 
 
 def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
-    """Leaves whose array can be overwritten: nothing else holds it, and nobody will read the old value again."""
+    """Leaves whose array can be overwritten: nothing else holds it, and nobody will read the old value again.
+
+    Those that are overwritten come first.  A gradient that was given and dropped would else get the parameter's new
+    value, the parameter's memory that of its state, and XLA would have to copy what is still read.
+    """
     array_counts = reference_counts(arrays)
-    return tuple(
-        index
-        for index, (buffer, number) in enumerate(zip(tape.leaves, tape.leaf_numbers, strict=True))
-        if array_counts[index] == ALONE + 1 and (buffer.number != number or not held[index])
-    )
+    overwritten, dropped = [], []
+    for index, (buffer, number) in enumerate(zip(tape.leaves, tape.leaf_numbers, strict=True)):
+        if array_counts[index] != ALONE + 1:
+            continue
+        if buffer.number != number and held[index]:
+            overwritten.append(index)
+        elif not held[index]:
+            dropped.append(index)
+    return (*overwritten, *dropped)
