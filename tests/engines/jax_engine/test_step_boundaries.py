@@ -150,7 +150,7 @@ def two_optimizers_in_turn() -> Callable[[], Any]:
     return body
 
 
-@loop(2)
+@loop(1)
 def two_optimizers_on_one_loss() -> Callable[[], Any]:
     model, x = network(), batch()
     first = torch.optim.SGD(model[0].parameters(), lr=0.01)

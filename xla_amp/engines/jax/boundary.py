@@ -2,13 +2,15 @@
 
 A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
 ``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a cut; what springs it is the
-beginning of the next step: a module's forward, the entry of an autocast region, or the next optimizer step.  An upload
-does not: it records nothing, and loops fetch the next batch before they drop the gradients.
+beginning of the next step: a module's forward, the entry of an autocast region, or the next step of an optimizer that
+has stepped already.  Another optimizer's does not: several that share a backward pass step together.  Nor does an
+upload: it records nothing, and loops fetch the next batch before they drop the gradients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,8 @@ from xla_amp.engines.jax.tape import tape
 
 _armed = -1
 """Generation of the tape on which an optimizer step was recorded; stale once that tape was cut."""
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that stepped on that tape."""
 _forward_hook: Any = None
 _paused = False
 
@@ -59,19 +63,22 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _armed == tape.generation and _on_device(optimizer):
+    if _armed == tape.generation and optimizer in _stepped and _on_device(optimizer):
         step_begins()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _on_device(optimizer) and tape.code:
-        _arm()
+        _arm(optimizer)
 
 
-def _arm() -> None:
+def _arm(optimizer: torch.optim.Optimizer) -> None:
     global _armed, _forward_hook
     with tape.lock:
+        if _armed != tape.generation:
+            _stepped.clear()
         _armed = tape.generation
+        _stepped.add(optimizer)
         if _forward_hook is None:
             # A global module hook slows every module call down, so it stays in only until it has fired.
             _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
