@@ -274,7 +274,8 @@ def _is_floating(value: Any) -> bool:
 @torch.no_grad()
 def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """float64 (): the largest magnitude; NaN if there is one."""
-    return tensor.detach().abs().amax().to(torch.float64)
+    # By dimension: torch_xla's amax() without one reduces nothing.
+    return tensor.detach().abs().reshape(-1).amax(0).to(torch.float64)
 
 
 def _read(values: Sequence[torch.Tensor]) -> list[Any]:
@@ -304,12 +305,12 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     """float64 (4): least magnitude that is not zero (inf: none), largest finite one, how many inf, how many NaN."""
-    size = tensor.detach().abs()
+    size = tensor.detach().abs().reshape(-1)
     finite = torch.isfinite(size)
     return torch.stack(
         [
-            torch.where(finite & (size > 0), size, torch.full_like(size, float("inf"))).amin().double(),
-            torch.where(finite, size, torch.zeros_like(size)).amax().double(),
+            torch.where(finite & (size > 0), size, torch.full_like(size, float("inf"))).amin(0).double(),
+            torch.where(finite, size, torch.zeros_like(size)).amax(0).double(),
             torch.isinf(size).sum().double(),
             torch.isnan(size).sum().double(),
         ]
