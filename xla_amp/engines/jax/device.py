@@ -24,6 +24,7 @@ from xla_amp.engines.jax import (
     processes,
     random,
     recurrent,
+    refusals,
     runtime,
     storage,
     transfer,
@@ -152,6 +153,9 @@ def _install_kernels() -> None:
         if f"aten::{name}" not in _installed:
             _implement("aten", name, kernel)  # where autograd is off altogether (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
+    for name, kernel in refusals.KERNELS.items():
+        if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
+            _implement("c10d", name, kernel)
     fallback = _libraries["_", "PrivateUse1"] = torch.library.Library("_", "IMPL", "PrivateUse1")
     fallback.fallback(_missing)
 
