@@ -26,10 +26,10 @@ OPTIONS = {
     "RMSprop": {"momentum": 0.9, "centered": True},
     "Rprop": {},
     "SGD": {"momentum": 0.9},
+    "SparseAdam": {},
 }
 NOT_HERE = {
     "LBFGS": "its step needs a closure, which scalers refuse, and decides on the host how often to call it",
-    "SparseAdam": "wants sparse gradients, which the lazy device does not have",
 }
 BAD = (0, 7)
 STEPS = 20
@@ -41,8 +41,15 @@ def networks(device):
     return model.to(device), torch.randn(8, 4).to(device), torch.randn(8, 2).to(device)
 
 
-def train(device, optimizer_of, scaler, steps=STEPS, each=lambda: None):
-    model, x, y = networks(device)
+def looked_up(device):
+    """A model whose gradients are sparse."""
+    torch.manual_seed(0)
+    model, x = nn.Embedding(9, 2, sparse=True), torch.tensor([1, 4, 4, 0, 8, 1, 4, 7])
+    return model.to(device), x.to(device), torch.randn(8, 2).to(device)
+
+
+def train(device, optimizer_of, scaler, steps=STEPS, each=lambda: None, model_of=networks):
+    model, x, y = model_of(device)
     optimizer = optimizer_of(model.parameters())
     poison = [torch.tensor(float("inf") if step in BAD else 1.0).to(device) for step in range(steps)]
     for step in range(steps):
@@ -64,6 +71,7 @@ def test_none_is_forgotten():
 def test_twenty_steps_with_two_overflows(name):
     make = getattr(torch.optim, name)
     options = {"lr": 0.01, **OPTIONS[name]}
+    model_of = looked_up if name == "SparseAdam" else networks
     spent = []
 
     def sync():
@@ -75,7 +83,8 @@ def test_twenty_steps_with_two_overflows(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler = GradScaler(growth_interval=4)
-        model, _ = train(xla_amp.xla_device(), lambda p: syncfree.wrap(make(p, **options)), scaler, each=sync)
+        wrapped = lambda p: syncfree.wrap(make(p, **options))  # noqa: E731
+        model, _ = train(xla_amp.xla_device(), wrapped, scaler, each=sync, model_of=model_of)
     after = xla_amp.metrics()
     for counter in ("host_syncs", "device_to_host", "fallbacks"):
         assert after[counter] == before[counter], counter
@@ -83,7 +92,9 @@ def test_twenty_steps_with_two_overflows(name):
     assert after["compilations"] - before["compilations"] <= 4  # uploads and the state's beginning are other programs
     assert int(scaler.skipped_steps()) == len(BAD)
 
-    expected, _ = train("cpu", lambda p: make(p, **options), torch.amp.GradScaler("cpu", growth_interval=4))
+    expected, _ = train(
+        "cpu", lambda p: make(p, **options), torch.amp.GradScaler("cpu", growth_interval=4), model_of=model_of
+    )
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         # Muon orthogonalizes in bfloat16.
         atol = 2e-3 if name == "Muon" else 2e-5

@@ -61,30 +61,27 @@ def test_scale_will_not_overflow(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_unscale_sparse(dtype):
-    # On the CPU alone: the lazy device has no sparse tensors, and says so.
-    device = torch.device("cpu")
+def test_unscale_sparse(device, dtype):
     scaler = GradScaler(device)
-    inverse, found = torch.full((), 0.25), torch.zeros(())
-    parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+    inverse, found = torch.full((), 0.25, device=device), torch.zeros((), device=device)
+    parameter = nn.Parameter(torch.zeros(2, 3, dtype=dtype, device=device))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    indices = torch.tensor([[0, 1, 1], [2, 0, 2]])
+    indices = torch.tensor([[0, 1, 1], [2, 0, 2]], device=device)
     for values, bad in [([16.0, 32.0, 64.0], 0), ([16.0, INF, 64.0], 1), ([16.0, 32.0, NAN], 1)]:
         parameter.grad = torch.sparse_coo_tensor(
-            indices, torch.tensor(values, dtype=dtype), (2, 3), check_invariants=True
+            indices, torch.tensor(values, dtype=dtype, device=device), (2, 3), check_invariants=True
         )
         found.zero_()
         flags = scaler._unscale_grads_(optimizer, inverse, found, True)
         assert flags[device].item() == bad
         if not bad:
             torch.testing.assert_close(
-                parameter.grad.to_dense(), torch.tensor([[0, 0, 4.0], [8.0, 0, 16.0]]).to(dtype), rtol=0, atol=0
+                parameter.grad.to_dense().cpu(), torch.tensor([[0, 0, 4.0], [8.0, 0, 16.0]]).to(dtype), rtol=0, atol=0
             )
     # Each value is finite in float16, and their sum is not.
-    twice = torch.tensor([[1, 1, 1], [0, 0, 2]])
-    parameter.grad = torch.sparse_coo_tensor(
-        twice, torch.tensor([64000.0, 64000.0, 1.0], dtype=dtype), (2, 3), check_invariants=True
-    )
+    twice = torch.tensor([[1, 1, 1], [0, 0, 2]], device=device)
+    values = torch.tensor([64000.0, 64000.0, 1.0], dtype=dtype, device=device)
+    parameter.grad = torch.sparse_coo_tensor(twice, values, (2, 3), check_invariants=True)
     found.zero_()
     assert scaler._unscale_grads_(optimizer, inverse, found, True)[device].item() == (dtype is torch.float16)
 

@@ -93,5 +93,49 @@ def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.norm(2).double() / tensor.numel() ** 0.5
 
 
-_STEPS: Mapping[str, Callable[[Any], None]] = MappingProxyType({"Adafactor": adafactor})
+@torch.no_grad()
+def sparse_adam(optimizer: Any) -> None:
+    """One step of `torch.optim.SparseAdam`: Adam (Kingma and Ba 2015) of the rows that a gradient has entries for.
+
+    The count is a float32 tensor on the device, and bias corrections are formed from it in float64.
+    """
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if not parameter.grad.is_sparse:
+                raise RuntimeError("SparseAdam does not support dense gradients, please consider Adam instead")
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            elif not isinstance(state["step"], torch.Tensor):  # as torch counts
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+            _sparse_adam_one(group, parameter, parameter.grad.coalesce(), state, beta1, beta2)
+
+
+def _sparse_adam_one(
+    group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, state: Any, beta1: float, beta2: float
+) -> None:
+    def at_places(values: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(gradient._indices(), values, parameter.shape, check_invariants=False)
+
+    values = -gradient._values() if group["maximize"] else gradient._values()
+    average, squares = state["exp_avg"], state["exp_avg_sq"]
+    old_average, old_squares = average.sparse_mask(gradient)._values(), squares.sparse_mask(gradient)._values()
+    average_change = (values - old_average) * (1 - beta1)
+    squares_change = (values.pow(2) - old_squares) * (1 - beta2)
+    average.add_(at_places(average_change))
+    squares.add_(at_places(squares_change))
+    count, lr = state["step"].add_(1).double(), group["lr"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.to(parameter.device).double().reshape(())
+    size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    root = (squares_change + old_squares).sqrt() + group["eps"]
+    parameter.add_(at_places(-(average_change + old_average) / root * size.to(root.dtype)))
+
+
+_STEPS: Mapping[str, Callable[[Any], None]] = MappingProxyType({"Adafactor": adafactor, "SparseAdam": sparse_adam})
 """Name of torch's class -> its step."""

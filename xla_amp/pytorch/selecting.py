@@ -34,6 +34,7 @@ INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
         "RMSprop": {"step": 0, "square_avg": 0, "momentum_buffer": 0, "grad_avg": 0},
         "Rprop": {"step": 0, "prev": 0, "step_size": "lr"},
         "SGD": {"momentum_buffer": 0},
+        "SparseAdam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0},
     }
 )
 """torch.optim class -> state that its first step creates -> the value from which an undone first step starts over: a
@@ -203,6 +204,8 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
+                elif own and name == "step" and isinstance(value, int):
+                    optimizer.state[parameter][name] = torch.tensor(float(value), device=parameter.device)
     before = [group[option] for group, option in options]
 
     def on(*_: Any) -> None:
@@ -233,9 +236,13 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
         return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
     # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
     adagrad = any(c.__name__ == "Adagrad" and hostless.is_torchs(c) for c in type(optimizer).__mro__)
-    if adagrad and not group["fused"] and all(parameter.is_floating_point() for parameter in parameters):
+    if adagrad and not group["fused"] and all(_is_for_fused_kernels(parameter) for parameter in parameters):
         return "fused"
     return None
+
+
+def _is_for_fused_kernels(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
 
 
 def _capturable_devices() -> Sequence[str]:

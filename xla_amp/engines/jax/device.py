@@ -26,6 +26,7 @@ from xla_amp.engines.jax import (
     recurrent,
     refusals,
     runtime,
+    sparse,
     storage,
     transfer,
 )
@@ -144,7 +145,7 @@ def device() -> torch.device:
 
 
 def _install_kernels() -> None:
-    for name, kernel in (builtin.KERNELS | dynamic.KERNELS | adapters.KERNELS).items():
+    for name, kernel in (builtin.KERNELS | dynamic.KERNELS | adapters.KERNELS | sparse.KERNELS).items():
         _implement("aten", name, kernel)
     for lowering in list(table().values()):
         _install(lowering)
@@ -156,8 +157,11 @@ def _install_kernels() -> None:
     for name, kernel in refusals.KERNELS.items():
         if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
             _implement("c10d", name, kernel)
-    fallback = _libraries["_", "PrivateUse1"] = torch.library.Library("_", "IMPL", "PrivateUse1")
-    fallback.fallback(_missing)
+    for name, kernel in sparse.SPARSE_KERNELS.items():
+        _implement("aten", name, kernel, "SparsePrivateUse1")
+    for key, missing in (("PrivateUse1", _missing), ("SparsePrivateUse1", sparse.missing)):
+        fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
+        fallback.fallback(missing)
 
 
 def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "PrivateUse1") -> None:

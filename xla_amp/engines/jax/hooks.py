@@ -160,7 +160,7 @@ def _print_through_the_host() -> None:
         plain = type(inp) in (torch.Tensor, torch.nn.Parameter)
         if tensor_contents is not None or not plain or inp.device.type != DEVICE_TYPE:
             return original(inp, tensor_contents=tensor_contents)
-        text = original(storage.to_host(inp)).removesuffix(")")
+        text = original(inp.detach().cpu() if inp.is_sparse else storage.to_host(inp)).removesuffix(")")
         text += f", device='{inp.device}'"
         if inp.grad_fn is not None:
             text += f", grad_fn=<{type(inp.grad_fn).__name__}>"
