@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -57,12 +58,12 @@ class _Skippable(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
         if self._needs_closure() and closure is not None:
-            return self._step_with(closure, flag_of(getattr(self, "found_inf", None), found_inf))
+            return self._step_with(closure, flag_of(self, found_inf))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        flag = flag_of(getattr(self, "found_inf", None), found_inf)
+        flag = flag_of(self, found_inf)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             _divide(self, scale)
@@ -121,11 +122,33 @@ def _divide(optimizer: Optimizer, scale: Tensor) -> None:
                 parameter.grad.div_(scale.to(parameter.device))
 
 
-def flag_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """float32 (): 1 where one of the flags is not zero, else 0; None without flags."""
-    flag = one if other is None else other
-    if flag is None:
-        return None
-    if one is not None and other is not None:
-        flag = one + other.to(one.device)
+@torch.no_grad()
+def flag_of(optimizer: Optimizer, found_inf: Tensor | None) -> Tensor | None:
+    """float32 (): 1 where the scaler's flag or `found_inf` is not zero, else 0; None without flags.
+
+    The scaler's is the same in all processes that train together; `found_inf` is made so.
+    """
+    scalers = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return None if scalers is None else _zero_or_one(scalers)
+    agreed = _agreed(optimizer, found_inf)
+    return _zero_or_one(agreed if scalers is None else scalers + agreed.to(scalers.device))
+
+
+def _zero_or_one(flag: Tensor) -> Tensor:
     return (flag.reshape(()) != 0).to(torch.float32)
+
+
+def _agreed(optimizer: Optimizer, flag: Tensor) -> Tensor:
+    """`flag`, set in every process where it is set in one: their parameters must stay equal.
+
+    The scaler's check for infinities is what processes make together, so it is given an infinity where the flag is set.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    device = next((p.device for p in parameters if devices.is_xla(p.device.type)), None)
+    if device is None:
+        return flag
+    probe = torch.where(flag.to(device, non_blocking=True).reshape(()) != 0, math.inf, 0.0)
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], found, torch.ones_like(found))
+    return found

@@ -64,7 +64,8 @@ class _SyncFree(Optimizer):
 
         Args:
             closure: evaluates the model again and returns the loss.
-            found_inf: one number on any device, e.g. from `torch.isfinite`; added to what a scaler has set.
+            found_inf: one number on any device, e.g. from `torch.isfinite`; added to what a scaler has set.  Where
+                processes train together, one that is not zero in any of them skips the step in all.
 
         Returns:
             What `closure` returned.
@@ -77,8 +78,7 @@ class _SyncFree(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            flag = flag_of(getattr(self, "found_inf", None), found_inf)
-            scaling = _Scaling(getattr(self, "grad_scale", None), flag)
+            scaling = _Scaling(getattr(self, "grad_scale", None), flag_of(self, found_inf))
             for group in self.param_groups:
                 for device, parameters in _by_device_and_dtype(self, group):
                     if devices.is_xla(device.type):

@@ -1,0 +1,30 @@
+"""A flag without a scaler: processes that train together skip the same steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("flag_program.py")
+
+
+def test_a_flag_of_one_process_skips_the_step_in_all(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "60"},
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert len(first) == 6
+    for values in first.values():
+        begin, skipped, stepped, skipped_again = values
+        assert begin == skipped != 1.0
+        assert stepped == skipped_again != skipped
