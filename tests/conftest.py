@@ -11,7 +11,7 @@ import pytest
 # Before anything imports JAX: a test must mean the same on a machine with an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_", "PJRT_DEVICE")
+FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """torch_xla as an engine: its device and its lazy tracing, with what its AMP lacks.
 
-Importing this imports torch_xla and gives the operations of `torch_xla_kernels` kernels on XLA tensors; `device()`
-starts the runtime.
+Importing this imports torch_xla, gives the operations of `torch_xla_kernels` kernels on XLA tensors, and enters the
+device in torch.optim's lists (`torch_xla_optimizers`); `device()` starts the runtime.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch_xla.runtime
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from xla_amp import config
-from xla_amp.engines import torch_xla_kernels
+from xla_amp.engines import torch_xla_kernels, torch_xla_optimizers
 from xla_amp.engines.torch_xla_metrics import metrics as metrics
 from xla_amp.engines.torch_xla_metrics import steps_ended
 from xla_amp.errors import EngineError
@@ -205,3 +205,4 @@ def memory_stats() -> dict[str, int]:
 
 
 torch_xla_kernels.install()
+torch_xla_optimizers.install()

@@ -46,6 +46,21 @@ def _uploaded(value: Number, like: Tensor) -> Tensor:
     return torch.tensor([value], dtype=like.dtype).to(like.device).reshape(())
 
 
+def _write(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.copy_(value)``."""
+    make_own(tensor)
+    tensor.copy_(value)
+
+
+def make_own(tensor: Tensor) -> None:
+    """Gives a tensor whose elements share memory, as gradients of sums do, memory of its own.
+
+    Where torch_xla 2.9 writes to such a tensor in place, it adds up what was written and what was there.
+    """
+    if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
+        tensor.data = tensor.clone()
+
+
 # ---- loss scaling ----------------------------------------------------------------------------------------------------
 
 
@@ -58,7 +73,7 @@ def non_finite_check_and_unscale(grads: Tensors, found_inf: Tensor, inv_scale: T
     found_inf.copy_(torch.where(bad, torch.ones_like(found_inf), found_inf))
     for grad in grads:
         wide = _wide(grad)
-        grad.copy_(wide * inv_scale.to(wide.dtype).reshape(()))
+        _write(grad, wide * inv_scale.to(wide.dtype).reshape(()))
 
 
 def update_scale(
@@ -175,6 +190,37 @@ def _adam(
         _put(param, decayed - update, skip)
 
 
+def fused_adagrad(
+    params: Tensors,
+    grads: Tensors,
+    state_sums: Tensors,
+    state_steps: Tensors,
+    *,
+    lr: Number,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`_fused_adagrad_`: `torch.optim.Adagrad`'s step of each parameter."""
+    if not params:
+        return
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
+    for param, grad, state_sum, count in zip(params, grads, state_sums, state_steps, strict=True):
+        unscaled = _unscaled(grad, grad_scale, skip)
+        wide = _wide(param)
+        step = -unscaled if maximize else unscaled
+        if weight_decay:
+            step = step + wide * weight_decay
+        squares = _wide(state_sum) + step * step
+        _put(state_sum, squares, skip)
+        decayed = rate / (1 + (count.to(wide.dtype).reshape(()) - 1) * lr_decay) if lr_decay else rate
+        _put(param, wide - decayed * step / (squares.sqrt() + eps), skip)
+
+
 def _bias_correction(beta: float, count: Tensor) -> Tensor:
     """``1 - beta**count``; the difference would lose half of float32's digits, ``expm1`` loses none."""
     if beta == 0:
@@ -195,7 +241,7 @@ def _unscaled(grad: Tensor, grad_scale: Tensor | None, skip: Tensor | None) -> T
 def _put(tensor: Tensor, value: Tensor, skip: Tensor | None) -> None:
     """Writes `value` to `tensor` unless the step is skipped."""
     value = value.to(tensor.dtype)
-    tensor.copy_(value if skip is None else torch.where(skip, tensor, value))
+    _write(tensor, value if skip is None else torch.where(skip, tensor, value))
 
 
 # ---- on the dispatcher -----------------------------------------------------------------------------------------------
@@ -204,6 +250,8 @@ KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "_amp_foreach_non_finite_check_and_unscale_": non_finite_check_and_unscale,
         "_amp_update_scale_": update_scale,
+        "_fused_adagrad_": fused_adagrad,
+        "_fused_adagrad_.tensor_lr": fused_adagrad,
         "_fused_adam_": fused_adam,
         "_fused_adam_.tensor_lr": fused_adam,
         "_fused_adamw_": fused_adamw,

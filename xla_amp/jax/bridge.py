@@ -15,6 +15,7 @@ from __future__ import annotations
 import jax
 import torch
 
+from xla_amp.engines import base, lazy_only
 from xla_amp.engines.jax import device, neighbours, sharing, to_device
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.errors import DeviceError
@@ -33,38 +34,48 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     off.
 
     Args:
-        tensor: on the lazy device; gradients do not flow through.
+        tensor: on the lazy device, or on torch_xla's, which is waited for; gradients do not flow through.
 
     Raises:
         DeviceError: a tensor of another device.
+        EngineError: torch_xla's platform shares no memory with JAX.
 
     Example:
         >>> import torch, xla_amp
         >>> to_jax(torch.ones(2, device=xla_amp.xla_device())) + 1
         Array([2., 2.], dtype=float32)
     """
+    if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
+        from xla_amp.engines import torch_xla_dlpack
+
+        return torch_xla_dlpack.to_jax(tensor)
     return sharing.lend(tensor)
 
 
 def from_jax(array: jax.Array) -> torch.Tensor:
-    """A lazy tensor over a JAX array, without a copy.
+    """A tensor over a JAX array, without a copy: on the lazy device, or on torch_xla's where that is in use.
 
     The array stays valid and unchanged: writing to the tensor gives the tensor another one.  Do not donate the array
     to a JAX program while the tensor needs it.
 
     Args:
-        array: on the JAX device that lazy tensors live on.  Weakly typed arrays (made of Python numbers) are copied.
+        array: on the device that the tensors live on.  Weakly typed arrays (made of Python numbers) are copied.
 
     Raises:
         DeviceError: the array is elsewhere, or was donated.
         UnsupportedDtypeError: torch has no such dtype.
         TypeError: not a concrete array.
+        EngineError: torch_xla's platform shares no memory with JAX.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from_jax(jnp.arange(3.0)).sum().item()
         3.0
     """
+    if base.select().DEVICE_TYPE != DEVICE_TYPE:
+        from xla_amp.engines import torch_xla_dlpack
+
+        return torch_xla_dlpack.from_jax(array)
     device()
     return sharing.adopt(array)
 
@@ -78,7 +89,9 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         DeviceError: a tensor without memory (``meta``).
+        EngineError: the process uses torch_xla.
     """
+    lazy_only.require("from_torch()", "tensor.to(xla_amp.xla_device())")
     device()
     if tensor.device.type == DEVICE_TYPE:
         return tensor

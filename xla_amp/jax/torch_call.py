@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xla_amp.engines import lazy_only
 from xla_amp.engines.jax import device, foreign, sharing
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.storage import DEVICE_TYPE
@@ -50,6 +51,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        lazy_only.require("torch_function()", "torch_xla.core.xla_builder.call_jax")
         device()
         leaves, tree = jax.tree.flatten((args, kwargs))
         tensors: list[torch.Tensor] = []

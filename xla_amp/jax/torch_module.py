@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from xla_amp.engines import lazy_only
 from xla_amp.engines.jax import compat, device
 from xla_amp.engines.jax.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.engines.jax.recordings import Piece, Recording
@@ -44,6 +45,7 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunc
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"functional() expects a torch.nn.Module, got {type(module).__name__}")
+    lazy_only.require("functional()")
     device()
     params = {name: _array(tensor) for name, tensor in module.named_parameters()}
     buffers = {name: _array(tensor) for name, tensor in module.named_buffers()}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from xla_amp.engines import lazy_only
 from xla_amp.engines.jax import compat, cut, random, runtime, storage
 from xla_amp.engines.jax.program import Program
 from xla_amp.engines.jax.tape import Buffer, tape
@@ -79,6 +80,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
 
     Raises:
         CaptureError: the call runs more than one program, or none: it reads a value on the host, or syncs inside.
+        EngineError: the process uses torch_xla.
 
     Example:
         >>> import torch, xla_amp
@@ -88,6 +90,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         >>> [value.name for value in program.inputs], program.outputs[0].dtype
         (['input', 'weight', 'bias'], 'bfloat16')
     """
+    lazy_only.require("export()")
     cut.sync(wait=True)
     named = dict(_named_arguments(step, args, kwargs))
     for name, tensor in _named_state(step):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_amp import config
-from xla_amp.engines import base
+from xla_amp.engines import base, lazy_only
 
 GRACE = 5
 """Seconds that the others have for ending by themselves when one has failed."""
@@ -40,6 +40,7 @@ def launch(
         timeout: seconds that processes wait for each other; None takes ``XLA_AMP_TIMEOUT``, or 300.
 
     Raises:
+        EngineError: the process uses torch_xla.
         ValueError: `nprocs` is less than 1, or `timeout` less than 3.
         torch.multiprocessing.ProcessRaisedException: `function` raised; the message has the rank and the traceback.
         torch.multiprocessing.ProcessExitedException: a process was killed.
@@ -48,6 +49,7 @@ def launch(
         raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
     if timeout is not None and timeout < config.TIMEOUT_LEAST:
         raise ValueError(f"launch(timeout={timeout!r}): expected at least {config.TIMEOUT_LEAST} seconds")
+    lazy_only.require("launch()", "torch_xla.launch")
     from torch import multiprocessing
 
     processes = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)

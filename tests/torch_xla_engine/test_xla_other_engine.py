@@ -1,0 +1,81 @@
+"""What only the lazy device can do says so; what both can do works on torch_xla."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+import xla_amp.jax
+from xla_amp.engines import lazy_only
+from xla_amp.errors import EngineError
+from xla_amp.pytorch import spmd
+
+
+def double(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: xla_amp.compile(double)(x), r"compile\(\) .* use torch_xla.compile there, or set XLA_AMP_ENGINE"),
+        (lambda x: xla_amp.export(double, x), r"export\(\) works on the lazy device 'jax' alone"),
+        (lambda x: xla_amp.launch(double, 2), r"launch\(\) works .* use torch_xla.launch there"),
+        (lambda x: xla_amp.make_mesh(), r"make_mesh\(\) works .* use torch_xla.distributed.spmd.Mesh there"),
+        (lambda x: xla_amp.mark_sharding(x, None, ()), r"mark_sharding\(\) works .* use torch_xla.*mark_sharding"),
+        (lambda x: spmd.sharding_of(x), r"sharding_of\(\) works on the lazy device"),
+        (lambda x: xla_amp.jax.from_torch(x), r"from_torch\(\) works .* use tensor.to\(xla_amp.xla_device\(\)\) there"),
+        (lambda x: xla_amp.jax.functional(nn.Linear(2, 2)), r"functional\(\) works on the lazy device"),
+        (lambda x: xla_amp.jax.torch_function(jnp.sin)(x), r"torch_function\(\) works .* use torch_xla.*call_jax"),
+    ],
+    ids=lambda value: value.split("(")[0].rstrip("\\") if isinstance(value, str) else "",
+)
+def test_what_torch_xla_has_not(call, words):
+    with pytest.raises(EngineError, match=words):
+        call(torch.ones(2).to("xla"))
+
+
+def test_the_guard_can_pass(monkeypatch):
+    monkeypatch.setenv("XLA_AMP_ENGINE", "jax")
+    lazy_only.require("anything()")
+
+
+def test_arrays_both_ways():
+    tensor = torch.arange(6.0).to("xla") * 2
+    array = xla_amp.jax.to_jax(tensor)
+    assert isinstance(array, jax.Array)
+    assert array.tolist() == [0, 2, 4, 6, 8, 10]
+    back = xla_amp.jax.from_jax(array)
+    assert back.device.type == "xla"
+    assert xla_amp.jax.to_jax(back).unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+
+
+def test_find_overflow_names_the_operation():
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    model.to("xla")
+    before = model.weight.detach().cpu().clone()
+
+    def step(x):
+        with xla_amp.autocast("xla", policy="gpu"):
+            loss = model(x).pow(2).sum()  # float32 by the policy: what overflows is the matrix product in float16
+        loss.backward()
+
+    finite = xla_amp.find_overflow(step, torch.ones(2, 4).to("xla"))
+    assert finite.first is None
+    report = xla_amp.find_overflow(step, torch.full((2, 4), 60000.0).to("xla"))
+    assert report.first is not None
+    assert (report.first.place.phase, report.first.made) == ("forward", "inf")
+    assert report.first.result == "float16"
+    assert max(operand.largest for operand in report.first.inputs) == 60000.0
+    assert torch.equal(model.weight.detach().cpu(), before)
+    assert model.weight.grad is None
+
+
+def test_memory_that_torch_xla_does_not_count():
+    with pytest.raises(xla_amp.errors.DeviceError, match="XLA does not count memory on the platform 'cpu'"):
+        xla_amp.xla_model.get_memory_info()
