@@ -9,12 +9,13 @@ import copy
 
 import pytest
 import torch
+import torch_xla
 import torch_xla.debug.metrics as counters
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.engines import base, torch_xla, torch_xla_kernels
+from xla_amp.engines import base, torch_xla_kernels, torch_xla_optimizers
 
 SHAPES = [(5, 3), (4,), ()]
 STEPS = 5
@@ -65,6 +66,55 @@ def test_steps_are_those_of_torch(name, options):
         for key, value in wanted.items():
             if value is not None:
                 torch.testing.assert_close(state[key].cpu().double(), value.double(), rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adagrad", {"fused": True, "lr_decay": 0.1, "weight_decay": 0.1}),
+        ("Adagrad", {"fused": True, "maximize": True}),
+        ("Adam", {"fused": True, "amsgrad": True}),
+        ("AdamW", {"fused": True}),
+        ("SGD", {"fused": True, "momentum": 0.9, "nesterov": True}),
+        ("Adadelta", {}),
+    ],
+    ids=str,
+)
+def test_torchs_own_optimizers_step_on_the_device(name, options):
+    """torch refuses `fused` for XLA, and asks where Adadelta's count may be without naming XLA: ours enter it."""
+    ours, reference = parameters("xla", torch.float32), parameters("cpu", torch.float64)
+    optimizer = getattr(torch.optim, name)(ours, lr=0.1, **options)
+    plain = getattr(torch.optim, name)(reference, lr=0.1, **{k: v for k, v in options.items() if k != "fused"})
+    scaler = GradScaler("xla", init_scale=4.0, growth_interval=100)
+    scaler.scale(torch.zeros(()).to("xla"))
+    torch_xla.sync(wait=True)
+    before = base.metrics()["device_to_host"]
+    for step in range(STEPS):
+        set_gradients(ours, step, factor=float("nan"))
+        scaler.step(optimizer)
+        scaler.update(4.0)
+        set_gradients(ours, step, factor=4.0)
+        set_gradients(reference, step)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.step()
+        torch_xla.sync()
+    assert base.metrics()["device_to_host"] == before
+    for mine, right in zip(ours, reference, strict=True):
+        torch.testing.assert_close(mine.detach().cpu().double(), right.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_without_ours_torch_refuses():
+    """The twin of the test above."""
+    params = parameters("xla", torch.float32)
+    set_gradients(params, 0)
+    torch_xla_optimizers.uninstall()
+    try:
+        with pytest.raises(RuntimeError, match="requires all the params to be floating point Tensors of supported"):
+            torch.optim.Adam(params, fused=True).step()
+    finally:
+        torch_xla_optimizers.install()
+    torch.optim.Adam(params, fused=True).step()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
@@ -186,6 +236,20 @@ def test_unscaling_gradients_of_several_dtypes(bad):
     assert found.item() == (bad is not None)
     assert grads[0].tolist() == grads[2].tolist() == [2.0, 2.0, 2.0]
     assert grads[1][0].item() == 2.0
+
+
+def test_gradients_of_sums():
+    """Their elements share memory, and torch_xla 2.9 adds where it should overwrite."""
+    weight = nn.Parameter(torch.ones(2).to("xla"))
+    scaler = GradScaler("xla", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(torch.optim.SGD([weight], lr=1.0))
+    assert weight.grad.tolist() == [1.0, 1.0]
+    weight.grad.mul_(3)
+    assert weight.grad.tolist() == [3.0, 3.0]
+    (other := nn.Parameter(torch.ones(2).to("xla"))).sum().backward()
+    other.grad.mul_(3)
+    assert other.grad.tolist() != [3.0, 3.0]  # torch_xla's own: [5, 5]; when this fails `make_own` is not needed
 
 
 def test_growth_parameters_can_change():
