@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,3 +255,18 @@ def test_a_step_that_fails_is_taken_back(device):
         find_overflow(step, trainer.batch)
     assert state(trainer) == before
     assert F.relu(trainer.batch).device.type == device.type
+
+
+def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys):
+    page = (Path(__file__).parents[2] / "docs/loss_scaling.md").read_text(encoding="utf-8")
+    script, report = re.search(r"`overflow_demo.py`:\n\n```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()
+    file = tmp_path / "overflow_demo.py"
+    file.write_text(script)
+    capsys.readouterr()
+    runpy.run_path(str(file))
+    printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+
+    def words(text):  # magnitudes may differ in the last digit between machines
+        return re.sub(r"[\d.,]+(e[+-]\d+)?", "#", text)
+
+    assert words(printed) == words(report)
