@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,20 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
+
+
+TORCH_XLA = Path(__file__).parent / "torch_xla_engine"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what a run without torch_xla did not do; here, because pytest-xdist's main process reads no other."""
+    asked = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    if find_spec("torch_xla") is None and any(TORCH_XLA.is_relative_to(path.resolve()) for path in asked):
+        files = sorted(path.name for path in TORCH_XLA.glob("test_*.py"))
+        terminalreporter.write_line(
+            f"torch_xla is not installed: {len(files)} files of tests/{TORCH_XLA.name} are left to "
+            f"scripts/torch_xla_env.sh ({', '.join(files)})"
+        )
 
 
 @pytest.fixture(autouse=True)
