@@ -113,6 +113,17 @@ def platform() -> Platform | None:
     return _PJRT_PLATFORMS.get(os.environ.get("PJRT_DEVICE", "").strip().upper())
 
 
+class Store(NamedTuple):
+    """torch's store (`torch.distributed.TCPStore`), at which processes can meet before anything else."""
+
+    host: str
+    port: int
+    served: bool
+    """Whether torchrun serves it; else process 0 does."""
+    prefix: str
+    """Of the keys: torchrun's store outlives the processes, which it may start again."""
+
+
 class Process(NamedTuple):
     """The place of this process among those that train together."""
 
@@ -123,8 +134,8 @@ class Process(NamedTuple):
     """Address of the coordinator, which process 0 runs."""
     timeout: int
     """Seconds that processes wait for each other, and within which the end of one ends the others."""
-    store: bool
-    """Whether ``MASTER_ADDR`` and ``MASTER_PORT`` say where torch's store is."""
+    store: Store | None
+    """What ``MASTER_ADDR`` and ``MASTER_PORT`` name."""
 
 
 def process() -> Process | None:
@@ -149,9 +160,12 @@ def process() -> Process | None:
     if not 0 <= rank < world_size:
         raise PolicyError(f"RANK={values['RANK']!r}: expected a number from 0 to {world_size - 1}, below WORLD_SIZE")
     coordinator, address = os.environ.get(COORDINATOR, ""), os.environ.get("MASTER_ADDR", "")
-    store = bool(address) and "MASTER_PORT" in numbers
+    store = None
+    if address and "MASTER_PORT" in numbers:
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = Store(address, numbers["MASTER_PORT"], served, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not coordinator:
-        if not store:
+        if store is None:
             raise PolicyError(
                 f"WORLD_SIZE={world_size}: MASTER_ADDR and MASTER_PORT must say where process 0 is; start the program "
                 "with torchrun or xla_amp.launch"

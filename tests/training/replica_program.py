@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
+import time
 from pathlib import Path
+from threading import Timer
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +17,9 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
+from xla_amp.errors import XlaAmpError
 
-STEPS = 20
+STEPS = 50
 
 
 def model_and_optimizer(device):
@@ -64,6 +69,97 @@ def train(rank, folder, world, overflow):
     Path(folder, f"{world}-{overflow}-{rank}.json").write_text(json.dumps(result))
 
 
+GROUPS = [[0, 1], [2, 3]]
+
+
+def own(rank, dtype=torch.float32):
+    """What a process brings to the collectives; [4, 2], small whole numbers that every dtype has."""
+    return (torch.arange(8).reshape(4, 2) + rank * 3 - 4).to(dtype)
+
+
+def collect(rank, folder, world, mode):
+    """Every collective once, all of them in one program."""
+    device = xla_amp.xla_device()
+    x = own(rank).to(device)
+    each = {
+        f"all_reduce {kind}": xm.all_reduce(kind, own(rank, torch.int32).to(device), groups=groups)
+        for kind in xm.REDUCE_TYPES
+        for groups in ([None] if world == 2 else [GROUPS])
+    }
+    groups = None if world == 2 else GROUPS
+    each |= {
+        "all_gather": xm.all_gather(x),
+        "all_gather 1 grouped": xm.all_gather(x, dim=1, groups=groups),
+        "reduce_scatter": xm.reduce_scatter(xm.REDUCE_SUM, x, 0.5, 0, world),
+        "reduce_scatter max grouped": xm.reduce_scatter(xm.REDUCE_MAX, x, 1.0, -1, 2, groups),
+        "all_to_all": xm.all_to_all(x, 0, 1, world),
+        "all_to_all grouped": xm.all_to_all(x, 1, 0, 2, groups),
+        "collective_permute": xm.collective_permute(x, [[0, 1]]),
+    }
+    sent = [own(rank, dtype).to(device) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)]
+    sent.append(torch.full((2,), -0.0 if rank == 1 else 1.0).to(device))  # -0.0 arrives with its sign
+    xm.collective_broadcast(sent, root_ordinal=1)
+    xla_amp.sync()
+    before = xla_amp.metrics()
+    result = {name: value.tolist() for name, value in each.items()}
+    result["collective_broadcast"] = [str(value.cpu().tolist()) for value in sent]
+    after = xla_amp.metrics()
+    result["programs"] = after["executions"] - before["executions"]
+    torch.manual_seed(rank)
+    model = nn.BatchNorm1d(3).to(device)
+    nn.init.normal_(model.weight)
+    xm.broadcast_master_param(model)
+    result["weight"] = model.weight.tolist()
+    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+
+
+def low(rank, folder, world, mode):
+    """Gradients that are finite everywhere, and whose sum is not finite in float16."""
+    device = xla_amp.xla_device()
+    result = {}
+    for dtype in (None, torch.bfloat16, torch.float16):
+        weight = nn.Parameter(torch.zeros(2, device=device))
+        optimizer = xla_amp.syncfree.SGD([weight], lr=1.0)
+        scaler = xla_amp.GradScaler(device, init_scale=1.0)
+        scaler.scale(weight.sum()).backward()
+        weight.grad.fill_(80000.0 / world)
+        weight.grad[1] = rank + 1.0
+        xm.reduce_gradients(optimizer, dtype=dtype)
+        scaler.step(optimizer)
+        scaler.update()
+        result[str(dtype)] = [int(scaler.skipped_steps()), weight.tolist(), str(weight.grad.dtype)]
+    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+
+
+def graph(rank, folder, world, mode):
+    """What is said when a process goes another way, with another operation or in another policy."""
+    device = xla_amp.xla_device()
+    result = {}
+    last = rank == world - 1
+    weight, x = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+    for name in ("operation", "policy", "results"):
+        kept = []
+        try:
+            rule = "fp32" if last and name == "policy" else "low"
+            with xla_amp.policy.override(matmul=rule), xla_amp.autocast(device):
+                product = weight @ x
+            if last and name == "operation":
+                product = product.sin()
+            if last and name == "results":
+                kept.append(product * 2)
+            elif name == "results":
+                product * 2
+            xm.all_reduce(xm.REDUCE_SUM, product)
+            xla_amp.sync()
+        except XlaAmpError as error:
+            result[name] = f"{type(error).__name__}: {error}"
+        weight, x = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+
+
+MODES = {"collect": collect, "low": low, "graph": graph}
+
+
 def fail(rank, folder):
     device = xla_amp.xla_device()
     if rank == 1:
@@ -73,14 +169,79 @@ def fail(rank, folder):
 
 
 def train_all(rank, folder, world, overflows):
-    for overflow in overflows:
-        train(rank, folder, world, overflow)
+    for mode in overflows:
+        MODES.get(mode, train)(rank, folder, world, mode)
+
+
+LIFE = 0.7
+"""Seconds after the first step within which a process is killed."""
+
+
+def steps(rank, world, model, optimizer, scaler, first, last, device):
+    """Yields (step, loss); what a step sees depends on its number only."""
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        x, y = torch.randn(8, 16, generator=generator), torch.randint(4, (8,), generator=generator)
+        part = slice(rank * 8 // world, (rank + 1) * 8 // world)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x[part].to(device)), y[part].to(device))
+        scaler.scale(loss).backward()
+        xm.reduce_gradients(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        yield number, xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world)
+
+
+def until_killed(rank, folder, world, seed):
+    device = xla_amp.xla_device()
+    model, optimizer = model_and_optimizer(device)
+    scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+    for number, loss in steps(rank, world, model, optimizer, scaler, 0, 10**9, device):
+        loss.item()
+        if number == 5 and rank == seed % world:
+            delay = random.Random(seed).uniform(0, LIFE)
+            Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        if number % 5 == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+            xm.save({**state, "step": number}, Path(folder, "last.pt"))
+
+
+def resume(rank, folder, world):
+    device = xla_amp.xla_device()
+    saved = torch.load(Path(folder, "last.pt"), weights_only=True)
+    results = {"step": saved["step"]}
+    for name in ("resumed", "never ended"):
+        model, optimizer = model_and_optimizer(device)
+        scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=4)
+        first = 0
+        if name == "resumed":
+            first = saved["step"] + 1
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            scaler.load_state_dict(saved["scaler"])
+        losses = steps(rank, world, model, optimizer, scaler, first, saved["step"] + 21, device)
+        results[name] = [loss.item() for number, loss in losses if number > saved["step"]]
+    Path(folder, f"{world}-resume-{rank}.json").write_text(json.dumps(results))
+
+
+def idle(rank, folder):
+    """Started without `launch`: one process ends without a word, the other waits for nobody in particular."""
+    xla_amp.xla_device()
+    xm.rendezvous("all are here")
+    Path(folder, f"ready-{rank}").touch()
+    time.sleep(200)
 
 
 if __name__ == "__main__":
     folder, world, *overflows = sys.argv[1:]
-    if overflows == ["fail"]:
+    if overflows == ["idle"]:
+        idle(int(os.environ["RANK"]), folder)
+    elif overflows == ["fail"]:
         xla_amp.launch(fail, int(world), (folder,))
+    elif overflows[0] == "kill":
+        xla_amp.launch(until_killed, int(world), (folder, int(world), int(overflows[1])), timeout=60)
+    elif overflows == ["resume"]:
+        xla_amp.launch(resume, int(world), (folder, int(world)), timeout=60)
     elif int(world) == 1:
         train_all(0, folder, 1, overflows)
     else:

@@ -6,17 +6,25 @@ import functools
 import json
 import math
 import os
+import re
+import secrets
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import xla_amp
 from xla_amp import config, xla_model
-from xla_amp.config import Process
-from xla_amp.errors import PolicyError
+from xla_amp.config import Process, Store
+from xla_amp.engines.jax import agreement
+from xla_amp.errors import EngineError, PolicyError
 
 PROGRAM = Path(__file__).with_name("replica_program.py")
 
@@ -44,7 +52,11 @@ def alone():
 
 
 def together(world):
-    return run(world, "none", "one", "unreduced")
+    return run(world, "none", "one", "unreduced", "collect", "low", *(["graph"] if world == 2 else []))
+
+
+def trained(world):
+    return {overflow: together(world)[overflow] for overflow in ("none", "one", "unreduced")}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -52,13 +64,13 @@ def together(world):
 def test_the_numbers_are_those_of_one_process_with_the_whole_batch(world, overflow):
     found, (expected,) = together(world)[overflow], alone()[overflow]
     finite = [place for place, loss in enumerate(expected["losses"]) if math.isfinite(loss)]
-    assert len(finite) >= 12
+    assert len(finite) >= 30
     for process in found:
         for place in finite:
             assert process["losses"][place] == pytest.approx(expected["losses"][place], rel=1e-5)
         assert process["sum"] == pytest.approx(expected["sum"], rel=1e-5)
         assert (process["scale"], process["skipped"]) == (expected["scale"], expected["skipped"])
-    assert expected["skipped"] == 20 - len(finite)
+    assert expected["skipped"] == 50 - len(finite)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -74,7 +86,7 @@ def test_all_skip_the_same_steps_and_stay_bitwise_equal(world, overflow):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_step_is_one_executable_without_host_sync(world):
-    for processes in together(world).values():
+    for processes in trained(world).values():
         for process in processes:
             assert process["steady"] == {"executions": 1, "compilations": 0, "host_syncs": 0}
 
@@ -86,11 +98,197 @@ def test_processes_meet():
         assert process["most"] == 1
 
 
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def own(rank, dtype=np.float32):
+    return (np.arange(8).reshape(4, 2) + rank * 3 - 4).astype(dtype)
+
+
+def group_of(rank, world):
+    """The processes of the grouped cases: all of two, or two pairs of four."""
+    return [0, 1] if rank < 2 else [2, 3]
+
+
+NUMPY = {"sum": np.add, "mul": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or, "min": np.minimum}
+NUMPY["max"] = np.maximum
+
+
+def expected_of(name, rank, world):
+    """What NumPy makes of everybody's values."""
+    everybody, group = range(world), group_of(rank, world)
+    operation, *more = name.split()
+    members = group if operation == "all_reduce" or more[-1:] == ["grouped"] else list(everybody)
+    parts = [own(member) for member in members]
+    place = members.index(rank)
+    if operation == "all_reduce":
+        return NUMPY[more[0]].reduce([own(member, np.int32) for member in members])
+    if operation == "all_gather":
+        return np.concatenate(parts, axis=1 if "1" in more else 0)
+    if operation == "reduce_scatter":
+        if "max" in more:
+            return np.split(np.maximum.reduce(parts), len(members), axis=1)[place]
+        return np.split(np.add.reduce(parts) * 0.5, len(members), axis=0)[place]
+    if operation == "all_to_all":
+        split, join = (1, 0) if "grouped" in more else (0, 1)
+        return np.concatenate([np.split(part, len(members), axis=split)[place] for part in parts], axis=join)
+    return own(0) if rank == 1 else np.zeros((4, 2))  # collective_permute
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_collectives_give_what_numpy_makes_of_all_values(world):
+    found = together(world)["collect"]
+    for rank, process in enumerate(found):
+        names = set(process) - {"programs", "weight", "collective_broadcast"}
+        assert len(names) == 13
+        for name in names:
+            np.testing.assert_array_equal(process[name], expected_of(name, rank, world), err_msg=f"{name} on {rank}")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_broadcasts_arrive_to_the_bit(world):
+    for process in together(world)["collect"]:
+        *values, zeros = process["collective_broadcast"]
+        assert values == [str(own(1, dtype).tolist()) for dtype in (np.float32, np.float32, np.int64, np.bool_)]
+        assert zeros == "[-0.0, -0.0]"
+        assert process["weight"] == together(world)["collect"][0]["weight"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_reading_collectives_runs_no_second_program(world):
+    """All of them were operations of the one step."""
+    assert [process["programs"] for process in together(world)["collect"]] == [0] * world
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_reduction_that_overflows_in_its_dtype_skips_the_step_everywhere(world):
+    """80000 in all, finite on each process: float16 ends at 65504."""
+    mean = 80000 / world
+    for process in together(world)["low"]:
+        assert process["None"] == [0, [-mean, -(world + 1) / 2], "torch.float32"]
+        skipped, (big, small), dtype = process["torch.bfloat16"]
+        assert (skipped, small, dtype) == (0, -(world + 1) / 2, "torch.float32")
+        assert big == pytest.approx(-mean, rel=2**-8)
+        assert big != -mean  # it was rounded to bfloat16's 8 bits on the way
+        assert process["torch.float16"] == [1, [0, 0], "torch.float32"]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_with_another_program_is_named_before_it_runs():
+    first, second = together(2)["graph"]
+    for rank, process in enumerate((first, second)):
+        for text in process.values():
+            assert f"EngineError: process {rank} cannot run program" in text
+            assert f"with process {1 - rank}, whose program is another" in text
+    assert "sin(4) -> bfloat16[4,4] there and all_reduce.sum(4)" in first["operation"]
+    assert "its autocast is jax: policy 'tpu' in bfloat16 (rules" in first["policy"]
+    assert "it keeps 4 values, here 3 are kept" in first["results"]
+
+
 def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
     done = start(str(tmp_path), "2", "fail")
     assert done.returncode != 0
     assert "Process 1 terminated with the following error" in done.stderr
     assert "this one has had enough" in done.stderr
+
+
+def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+    seed = secrets.randbelow(1 << 30)
+    begun = time.monotonic()
+    done = start(str(tmp_path), "2", "kill", str(seed))
+    assert time.monotonic() - begun < 60  # the timeout that the program sets
+    assert f"process {seed % 2} terminated with signal SIGKILL" in done.stderr
+    done = start(str(tmp_path), "2", "resume")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        found = json.loads(Path(tmp_path, f"2-resume-{rank}.json").read_text())
+        assert len(found["resumed"]) == 20
+        assert found["resumed"] == found["never ended"]
+
+
+def test_without_a_launcher_the_coordinator_ends_the_others_within_the_timeout(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "9", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, str(PROGRAM), str(tmp_path), "2", "idle"]
+    both = [
+        subprocess.Popen(command, env={**environment, "RANK": rank}, stderr=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    first, second = both
+    try:
+        while not all(Path(tmp_path, f"ready-{rank}").exists() for rank in range(2)):
+            assert first.poll() is None, first.stderr.read()
+            assert second.poll() is None, second.stderr.read()
+            time.sleep(0.05)
+        killed = time.monotonic()
+        second.kill()
+        _, words = first.communicate(timeout=60)
+        assert time.monotonic() - killed < 9 + 3  # a busy machine notices late
+        assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s+\S*1\b", words)
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+def meeting(monkeypatch, changes, world_sizes=(2, 2), come=(0, 1), timeout=60):
+    """What `agreement.meet` says in processes (here: threads) of which the second is started with `changes`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    plain = agreement.started_with
+    monkeypatch.setattr(agreement, "started_with", lambda place: plain(place) | (changes if place.rank else {}))
+
+    def meet(rank):
+        place = Process(rank, world_sizes[rank], rank, "", timeout, Store("127.0.0.1", port, False, "0"))
+        try:
+            agreement.meet(place)
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(meet, come))
+    finally:
+        agreement._store.clear()
+        agreement._met.clear()
+
+
+def test_processes_that_were_started_alike_meet(monkeypatch):
+    assert meeting(monkeypatch, {}) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_sizes", "words"),
+    [
+        ({"autocast rules": "mm=fp32"}, (2, 2), "autocast rules is 'mm=fp32' there and 'none of its own' here"),
+        ({"version of jax": "0.1"}, (2, 2), "version of jax is '0.1' there"),
+        ({}, (2, 3), "WORLD_SIZE is '3' there and '2' here"),
+        ({}, (3, 2), "WORLD_SIZE is '2' there and '3' here"),
+    ],
+)
+def test_a_process_that_was_started_otherwise_is_named(monkeypatch, changes, world_sizes, words):
+    first, second = meeting(monkeypatch, changes, world_sizes)
+    assert words in first
+    assert re.search(r"process 0 \(.*pid \d+\) cannot train with process 1 \(.*pid \d+\)", first)
+    assert "process 1 (" in second
+
+
+def test_rules_from_outside_are_part_of_what_is_compared(monkeypatch):
+    place = Process(0, 2, 0, "", 60, None)
+    assert agreement.started_with(place)["autocast rules"] == "none of its own"
+    monkeypatch.setenv("XLA_AMP_RULES", "softmax=low")
+    assert agreement.started_with(place)["autocast rules"] == "softmax=low"
+
+
+def test_a_process_that_does_not_come_is_named(monkeypatch):
+    [alone] = meeting(monkeypatch, {}, come=(0,), timeout=1)
+    assert "waited in vain for process 1, which did not start within 1 s" in alone
 
 
 def test_the_place_of_a_process(monkeypatch):
@@ -100,15 +298,21 @@ def test_the_place_of_a_process(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         value = os.environ.pop(name)
         monkeypatch.setenv(name, value)
-    assert config.process() == Process(1, 2, 1, "127.0.0.1:101", 300, True)
+    assert config.process() == Process(1, 2, 1, "127.0.0.1:101", 300, Store("127.0.0.1", 100, False, "0"))
     monkeypatch.setenv("XLA_AMP_COORDINATOR", "somewhere:5")
     monkeypatch.setenv("XLA_AMP_TIMEOUT", "9")
-    assert config.process() == Process(1, 2, 1, "somewhere:5", 9, True)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert config.process() == Process(1, 2, 1, "somewhere:5", 9, Store("127.0.0.1", 100, True, "3"))
+    monkeypatch.delenv("MASTER_ADDR")
+    assert config.process() == Process(1, 2, 1, "somewhere:5", 9, None)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("XLA_AMP_COORDINATOR")
     for name, value, words in (
         ("RANK", "2", r"RANK='2': expected a number from 0 to 1"),
         ("MASTER_PORT", "", "MASTER_ADDR and MASTER_PORT must say where process 0 is"),
         ("WORLD_SIZE", "two", "WORLD_SIZE='two': expected a whole number"),
+        ("XLA_AMP_TIMEOUT", "2", "XLA_AMP_TIMEOUT=2: expected at least 3 seconds"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -119,3 +323,47 @@ def test_the_place_of_a_process(monkeypatch):
 def test_bad_input():
     with pytest.raises(ValueError, match=r"launch\(nprocs=0\): expected at least 1"):
         xla_amp.launch(print, 0)
+    with pytest.raises(ValueError, match=r"launch\(timeout=1\): expected at least 3 seconds"):
+        xla_amp.launch(print, 1, timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda x: xla_model.all_gather(x, 2), ValueError, r"all_gather\(dim=2\): there is no such dimension in"),
+        (lambda x: xla_model.all_gather(3), TypeError, "all_gather: expected a tensor, got 3"),
+        (
+            lambda x: xla_model.all_gather(x, groups=[[0, 1]]),
+            ValueError,
+            r"all_gather\(groups=\[\[0, 1\]\]\): expected",
+        ),
+        (lambda x: xla_model.reduce_scatter("sum", x, 1.0, 0, 2), ValueError, r"\(shard_count=2\): expected .*, 1"),
+        (
+            lambda x: xla_model.reduce_scatter("avg", x, 1.0, 0, 1),
+            ValueError,
+            r"reduce_scatter\('avg', ...\): expected",
+        ),
+        (lambda x: xla_model.all_to_all(x, 0, 1, 2), ValueError, r"\(split_count=2\): expected the number of"),
+        (lambda x: xla_model.collective_permute(x, [[0, 1]]), ValueError, "expected numbers from 0 to 0, each"),
+        (lambda x: xla_model.collective_broadcast([x], 1), ValueError, "expected a process from 0 to 0"),
+        (lambda x: xla_model.reduce_gradients(None, dtype=torch.int8), TypeError, "expected a floating dtype"),
+    ],
+)
+def test_bad_input_to_collectives(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call(torch.ones(2, 3))
+
+
+def test_collectives_of_one_process_are_copies():
+    x = torch.arange(6.0, device=xla_amp.xla_device()).reshape(2, 3)
+    for result in (
+        xla_model.all_gather(x, 1),
+        xla_model.reduce_scatter("sum", x, 1.0, 0, 1),
+        xla_model.all_to_all(x, 0, 1, 1),
+        xla_model.collective_permute(x, [[0, 0]]),
+        xla_model.all_gather(x, output=torch.empty(2, 3, device=x.device)),
+    ):
+        assert result.tolist() == x.tolist()
+        assert result is not x
+    assert xla_model.collective_permute(x, []).tolist() == [[0.0] * 3] * 2
+    assert (xla_model.reduce_scatter("max", x, 2.0, 1, 1) == x * 2).all()

@@ -36,7 +36,6 @@ def test_distributed_data_parallel_is_refused_with_what_replaces_it(group):
         (lambda x: dist.broadcast(x, 0), "xla_model.collective_broadcast"),
         (lambda x: dist.all_gather([torch.empty_like(x)], x), "xla_model.all_gather"),
         (lambda x: dist.reduce_scatter(torch.empty_like(x), [x]), "xla_model.reduce_scatter"),
-        (lambda x: dist.send(x, 0), "xla_model.collective_permute"),
         (lambda x: dist.all_to_all_single(torch.empty_like(x), x), "xla_model.all_to_all"),
     ],
 )

@@ -32,7 +32,7 @@ from xla_amp.policy.rules import Policy
 _met: list[dict[str, str]] = []
 """What each process was started with, by rank."""
 _store: list[Any] = []
-"""torch's store, which must live as long as its process; at most one."""
+"""torch's store, which process 0 serves as long as it lives."""
 _programs = itertools.count(1)
 _regions: dict[str, context.Region] = {}
 """The newest autocast region by device type."""
@@ -83,21 +83,28 @@ def meet(place: Process) -> None:
     Raises:
         EngineError: one did not come within the timeout, or was started with something else; names both.
     """
-    if not place.store or not torch.distributed.is_available():
+    if place.store is None or not torch.distributed.is_available():
         return
     mine = started_with(place)
-    wait = datetime.timedelta(seconds=place.timeout)
+    room = f"xla_amp/{place.store.prefix}"
     try:
-        store, _, _ = next(torch.distributed.rendezvous("env://", place.rank, place.world_size, timeout=wait))
+        # As torch's own "env://" does it, so that a process group made later shares this store.
+        store = torch.distributed.TCPStore(
+            place.store.host,
+            place.store.port,
+            is_master=place.rank == 0 and not place.store.served,
+            timeout=datetime.timedelta(seconds=place.timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        store.set(f"{room}/{place.rank}", json.dumps(mine))
     except RuntimeError as error:
         raise _absent(place, 0, error) from error
-    _store[:] = [store]
-    store.set_timeout(wait)
-    store.set(f"xla_amp/{place.rank}", json.dumps(mine))
+    _store.append(store)
     found = []
     for rank in range(place.world_size):
         try:
-            theirs = json.loads(store.get(f"xla_amp/{rank}"))
+            theirs = json.loads(store.get(f"{room}/{rank}"))
         except RuntimeError as error:
             raise _absent(place, rank, error) from error
         problems = [

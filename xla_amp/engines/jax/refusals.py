@@ -47,8 +47,8 @@ def _refuse(name: str, instead: str) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise DeviceError(
             f"torch.distributed ({name.strip('_')}) cannot reach tensors of the lazy XLA device: use {instead}, which "
-            "is part of the step. For DistributedDataParallel or FullyShardedDataParallel train the bare model and call "
-            "xla_model.reduce_gradients(optimizer) after backward(), or xla_model.optimizer_step(optimizer); "
+            "is part of the step. Instead of DistributedDataParallel or FullyShardedDataParallel train the bare model "
+            "and call xla_model.reduce_gradients(optimizer) after backward(), or xla_model.optimizer_step(optimizer); "
             "xla_amp.mark_sharding splits parameters"
         )
 
