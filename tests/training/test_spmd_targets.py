@@ -1,0 +1,102 @@
+"""A training step compiled for 8 H100s and for a v5e 4x4 slice that are not here: its collectives and their dtypes."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xla_amp.stablehlo import targets
+
+pytestmark = pytest.mark.timeout(900)  # compilers for TPUs, on a machine that may be busy
+
+TARGETS = {"h100": ("gpu", 8), "v5e": ("tpu", 16)}
+PROGRAM = Path(__file__).with_name("target_program.py")
+COLLECTIVE = (
+    r"= (?P<result>.*?) ?\b(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+WEIGHTS = 64 * 128 + 128 * 32
+"""Elements of the two weights, whose gradients come from products in the low dtype."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+
+    @functools.cache
+    def written():
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(PROGRAM), str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stderr
+
+    with targets.Compilers() as compilers:
+
+        @functools.cache
+        def compile_for(target, layout):
+            if not targets.available(target):
+                pytest.skip(f"the compiler for {target} is not installed")
+            written()
+            program = (folder / f"{layout}-{TARGETS[target][0]}.mlir").read_text()
+            assert f"mhlo.num_partitions = {TARGETS[target][1]}" in program
+            return compilers.compile(program, target)
+
+        yield compile_for
+
+
+def collectives(hlo):
+    """Elements of float results by (collective, dtype)."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for each in re.finditer(COLLECTIVE, hlo):
+        for dtype, shape in re.findall(r"\b(bf16|f16|f32)\[([\d,]*)\]", each["result"]):
+            size = 1
+            for extent in filter(None, shape.split(",")):
+                size *= int(extent)
+            found[each["kind"], dtype] += size
+    return found
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_data_parallel_reduces_gradients_and_nothing_else(compiled, target):
+    found = collectives(compiled(target, "data").hlo)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert found["all-reduce", "bf16"] >= WEIGHTS  # under autocast products are low, and so is their sum over devices
+    assert sum(found.values()) <= WEIGHTS + 128 + 32 + 4  # each gradient once, and the loss
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("replicas", "f32"), ("replicas in bfloat16", "bf16")])
+@pytest.mark.parametrize("target", TARGETS)
+def test_processes_reduce_gradients_in_the_dtype_that_was_asked_for(compiled, target, layout, dtype):
+    hlo = compiled(target, layout).hlo
+    assert collectives(hlo) == {("all-reduce", dtype): WEIGHTS + 128 + 32}
+    assert len(re.findall(COLLECTIVE, hlo)) == 2  # all gradients in one, and whether anybody overflowed
+
+
+def test_sharded_parameters_are_gathered_and_their_gradients_scattered_on_h100(compiled):
+    found = collectives(compiled("h100", "sharded").hlo)
+    assert found["reduce-scatter", "bf16"] > 0
+    assert found["all-gather", "bf16"] > 0
+
+
+def test_sharded_parameters_are_gathered_on_v5e(compiled):
+    """Where XLA:TPU likes to send parts around in a ring while it multiplies."""
+    kinds = {kind for kind, _ in collectives(compiled("v5e", "sharded").hlo)}
+    assert "all-gather" in kinds
+    assert kinds & {"reduce-scatter", "collective-permute"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_memory_falls_with_the_number_of_devices(compiled, target):
+    """Bytes of a device for parameters, state and batch; tiny tensors of the TPU are padded to its tiles."""
+    whole, shard = (compiled(target, layout).argument_memory for layout in ("data", "sharded"))
+    assert shard < whole * {"h100": 1.1 / 8, "v5e": 2.8 / 16}[target]
+
+
+def test_tensor_parallel_adds_partial_products_on_h100(compiled):
+    assert {kind for kind, _ in collectives(compiled("h100", "tensor").hlo)} <= {"all-reduce", "all-gather"}
