@@ -27,7 +27,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 """File of tests/pytorch_front -> what of it is left out, and why."""
-AT_LEAST = {"test_torch_scaling.py": 30, "test_grad_scaler.py": 60, "test_syncfree.py": 60}
+AT_LEAST = {"test_torch_scaling.py": 30, "test_grad_scaler.py": 50, "test_syncfree.py": 70}
 """How many tests each has on the device: fewer mean that they were not found."""
 
 

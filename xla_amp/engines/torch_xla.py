@@ -6,7 +6,9 @@ device in torch.optim's lists (`torch_xla_optimizers`); `device()` starts the ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -165,6 +167,40 @@ def set_rng_state(state: torch.Tensor) -> None:
 # ---- processes and memory --------------------------------------------------------------------------------------------
 
 
+def _broadcast(tensor: torch.Tensor, groups: Any, parts: int, *, root: int) -> torch.Tensor:
+    value = tensor.detach().clone()
+    xm.collective_broadcast([value], root, groups)
+    return value
+
+
+_COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {
+        "all_gather": lambda tensor, groups, parts, *, dim: xm.all_gather(tensor, dim, groups),
+        "reduce_scatter": lambda tensor, groups, parts, *, reduce_type, dim: xm.reduce_scatter(
+            reduce_type, tensor, 1.0, dim, parts, groups
+        ),
+        "all_to_all": lambda tensor, groups, parts, *, split, concat: xm.all_to_all(
+            tensor, split, concat, parts, groups
+        ),
+        "collective_permute": lambda tensor, groups, parts, *, pairs: xm.collective_permute(tensor, _lists(pairs)),
+        "collective_broadcast": _broadcast,
+    }
+)
+"""Name -> torch_xla's function, of a tensor, the groups and the number of processes in each."""
+
+
+@contextlib.contextmanager
+def _no_deprecations() -> Iterator[None]:
+    """torch_xla 2.9's rendezvous asks for the device by a name that it has deprecated itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _lists(groups: Any) -> list[list[int]] | None:
+    return None if groups is None else [list(group) for group in groups]
+
+
 class _Processes:
     """The processes that `torch_xla.launch` has started."""
 
@@ -180,13 +216,27 @@ class _Processes:
     def all_reduce(
         self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
     ) -> Sequence[torch.Tensor]:
-        return [xm.all_reduce(reduce_type, tensor, 1.0, groups, pin_layout=pin_layout) for tensor in tensors]
+        for tensor in tensors:
+            torch_xla_kernels.make_own(tensor)  # callers write the result to it
+        return [xm.all_reduce(reduce_type, tensor, 1.0, _lists(groups), pin_layout=pin_layout) for tensor in tensors]
+
+    def collective(
+        self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
+    ) -> Sequence[torch.Tensor]:
+        parts = len(groups[0]) if groups else self.world_size()
+        return [_COLLECTIVES[name](tensor, _lists(groups), parts, **options) for tensor in tensors]
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
-        return xm.rendezvous(tag, payload, list(replicas))
+        if self.world_size() == 1:
+            return [payload]
+        with _no_deprecations():
+            return xm.rendezvous(tag, payload, list(replicas))
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        return xm.mesh_reduce(tag, data, reduce_fn)
+        if self.world_size() == 1:
+            return reduce_fn([data])
+        with _no_deprecations():
+            return xm.mesh_reduce(tag, data, reduce_fn)
 
 
 processes = _Processes()
