@@ -1,4 +1,10 @@
-"""Eight steps of one model on eight virtual devices, in the layout that the first argument names; prints JSON."""
+"""Eight steps of one model on virtual devices, a checkpoint, and two more; prints JSON.
+
+    python spmd_program.py LAYOUT save FOLDER [DEVICES]
+    python spmd_program.py LAYOUT load FOLDER [DEVICES]
+
+`load` takes the first eight steps from the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +14,36 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4] if len(sys.argv) > 4 else 8}"
 
+import jax
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
 from xla_amp.engines.jax import cut, storage
+from xla_amp.pytorch import checkpoint
 
+DEVICES = jax.device_count()
 LAYOUTS = {
     "single": ({}, {}),
-    "data": ({"data": 8}, {}),
-    "sharded": ({"data": 8}, dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), ("data",))),
+    "data": ({"data": DEVICES}, {}),
+    "sharded": ({"data": DEVICES}, dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), ("data",))),
     "tensor": (
-        {"data": 4, "model": 2},
+        {"data": DEVICES // 2, "model": 2},
         {"0.weight": ("model", None), "0.bias": ("model",), "2.weight": (None, "model")},
     ),
 }
 """Name -> axes of the mesh, and how parameters are split."""
-STEPS, OVERFLOWS = 8, 5
+STEPS, OVERFLOWS, MORE = 8, 5, 2
 COLLECTIVES = r"= [^=]*?\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
-def main(name: str) -> None:
+def main(name: str, what: str, folder: str) -> None:
     axes, specs = LAYOUTS[name]
     device = xla_amp.xla_device()
-    torch.manual_seed(0)
+    torch.manual_seed(0 if what == "save" else 1)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).to(device)
     optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
     scaler = xla_amp.GradScaler(device, init_scale=2.0**10)
@@ -43,9 +52,8 @@ def main(name: str) -> None:
     for key, spec in specs.items():
         xla_amp.mark_sharding(parameters[key], mesh, spec)
 
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for number in range(STEPS):
+    def step(number):
+        generator = torch.Generator().manual_seed(number)
         x = torch.randn(16, 32, generator=generator).to(device)
         y = torch.randint(16, (16,), generator=generator).to(device)
         if number == OVERFLOWS:
@@ -60,28 +68,43 @@ def main(name: str) -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        losses.append(loss.detach())
+        kept = loss.detach()
         xla_amp.sync()
         after = xla_amp.metrics()
-    program = max(cut.programs(), key=lambda program: program.operations)
-    shards = {
-        key: [
-            storage.buffer_of(tensor).array.addressable_shards[0].data.size / tensor.numel()
-            for tensor in (parameter, optimizer.state[parameter]["exp_avg"])
-        ]
-        for key, parameter in parameters.items()
-    }
-    result = {
-        "losses": torch.stack(losses).tolist(),
-        "weights": [p.double().sum().item() for p in parameters.values()],
+        return kept, {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")}
+
+    def weights():
+        return [p.double().sum().item() for p in parameters.values()]
+
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    result = {}
+    if what == "save":
+        steps = [step(number) for number in range(STEPS)]
+        program = max(cut.programs(), key=lambda program: program.operations)
+        result |= {
+            "losses": torch.stack([loss for loss, _ in steps]).tolist(),
+            "steady": steps[-1][1],
+            "collectives": collections.Counter(re.findall(COLLECTIVES, program.optimized_hlo())),
+            "skipped": int(scaler.skipped_steps()),
+        }
+        checkpoint.save({**state, "steps": STEPS, "far": torch.tensor([2**40], device=device)}, folder)
+    else:
+        result["rest"] = {key: torch.as_tensor(value).tolist() for key, value in checkpoint.load(state, folder).items()}
+    result |= {
+        "weights": weights(),
+        "moments": [optimizer.state[p]["exp_avg_sq"].double().sum().item() for p in parameters.values()],
         "scale": scaler.get_scale(),
-        "skipped": int(scaler.skipped_steps()),
-        "steady": {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")},
-        "collectives": collections.Counter(re.findall(COLLECTIVES, program.optimized_hlo())),
-        "shards": shards,
+        "shards": {
+            key: [
+                storage.buffer_of(tensor).array.addressable_shards[0].data.size / tensor.numel()
+                for tensor in (parameter, optimizer.state[parameter]["exp_avg"])
+            ]
+            for key, parameter in parameters.items()
+        },
+        "later": [step(STEPS + more)[0].item() for more in range(MORE)],
     }
     print(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:4])

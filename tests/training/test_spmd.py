@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import xla_amp
-from xla_amp.errors import DeviceError
+from xla_amp import xla_model
+from xla_amp.errors import DeviceError, FileError, MissingLibraryError
+from xla_amp.pytorch import checkpoint
 
 
 @functools.cache
-def run(layout):
+def folder():
+    """Where the checkpoints of all layouts are; removed at the end of the process."""
+    made = tempfile.TemporaryDirectory()
+    atexit.register(made.cleanup)
+    return Path(made.name)
+
+
+@functools.cache
+def run(layout, *more):
     command = [sys.executable, str(Path(__file__).with_name("spmd_program.py")), layout]
+    command += more or ["save", str(folder() / layout)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr
@@ -61,6 +75,80 @@ def test_memory_falls_with_the_number_of_devices():
         "2.weight": [1 / 2, 1 / 2],
         "2.bias": [1, 1],
     }
+
+
+@pytest.mark.parametrize(("layout", "devices"), [("sharded", "4"), ("single", "1")])
+def test_a_checkpoint_loads_on_any_number_of_devices(layout, devices):
+    """Values to the bit; what follows as on the eight devices that wrote it."""
+    wrote = run("sharded")
+    read = run(layout, "load", str(folder() / "sharded"), devices)
+    for what in ("weights", "moments", "scale"):
+        assert read[what] == wrote[what]
+    assert read["rest"] == {"steps": 8, "far": [2**40]}
+    assert read["later"] == pytest.approx(wrote["later"], rel=1e-5)
+    for shares in read["shards"].values():
+        assert shares == [1 / int(devices)] * 2
+
+
+# ---- checkpoints in one process --------------------------------------------------------------------------------------
+
+
+def trained():
+    model = torch.nn.BatchNorm1d(3).to(xla_amp.xla_device())
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(4, 3, device=xla_amp.xla_device())).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_checkpoint_has_everything(tmp_path):
+    model, optimizer = trained()
+    tied = torch.arange(3, device=xla_amp.xla_device())
+    state = {"model": model, "optimizer": optimizer, "values": {"a": (tied, tied[1:]), "b": torch.ones(2)}, "name": "x"}
+    checkpoint.save(state, tmp_path / "one")
+    other, fresh = trained()
+    target = torch.zeros(3, device=xla_amp.xla_device())
+    checkpoint.save({**state, "direct": target + 7}, tmp_path / "two")
+    rest = checkpoint.load({"model": other, "optimizer": fresh, "direct": target}, tmp_path / "two")
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    for ours, theirs in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+    assert target.tolist() == [7, 7, 7]
+    assert [value.tolist() for value in rest["values"]["a"]] == [[0, 1, 2], [1, 2]]
+    assert rest["values"]["b"].device.type == "cpu"
+    assert rest["name"] == "x"
+    assert checkpoint.latest(tmp_path) == tmp_path / "two"
+    assert checkpoint.latest(tmp_path / "two") is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_a_checkpoint_that_is_not_there_or_not_complete(tmp_path, monkeypatch):
+    model, _ = trained()
+    with pytest.raises(FileError, match="there is no complete checkpoint"):
+        checkpoint.load({"model": model}, tmp_path / "none")
+    checkpoint.save({"model": model}, tmp_path / "one")
+    with pytest.raises(FileError, match="it exists; give each checkpoint a name of its own"):
+        checkpoint.save({"model": model}, tmp_path / "one")
+    with pytest.raises(KeyError, match="nothing named"):
+        checkpoint.load({"model": model, "scaler": xla_amp.GradScaler("cpu")}, tmp_path / "one")
+    monkeypatch.setattr(checkpoint.processes, "world_size", lambda: 2)
+    with pytest.raises(DeviceError, match=r"each of 2 processes has whole values; use xla_amp\.xla_model\.save"):
+        checkpoint.save({"model": model}, tmp_path / "two")
+
+
+def test_without_orbax_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(MissingLibraryError, match=r"pip install 'xla-amp\[checkpoint\]'"):
+        checkpoint.save({}, tmp_path / "one")
+
+
+def test_a_file_is_replaced_when_the_new_one_is_complete(tmp_path):
+    xla_model.save({"a": torch.ones(2)}, tmp_path / "file")
+    with pytest.raises(TypeError, match="pickle"):
+        xla_model.save({"a": threading.Lock()}, tmp_path / "file")
+    assert torch.load(tmp_path / "file")["a"].tolist() == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.fixture(scope="module")

@@ -169,9 +169,9 @@ def processes() -> Processes:
 def fail() -> None:
     """Tells an engine that has started that this process ends with an error, so that it does not wait for others."""
     for name in ("xla_amp.engines.jax", "xla_amp.engines.torch_xla"):
-        engine = sys.modules.get(name)
-        if engine is not None and hasattr(processes := getattr(engine, "processes", None), "fail"):
-            processes.fail()
+        leave: Any = getattr(getattr(sys.modules.get(name), "processes", None), "fail", None)
+        if leave is not None:
+            leave()
 
 
 def memory_stats() -> Mapping[str, int]:

@@ -103,6 +103,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     layouts = {name: _layouts(value) for name, value in state.items()}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     marked: list[Any] = []
+    where: tuple[Any, ...]
     for where, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             layout = layouts.get(where[0].key, _nowhere)(where[1:], leaf)
@@ -160,8 +161,9 @@ def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
 
         def of_parameter(where: tuple[Any, ...], leaf: torch.Tensor) -> Any:
             parameter = numbered[where[1].key] if where[0].key == "state" else None
-            same = parameter is not None and _here(parameter) and parameter.shape == leaf.shape
-            return mesh.layout_of(storage.buffer_of(parameter)) if same else None
+            if parameter is None or not _here(parameter) or parameter.shape != leaf.shape:
+                return None
+            return mesh.layout_of(storage.buffer_of(parameter))
 
         return of_parameter
     present, _ = _pytree.tree_flatten_with_path(_state_of(value))

@@ -226,7 +226,13 @@ def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, 
 
 
 def _conform(result: Any, spec: Spec) -> jax.Array:
-    """A lowering's result in the dtype and shape that torch promised for it."""
+    """A lowering's result in the dtype and shape that torch promised for it.
+
+    Where it gives None, the call's ``output_mask`` left the result out, which torch's meta kernels do not heed: a batch
+    norm of the images themselves has no gradient for them.  Nobody reads it.
+    """
+    if result is None:
+        return jnp.zeros(spec.shape, spec.numpy_dtype)
     result = jnp.asarray(result)
     if result.shape != spec.shape:
         if result.size != spec.size:
