@@ -1,4 +1,7 @@
-"""Models that the benchmarks train: ResNet-50 and a GPT, at any width, in plain PyTorch."""
+"""Models that the benchmarks train, at any width, in plain PyTorch: ResNet-50, GPT, BERT, ViT and an LSTM.
+
+Each takes what it learns from and returns the loss.  `flax_models.py` has the same by hand in Flax.
+"""
 
 from __future__ import annotations
 
@@ -74,13 +77,49 @@ class GPTConfig:
     dropout: float = 0.0
 
 
-class Block(nn.Module):
-    """A pre-norm transformer block with causal self-attention."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BERTConfig:
+    """Sizes of a BERT; the defaults are BERT-base."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    vocabulary: int = 30522
+    context: int = 512
+    width: int = 768
+    heads: int = 12
+    layers: int = 12
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Sizes of a vision transformer; the defaults are ViT-B/16."""
+
+    side: int = 224
+    patch: int = 16
+    classes: int = 1000
+    width: int = 768
+    heads: int = 12
+    layers: int = 12
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LSTMConfig:
+    """Sizes of an LSTM language model; the defaults are the medium model of Zaremba et al. 2014."""
+
+    vocabulary: int = 10000
+    width: int = 650
+    layers: int = 2
+
+
+class Block(nn.Module):
+    """A transformer block: causal or not, its norms before or after each part."""
+
+    def __init__(
+        self, config: GPTConfig | BERTConfig | ViTConfig, *, causal: bool = False, before: bool = True
+    ) -> None:
         super().__init__()
         width = config.width
-        self.heads = config.heads
+        self.heads, self.causal, self.before = config.heads, causal, before
         self.norm1 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
@@ -89,13 +128,22 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         heads = (batch, time, self.heads, width // self.heads)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(width, dim=2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, time, width)
-        x = x + self.dropout(self.project(mixed))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.dropout(self.project(mixed.transpose(1, 2).reshape(batch, time, width)))
+
+    def perceptron(self, x: Tensor) -> Tensor:
+        return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            x = x + self.attention(self.norm1(x))
+            return x + self.perceptron(self.norm2(x))
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.perceptron(x))
 
 
 class GPT(nn.Module):
@@ -106,7 +154,7 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, causal=True) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for parameter in self.parameters():
@@ -121,3 +169,66 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+class BERT(nn.Module):
+    """A BERT that fills in masked tokens: tokens and targets ``i64[batch, time]`` to the mean cross-entropy."""
+
+    def __init__(self, config: BERTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.norm = nn.LayerNorm(config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, before=False) for _ in range(config.layers))
+        self.transform = nn.Sequential(
+            nn.Linear(config.width, config.width), nn.GELU(approximate="tanh"), nn.LayerNorm(config.width)
+        )
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.norm(self.tokens(tokens) + self.positions(positions)))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.transform(x))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+class ViT(nn.Module):
+    """A vision transformer: images ``f32[batch, 3, side, side]`` and labels to the mean cross-entropy."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, config.width, config.patch, config.patch)
+        self.first = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.places = nn.Parameter(0.02 * torch.randn(1, (config.side // config.patch) ** 2 + 1, config.width))
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = self.dropout(torch.cat([self.first.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.places)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)[:, 0]), labels)
+
+
+class LSTM(nn.Module):
+    """An LSTM language model: tokens and targets ``i64[batch, time]`` to the mean cross-entropy."""
+
+    def __init__(self, config: LSTMConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.lstm = nn.LSTM(config.width, config.width, config.layers, batch_first=True)
+        self.head = nn.Linear(config.width, config.vocabulary)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.lstm(self.tokens(tokens))[0])
+        return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))

@@ -1,0 +1,61 @@
+"""A step of the lazy device as it would be recorded and lowered on another platform, without running anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+import xla_amp
+from xla_amp.engines.jax import compat, cut, runtime
+from xla_amp.engines.jax.program import Program
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+
+@contextmanager
+def recorded(platform: Platform) -> Iterator[list[Program]]:
+    """Inside the block steps are recorded for `platform` and not executed; yields the programs that would run.
+
+    Values that a program would compute have shapes only, so inside the block nothing may be read, and models are made
+    anew in each block.
+    """
+    programs: list[Program] = []
+    originals = runtime.platform, cut.execute
+
+    def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+        programs.append(program)
+        with compat.x64():
+            return list(jax.eval_shape(program.call, *program.abstract))
+
+    runtime.platform, cut.execute = lambda: platform, execute  # type: ignore[assignment]
+    try:
+        yield programs
+    finally:
+        xla_amp.sync()
+        runtime.platform, cut.execute = originals  # type: ignore[assignment]
+
+
+def module_of(step: Callable[[], Any], platform: Platform) -> str:
+    """StableHLO text of one steady step, for JAX's lowering to `platform`.
+
+    Args:
+        step: a training step on the lazy device whose state was made inside `recorded(platform)`.  It is called twice:
+            optimizers make their state in the first call.
+
+    Raises:
+        RuntimeError: the step is more than one program.
+    """
+    with recorded(platform) as programs:
+        for _ in range(2):
+            programs.clear()
+            step()
+            xla_amp.sync()
+    if len(programs) != 1:
+        raise RuntimeError(f"a step for {platform}: expected one program, it recorded {len(programs)}")
+    name = {"gpu": "cuda"}.get(platform, platform)
+    with compat.x64():
+        return str(programs[0].call.trace(*programs[0].abstract).lower(lowering_platforms=(name,)).as_text())

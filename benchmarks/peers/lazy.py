@@ -1,0 +1,52 @@
+"""The lazy device of this repository: "fp32", "bf16", or "captured" (bf16, `xla_amp.compile`)."""
+
+from __future__ import annotations
+
+import torch
+from peer import Trainer
+from workloads import Workload
+
+import xla_amp
+
+
+def make(workload: Workload, option: str) -> Trainer:
+    """Autocast, the scaler, and an optimizer of `xla_amp.syncfree`."""
+    device = xla_amp.xla_device()
+    model = workload.torch_model().to(device)
+    batch = [tensor.to(device) for tensor in workload.torch_batch()]
+    if workload.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    else:
+        optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-4)
+    low = option != "fp32"
+    scaler = xla_amp.GradScaler(device.type, enabled=low)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.bfloat16, enabled=low):
+            loss = model(*batch)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    run = xla_amp.compile(step) if option == "captured" else step
+
+    def dispatch() -> torch.Tensor:
+        loss = run()
+        xla_amp.sync()
+        return loss
+
+    def counts() -> dict[str, int]:
+        seen = xla_amp.metrics()
+        # Waiting for a step is the benchmark's sync, not the step's.
+        return {"executions": seen["executions"], "host_syncs": seen["host_syncs"] - waits}
+
+    waits = 0
+
+    def wait(_: torch.Tensor) -> None:
+        nonlocal waits
+        xla_amp.sync(wait=True)
+        waits += 1
+
+    return Trainer(step=dispatch, wait=wait, counts=counts)

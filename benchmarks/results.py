@@ -1,0 +1,71 @@
+"""Writing what a benchmark found: JSON, Markdown and a plot, each with the date, the machine and the versions."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from timing import machine
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_PACKAGES = ("torch", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "flax", "optax")
+
+
+def stamp() -> dict[str, Any]:
+    """Date, machine and versions."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"date": str(datetime.date.today()), "machine": machine(), "versions": versions}
+
+
+def write_json(name: str, content: Mapping[str, Any]) -> None:
+    """``results/NAME.json``, with the stamp."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"stamp": stamp(), **content}, indent=1) + "\n")
+
+
+def write_markdown(name: str, headings: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
+    """``results/NAME.md``: the title, the stamp, the table; printed as well."""
+    found = stamp()
+    versions = ", ".join(f"{package} {version}" for package, version in found["versions"].items())
+    lines = [f"{title}\n", f"{found['date']}; {found['machine']}; {versions}\n", f"| {' | '.join(headings)} |"]
+    lines += ["|" + "---|" * len(headings), *(f"| {' | '.join(row)} |" for row in rows)]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def plot(name: str, panels: Mapping[str, Mapping[str, Mapping[float | str, float]]], ylabel: str) -> None:
+    """``results/NAME.png``: a panel for each title, in it bars (names) or lines (numbers) for each series.
+
+    Raises:
+        ImportError: matplotlib is not there: ``pip install 'xla-amp[benchmarks]'``.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'xla-amp[benchmarks]', or use --no-plot") from error
+    matplotlib.use("Agg")  # needs no display
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False)
+    for place, (title, series) in zip(axes[0], panels.items(), strict=True):
+        for index, (label, points) in enumerate(series.items()):
+            if all(isinstance(x, str) for x in points):
+                place.barh(list(points), list(points.values()), color=f"C{index}")
+            else:
+                place.plot(list(points), list(points.values()), "o-", label=label)
+                place.legend()
+        place.set_title(title)
+    axes[0][0].set_ylabel(ylabel) if any(len(panel) > 1 for panel in panels.values()) else None
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{name}.png", dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,204 @@
+"""Training steps of five models against every other way to train them in mixed precision on the same machine.
+
+    python benchmarks/step_table.py                                  # sizes for two cores, every peer that is there
+    python benchmarks/step_table.py --workloads GPT-2 --peers "lazy bf16" "torch autocast" --rounds 9
+    python benchmarks/step_table.py --size full                      # published sizes, for one GPU
+
+Each contestant is a process of its own, in its own environment where it needs one (docs/benchmarks.md); they take
+turns, one step each, so that a machine that drifts drifts for all.  Printed and written to
+benchmarks/results/steps.{json,md} (and .png): medians, with the date, the machine and the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from results import RESULTS, plot, write_json, write_markdown
+from workloads import WORKLOADS
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent / "build"
+
+
+class Peer(NamedTuple):
+    """A way to train."""
+
+    module: str
+    """A file in `peers`."""
+    option: str
+    python: Path = Path(sys.executable)
+    environment: Mapping[str, str] = {}
+
+
+_TORCH_XLA = BUILD / "torch-xla-2.9" / "bin" / "python"
+_TORCHAX = BUILD / "torchax" / "bin" / "python"
+PEERS = {
+    "lazy fp32": Peer("lazy", "fp32"),
+    "lazy bf16": Peer("lazy", "bf16"),
+    "lazy bf16 captured": Peer("lazy", "captured"),
+    "torch fp32": Peer("native", "fp32"),
+    "torch autocast": Peer("native", "amp"),
+    "torch.compile autocast": Peer("native", "compile"),
+    "torch_xla fp32": Peer("torch_xla", "fp32", _TORCH_XLA, {"PJRT_DEVICE": "CPU"}),
+    "torch_xla autocast": Peer("torch_xla", "amp", _TORCH_XLA, {"PJRT_DEVICE": "CPU"}),
+    "torchax fp32": Peer("torchax", "fp32", _TORCHAX),
+    "torchax autocast": Peer("torchax", "amp", _TORCHAX),
+    "Flax fp32": Peer("by_hand", "fp32"),
+    "Flax bf16": Peer("by_hand", "bf16"),
+    "Flax, jmp bf16": Peer("by_hand", "jmp"),
+    "Flax, mpx bf16": Peer("by_hand", "mpx"),
+    "Flax, xla_amp.jax": Peer("by_hand", "autocast"),
+}
+
+
+class _Figure(NamedTuple):
+    """A column of the table: what of a contestant's record, and how it is written."""
+
+    heading: str
+    key: str
+    text: str
+    factor: float = 1.0
+
+
+FIGURES = (
+    _Figure("step ms", "step", "{:.1f}", 1e3),
+    _Figure("host ms", "host", "{:.2f}", 1e3),
+    _Figure("first steps s", "start", "{:.1f}"),
+    _Figure("executables", "executions", "{:g}"),
+    _Figure("host syncs", "host_syncs", "{:g}"),
+    _Figure("peak MiB", "peak_bytes", "{:.0f}", 2**-20),
+)
+
+
+class Contestant:
+    """The process of one peer."""
+
+    def __init__(self, peer: Peer, workload: str, size: str, threads: int) -> None:
+        environment = {**os.environ, **peer.environment, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+        environment.pop("PYTHONPATH", None)
+        cores = sorted(os.sched_getaffinity(0))[:threads]
+        # A pipe that nobody reads would fill up.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            [peer.python, HERE / "peer.py", peer.module, peer.option, workload, size],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=environment,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+
+    def ask(self, question: str) -> dict[str, Any]:
+        """The answer to "step" or "facts".
+
+        Raises:
+            RuntimeError: the process has ended, with the last line that it wrote.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None  # noqa: S101, PT018 - both are pipes
+        try:
+            print(question, file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            status = self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().strip().splitlines()
+            raise RuntimeError(said[-1] if said else f"exit status {status}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+        self._said.close()
+
+
+def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each peer did with a workload: medians, or ``{"failed": why}``."""
+    records: dict[str, dict[str, Any]] = {}
+    running: dict[str, Contestant] = {}
+    try:
+        for name in names:
+            if not PEERS[name].python.exists():
+                records[name] = {"failed": f"no environment {PEERS[name].python}"}
+                continue
+            contestant = running[name] = Contestant(PEERS[name], workload, options.size, options.threads)
+            try:  # one at a time: compilers want the whole machine
+                records[name] = {"start": sum(contestant.ask("step")["step"] for _ in range(3))}
+                contestant.ask("step")
+            except RuntimeError as error:
+                records[name] = {"failed": str(error)[:200]}
+                running.pop(name).close()
+        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
+        for _ in range(options.rounds):
+            for name, contestant in running.items():
+                samples[name].append(contestant.ask("step"))
+        for name, contestant in running.items():
+            records[name] |= {
+                key: None if samples[name][0][key] is None else statistics.median(s[key] for s in samples[name])
+                for key in ("step", "host")
+            }
+            records[name] |= contestant.ask("facts")
+    finally:
+        for contestant in running.values():
+            contestant.close()
+    return records
+
+
+def rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]], size: str) -> list[tuple[str, ...]]:
+    """The table, with each step's time relative to torch's own autocast."""
+    lines = []
+    for workload, records in results.items():
+        base = records.get("torch autocast", {}).get("step")
+        for name, record in records.items():
+            cells = [
+                figure.text.format(figure.factor * record[figure.key]) if record.get(figure.key) is not None else "-"
+                for figure in FIGURES
+            ]
+            ratio = f"{record['step'] / base:.2f}" if base and record.get("step") else "-"
+            label = f"{workload}: {WORKLOADS[size][workload].shape}"  # type: ignore[index]
+            lines.append((label, name, *cells, ratio, str(record.get("failed", ""))))
+    return lines
+
+
+def main() -> None:
+    """Runs the races and writes what they gave."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(WORKLOADS), default="small", help="small: for two cores (default)")
+    parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS["small"]), default=list(WORKLOADS["small"]))
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contestant")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that all are pinned to")
+    parser.add_argument("--name", default="steps", help="of the files in benchmarks/results")
+    parser.add_argument("--merge", action="store_true", help="keep what the files have of other workloads")
+    parser.add_argument("--no-plot", action="store_true")
+    options = parser.parse_args()
+    path = RESULTS / f"{options.name}.json"
+    results: dict[str, Any] = json.loads(path.read_text())["results"] if options.merge and path.exists() else {}
+    for workload in options.workloads:
+        results[workload] = race(workload, options.peers, options)
+        write_json(options.name, {"size": options.size, "threads": options.threads, "results": results})
+    headings = ("workload", "how", *(figure.heading for figure in FIGURES), "/ torch autocast", "")
+    write_markdown(options.name, headings, rows(results, options.size), __doc__.splitlines()[0])
+    if not options.no_plot:
+        panels = {
+            workload: {"step": {name: 1e3 * r["step"] for name, r in records.items() if r.get("step")}}
+            for workload, records in results.items()
+        }
+        plot(options.name, panels, "ms per step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What XLA's compilers say of a training step on TPUs and GPUs that are not here: ours, and by hand in Flax.
+
+    python benchmarks/targets_table.py [--models GPT-2 ResNet-50] [--targets v6e h100] [--layers 12]
+
+Nothing is run and nothing measured: seconds and bytes are XLA's own estimates, peak memory is what it allocates.  A
+step is forward, backward and update (AdamW for GPT-2, SGD with momentum for ResNet-50), state in place.  Rows are kept
+in benchmarks/results/targets.json as they come and those that are there are not compiled again (`--again` does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from absent import module_of, recorded
+from flax_peer import step_of
+from results import RESULTS, stamp, write_markdown
+from workloads import Workload, _gpt, _resnet
+
+import xla_amp
+from xla_amp.stablehlo import targets
+
+MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
+    "GPT-2": lambda options: Workload(name="GPT-2", **_gpt(4, 1024, layers=options.layers)),
+    "ResNet-50": lambda options: Workload(name="ResNet-50", **_resnet(64, 224)),
+}
+
+
+def lazy(workload: Workload, target: str, low: bool) -> str:
+    """The step on the lazy device, with the rules for the target."""
+    platform = targets.specification(target)["platform"]
+    with recorded(platform):
+        device = xla_amp.xla_device()
+        model = workload.torch_model().to(device)
+        if workload.optimizer == "sgd":
+            optimizer: Any = xla_amp.syncfree.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        else:
+            optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-4)
+        batch = [tensor.to(device) for tensor in workload.torch_batch()]
+
+        def step() -> torch.Tensor:
+            with xla_amp.autocast(device, dtype=torch.bfloat16, enabled=low):
+                loss = model(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return module_of(step, platform)
+
+
+def by_hand(workload: Workload, target: str, low: bool) -> str:
+    """The step in Flax and optax."""
+    step, state = step_of(workload, jnp.bfloat16 if low else jnp.float32, abstract=True)
+    batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in workload.flax_batch()]
+    return targets.lower(step, *state, *batch, target=target)
+
+
+VARIANTS: dict[str, Callable[[Workload, str], str]] = {
+    "lazy bf16": lambda workload, target: lazy(workload, target, True),
+    "Flax bf16": lambda workload, target: by_hand(workload, target, True),
+    "Flax fp32": lambda workload, target: by_hand(workload, target, False),
+    "lazy fp32": lambda workload, target: lazy(workload, target, False),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What XLA says of one variant of one model on one target."""
+
+    model: str
+    target: str
+    variant: str
+    seconds: float | None
+    unjudged: int
+    """Operations without an estimate, which `seconds` leaves out (on TPU the splitting of 64-bit inputs)."""
+    bytes_accessed: int | None
+    peak_memory: int
+    contractions: dict[str, int]
+    layers: int
+
+
+def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
+    """Compiles one variant."""
+    compiled = compilers.compile(VARIANTS[variant](MODELS[model](options), target), target)
+    seconds, unjudged = compiled.seconds, 0
+    if seconds is None and (said := re.search(r"its sum is (-[\d.e-]+)", compiled.seconds_why)):
+        # XLA takes one second off its sum for each operation that it cannot judge; steps take far less than one.
+        unjudged = -int(float(said[1]) // 1)
+        seconds = float(said[1]) + unjudged
+    kinds = {" ".join(kinds): count for kinds, count in sorted(compiled.contractions().items())}
+    return Row(
+        model=model,
+        target=target,
+        variant=variant,
+        seconds=seconds,
+        unjudged=unjudged,
+        bytes_accessed=compiled.bytes_accessed,
+        peak_memory=compiled.peak_memory,
+        contractions=kinds,
+        layers=options.layers,
+    )
+
+
+HEADINGS = (
+    *("model", "target", "variant", "est. ms", "GB accessed", "peak GiB", "time", "bytes", "memory"),
+    "contractions",
+)
+
+
+def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The rows as text, with each figure's ratio to that of the bf16 Flax model."""
+    by = {(row["model"], row["target"], row["variant"]): row for row in rows}
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["model"], targets.names().index(row["target"]), row["variant"])):
+        base = by.get((row["model"], row["target"], "Flax bf16"))
+
+        def ratio(name: str, row: dict[str, Any] = row, base: dict[str, Any] | None = base) -> str:
+            return f"{row[name] / base[name]:.2f}" if base and row[name] and base[name] else "-"
+
+        lines.append(
+            (
+                *(row[name] for name in ("model", "target", "variant")),
+                f"{1e3 * row['seconds']:.2f}" if row["seconds"] else "-",
+                f"{row['bytes_accessed'] / 1e9:.2f}" if row["bytes_accessed"] else "-",
+                f"{row['peak_memory'] / 2**30:.2f}",
+                *(ratio(name) for name in ("seconds", "bytes_accessed", "peak_memory")),
+                ", ".join(f"{count} x {kinds}" for kinds, count in row["contractions"].items()),
+            )
+        )
+    return lines
+
+
+def main() -> None:
+    """Compiles what is missing, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--targets", nargs="*", default=["v5e", "v5p", "v6e", "a100", "h100", "h200"])
+    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS)[:3])
+    parser.add_argument("--layers", type=int, default=12, help="blocks of GPT-2")
+    parser.add_argument("--again", action="store_true", help="compile rows that are there, too")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is started")
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # targets are compiled for by processes of their own
+    path, started = RESULTS / "targets.json", time.monotonic()
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    with targets.Compilers() as compilers:
+        for model in options.models:
+            for target in options.targets:
+                for variant in options.variants:
+                    if time.monotonic() - started > options.budget:
+                        break
+                    key = {"model": model, "target": target, "variant": variant, "layers": options.layers}
+                    have = [row for row in rows if key.items() <= row.items()]
+                    if have and not options.again:
+                        continue
+                    began = time.monotonic()
+                    row = dataclasses.asdict(measure(compilers, model, target, variant, options))
+                    rows = [each for each in rows if each not in have] + [row]
+                    path.write_text(json.dumps({"stamp": stamp(), "rows": rows}, indent=1) + "\n")
+                    print(*table([*rows])[0:0], *table([row])[0], f"({time.monotonic() - began:.0f} s)", flush=True)
+    write_markdown("targets", HEADINGS, table(rows), __doc__.splitlines()[0])
+
+
+if __name__ == "__main__":
+    main()

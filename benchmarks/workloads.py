@@ -1,0 +1,136 @@
+"""What the benchmarks train: models at a size for a small CPU, and at their published sizes for one GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import models
+import numpy as np
+import torch
+
+Size = Literal["small", "full"]
+
+
+def _images(batch: int, side: int, classes: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
+    return lambda rng: (rng.standard_normal((batch, 3, side, side), np.float32), rng.integers(classes, size=batch))
+
+
+def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
+    return lambda rng: tuple(rng.integers(vocabulary, size=(2, batch, time)))  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and the batch it learns from."""
+
+    name: str
+    shape: str
+    """The batch, for people."""
+    model: str
+    """A class of `models` and of `flax_models`."""
+    options: Mapping[str, Any]
+    """What both are made with."""
+    data: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
+    """NCHW images or tokens, and labels (int64)."""
+    optimizer: Literal["sgd", "adamw"]
+
+    def torch_model(self) -> torch.nn.Module:
+        """The model in PyTorch, with the weights of seed 0."""
+        torch.manual_seed(0)
+        made: torch.nn.Module = getattr(models, self.model)(**self.options)
+        return made
+
+    def flax_model(self, dtype: Any = None) -> Any:
+        """The same model by hand in Flax; `dtype` is Flax's own switch."""
+        import flax_models
+
+        return getattr(flax_models, self.model)(**self.options, **({} if dtype is None else {"dtype": dtype}))
+
+    def torch_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The batch as CPU tensors."""
+        x, y = self.data(np.random.default_rng(0))
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+    def flax_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """The batch as a JAX user has it: NHWC, int32."""
+        x, y = self.data(np.random.default_rng(0))
+        return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if x.ndim == 4 else x.astype(np.int32), y.astype(np.int32)
+
+
+def _gpt(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
+    config = models.GPTConfig(**sizes)
+    return {
+        "model": "GPT",
+        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
+        "options": {"config": config},
+        "data": _tokens(batch, time, config.vocabulary),
+        "optimizer": "adamw",
+    }
+
+
+def _bert(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
+    config = models.BERTConfig(**sizes)
+    return {
+        "model": "BERT",
+        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
+        "options": {"config": config},
+        "data": _tokens(batch, time, config.vocabulary),
+        "optimizer": "adamw",
+    }
+
+
+def _vit(batch: int, **sizes: Any) -> dict[str, Any]:
+    config = models.ViTConfig(**sizes)
+    return {
+        "model": "ViT",
+        "shape": f"{batch} images of {config.side} px, {config.layers} layers, width {config.width}",
+        "options": {"config": config},
+        "data": _images(batch, config.side, config.classes),
+        "optimizer": "adamw",
+    }
+
+
+def _lstm(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
+    config = models.LSTMConfig(**sizes)
+    return {
+        "model": "LSTM",
+        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
+        "options": {"config": config},
+        "data": _tokens(batch, time, config.vocabulary),
+        "optimizer": "adamw",
+    }
+
+
+def _resnet(batch: int, side: int, width: int = 64, classes: int = 1000) -> dict[str, Any]:
+    return {
+        "model": "ResNet50",
+        "shape": f"{batch} images of {side} px, width {width}",
+        "options": {"width": width, "classes": classes},
+        "data": _images(batch, side, classes),
+        "optimizer": "sgd",
+    }
+
+
+WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
+    size: {name: Workload(name=name, **row) for name, row in rows.items()}
+    for size, rows in {
+        # Steps of tenths of a second on two cores: real graphs, narrow or shallow.
+        "small": {
+            "ResNet-50": _resnet(8, 96),
+            "GPT-2": _gpt(2, 256, vocabulary=8192, context=256, layers=2),
+            "BERT": _bert(4, 128, vocabulary=8192, context=128, layers=2),
+            "ViT": _vit(4, side=112, layers=2),
+            "LSTM": _lstm(8, 32, vocabulary=4096, width=512),
+        },
+        "full": {
+            "ResNet-50": _resnet(256, 224),
+            "GPT-2": _gpt(16, 1024),
+            "BERT": _bert(32, 512),
+            "ViT": _vit(128),
+            "LSTM": _lstm(64, 128),
+        },
+    }.items()
+}
+"""Size -> name -> workload; "full" are the published models, at batches for one GPU."""
