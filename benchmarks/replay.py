@@ -1,7 +1,9 @@
 """Host time of a captured step, against recording it and against what JAX itself needs for the same buffers.
 
-The floor is one call of an executable that takes and returns arrays of the same shapes, with the same donations, and
-computes nothing.  The replay runs with that executable in the place of its own, so the difference is our Python alone.
+The floor is one turn of a JAX loop, ``state = step(state)``: a call of an executable that takes and returns arrays of
+the same shapes, with the same donations, and computes nothing, and letting go of the arrays it replaced.  The replay
+runs with that executable in the place of its own, so the difference is our Python alone.  Times are processor time of
+the calling thread, so that other programs on the machine do not count.
 
     python benchmarks/replay.py [--rounds 50] [--json]
 """
@@ -17,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from host_time import gpt2, resnet
 from timing import interleaved, machine
@@ -43,6 +46,18 @@ def empty_program(program: Program) -> Any:
         return results
 
     return jax.jit(nothing, donate_argnums=0, keep_unused=True)
+
+
+def successors(donated: list[Any], program: Program) -> list[int]:
+    """Which output takes the place of each donated input in the next turn of the loop."""
+    with compat.x64():
+        spare = dict(enumerate(jax.eval_shape(program.call, *program.abstract)))
+    places = []
+    for array in donated:
+        place = next(i for i, x in spare.items() if x.shape == array.shape and x.dtype == array.dtype)
+        places.append(place)
+        del spare[place]
+    return places
 
 
 def step_of(make: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
@@ -88,35 +103,33 @@ def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]]
     nothing = empty_program(program)
     with compat.x64():
         zeros = [[jnp.zeros(of.shape, of.dtype) for of in part] for part in program.abstract[:2]]
-        numbers = [jnp.zeros(of.shape, of.dtype) for of in program.abstract[2:]]
+        numbers = [np.zeros(of.shape, of.dtype) for of in program.abstract[2:]]
+    places = successors(zeros[0], program)
     buffers = len(program.abstract[0]) + len(program.abstract[1])
 
     def floor() -> float:
         with compat.x64():
-            start = time.perf_counter()
+            start = time.thread_time()
             outputs = nothing(*zeros, *numbers)
-            elapsed = time.perf_counter() - start
+            zeros[0] = [outputs[place] for place in places]
+            elapsed = time.thread_time() - start
         jax.block_until_ready(outputs)
-        spare = list(outputs)
-        for index, array in enumerate(zeros[0]):  # the donated ones came back as outputs
-            place = next(i for i, x in enumerate(spare) if x.shape == array.shape and x.dtype == array.dtype)
-            zeros[0][index] = spare.pop(place)
         return elapsed
 
     def replayed() -> float:
         replay.program = dataclasses.replace(program, call=nothing)
-        start = time.perf_counter()
+        start = time.thread_time()
         compiled(*batch)
-        elapsed = time.perf_counter() - start
+        elapsed = time.thread_time() - start
         replay.program = program
         xla_amp.sync(wait=True)
         return elapsed
 
     def recorded() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         step(*batch)
         xla_amp.sync()
-        elapsed = time.perf_counter() - start
+        elapsed = time.thread_time() - start
         xla_amp.sync(wait=True)
         return elapsed
 

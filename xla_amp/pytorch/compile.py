@@ -132,7 +132,7 @@ class Compiled:
         around = self._around
         assert around is not None  # noqa: S101  (set by the caller)
         key = (tree, *_signature(leaves), *_modes())
-        values, absent = around.values(), [p.grad is None for p in around.parameters]
+        values, absent = around.values(), around.absent()
         plans = self._plans.setdefault(key, [])
         for plan in plans:
             if plan.values == values and plan.absent == absent:
@@ -421,6 +421,10 @@ class _Plan:
         replay = Replay(earlier, run, watch.begin, watch.end, arguments)
         self._explain_numbers(earlier_call, earlier, call, run)
         self._call, self._settings, self._reads = call, call.settings(), call.reads()
+        self._readers = list(self._reads.values())
+        self._read: list[float] | None = None
+        self._ready: Any = None
+        self._is_uploaded = False
         self._scalers = [scaler for scaler in around.found if isinstance(scaler, torch.amp.GradScaler)]
         self._growth = [_growth(scaler) for scaler in self._scalers]
         self._grads = [(p, grad) for p, grad in changed if grad is not None]
@@ -475,7 +479,7 @@ class _Plan:
             return _STALE
         if any(evaluate(test, reads) != outcome for test, outcome in self._call.ledger.conditions.items()):
             return _STALE
-        floats = self._numbers()
+        floats = self._numbers_to_run()
         cut.cut()
         arguments = [capture.argument_buffer(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         values = None if floats is None or self._replay is None else self._replay.run(arguments, floats)
@@ -489,7 +493,6 @@ class _Plan:
             parameter.grad = None
         return tree_unflatten([output.now(values, leaves) for output in self._outputs], self._tree)
 
-
     def _numbers(self) -> np.ndarray | None:
         """The lifted numbers with the hyperparameters as they are now.
 
@@ -502,6 +505,16 @@ class _Plan:
                 return None
             floats[places] = numbers.pop()
         return floats
+
+    def _numbers_to_run(self) -> Any:
+        """`_numbers` for the program; those of the last call, on the device, while no hyperparameter changes."""
+        now = [read() for read in self._readers]
+        if now != self._read:
+            self._read, self._ready = now, self._numbers()
+            self._is_uploaded = False
+        elif not self._is_uploaded and self._ready is not None:
+            self._ready, self._is_uploaded = capture.uploaded(self._ready), True
+        return self._ready
 
 
 def _growth(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
-from operator import itemgetter
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -37,7 +38,11 @@ class Surroundings:
         self._containers: list[tuple[str, Any]] = []
         self._function(function, 0)
         self.parameters = list(dict.fromkeys(p for module in self.modules for p in module.parameters(recurse=False)))
-        self._readers = [(label, _names(space), space) for label, space in self._namespaces]
+        named = [(label, *_names(space), space) for label, space in self._namespaces]
+        self._fields = [(label, names) for label, names, _, _ in named if names]
+        # Read before each replay: two lists for one C call over both.
+        self._readers = [read for _, names, read, _ in named if names]
+        self._spaces = [space for _, names, _, space in named if names]
 
     # -- finding -------------------------------------------------------------------------------------------------
 
@@ -98,8 +103,12 @@ class Surroundings:
         """The plain values now, for comparing with an earlier list by ``==``."""
         values: list[Any] = [_plain(_content(cell)) for _, cell in self._cells]
         values += [_plain(space.get(name)) for space, name in self._globals]
-        values += [read(space) for _, (_, read), space in self._readers]
+        values += map(call, self._readers, self._spaces)
         return values
+
+    def absent(self) -> list[bool]:
+        """Which parameters have no gradient now."""
+        return list(map(is_, map(_grad, self.parameters), itertools.repeat(None)))
 
     def sizes(self) -> list[int]:
         """Lengths of the containers now."""
@@ -125,7 +134,10 @@ class Surroundings:
     def _labels(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield from ((name, ()) for name, _ in self._cells)
         yield from ((name, ()) for _, name in self._globals)
-        yield from ((label, names) for label, (names, _), _ in self._readers)
+        yield from self._fields
+
+
+_grad = attrgetter("grad")
 
 
 def _content(cell: Any) -> Any:

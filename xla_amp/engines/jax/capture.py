@@ -12,13 +12,14 @@ import dataclasses
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, call, itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from xla_amp.engines.jax import compat, cut, random, storage, transfer
+from xla_amp.engines.jax import compat, cut, mesh, random, runtime, storage, transfer
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import Program, steps
 from xla_amp.engines.jax.tape import Buffer, Lost, Spec, new_weakref, tape
@@ -193,8 +194,13 @@ class Replay:
         self._constants: list[Buffer] = []
         self._arguments: list[tuple[int, int]] = []
         self._sources = self._classify(earlier, later, arguments)
-        self._targets = list(zip(later.targets, later.program.outputs, strict=True))
-        self._kept_place = {leaf: place for place, leaf in enumerate(later.program.kept)}
+        self._targets = list(later.targets)
+        # A replay touches every array, so what it does for each of them is one C call over all: these say which.
+        self._kept, self._donated = _picker(later.program.kept), _picker(later.program.donated)
+        place_in_kept = {leaf: place for place, leaf in enumerate(later.program.kept)}
+        computed = len({place for place in later.program.outputs if place >= 0})
+        self._results = _picker([at if at >= 0 else computed + place_in_kept[~at] for at in later.program.outputs])
+        self._words: tuple[int, ...] | None = None
         seed, offset = begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
         if end[0] != seed:
@@ -230,63 +236,71 @@ class Replay:
 
     def place_of(self, buffer: Buffer) -> int | None:
         """Where among the program's targets `buffer` is, or None."""
-        return next((place for place, (ref, _) in enumerate(self._targets) if ref() is buffer), None)
+        return next((place for place, ref in enumerate(self._targets) if ref() is buffer), None)
 
     def values(self) -> list[Any]:
         """What the targets hold now (None for one that nobody holds any more)."""
-        return [None if (buffer := ref()) is None else buffer.array for ref, _ in self._targets]
+        return [None if (buffer := ref()) is None else buffer.array for ref in self._targets]
 
     def keeps(self, buffer: Buffer) -> bool:
         """Whether `buffer` is an input that lives on from call to call."""
         return any(ref() is buffer for ref in self._sources)
 
-    def run(self, arguments: Sequence[Buffer], floats: np.ndarray) -> list[jax.Array] | None:
+    def run(self, arguments: Sequence[Buffer], floats: Any) -> list[jax.Array] | None:
         """Runs the program; returns the arrays of all its targets, or None when a value it needs is no longer there.
 
         Args:
             arguments: buffers of the tensor arguments.
-            floats: the lifted numbers, float64.
+            floats: the lifted numbers, float64, of NumPy or `uploaded`.
 
         Raises:
             StepFailedError: a value that it needs was lost in a failed step.
         """
-        buffers = [ref() for ref in self._sources]
+        buffers = list(map(call, self._sources))
         for leaf, index in self._arguments:
             buffers[leaf] = arguments[index]
         if None in buffers:
             return None
-        arrays = [buffer.array for buffer in buffers]
+        arrays = list(map(_array, buffers))
         program = self.program
         kinds = set(map(type, arrays))
         if Lost in kinds:
             raise StepFailedError(next(array.reason for array in arrays if type(array) is Lost))
         if type(None) in kinds:
             return None
-        kept = [arrays[index] for index in program.kept]
-        donated = [arrays[index] for index in program.donated]
+        kept, donated = self._kept(arrays), self._donated(arrays)
         del arrays
-        for place, count in enumerate(cut.reference_counts(donated)):
-            if count > cut.ALONE + 1:  # somebody beside its buffer holds it: a copy of the tensor, a read under way
-                donated[place] = donated[place].copy()
+        counts = cut.reference_counts(donated)
+        if max(counts, default=0) > cut.ALONE + 1:
+            for place, count in enumerate(counts):
+                if count > cut.ALONE + 1:  # somebody beside its buffer holds it: a copy of the tensor, a read under way
+                    donated[place] = donated[place].copy()
         seed, offset = random.state()
-        words = [word for s, at in self._streams for word in ((seed, offset + at) if s is None else (s, at))]
-        ints = np.array([*words, *self.ints], np.int64)
         try:
             with compat.x64():
-                outputs = cut.dispatch(program, donated, kept, floats, ints)
+                outputs = cut.dispatch(program, donated, kept, floats, self._whole_numbers(seed, offset))
         except Exception as error:
             raise self._failed(buffers, error) from error
         metrics.executions += 1
         metrics.operations += program.operations
-        random.set_state(seed, offset + self._advance)
-        cut.note([ref for ref, _ in self._targets])
-        place_in_kept = self._kept_place
-        values = [outputs[at] if at >= 0 else kept[place_in_kept[~at]] for _, at in self._targets]
-        for (ref, _), value in zip(self._targets, values, strict=True):
-            if (buffer := ref()) is not None:
+        if self._advance:
+            random.set_state(seed, offset + self._advance)
+        cut.note(self._targets)
+        values = self._results([*outputs, *kept])
+        for buffer, value in zip(map(call, self._targets), values, strict=True):
+            if buffer is not None:
                 buffer.array = value
         return values
 
+    def _whole_numbers(self, seed: int, offset: int) -> Any:
+        """The random streams and the lifted whole numbers; those of the last call where they are the same."""
+        words = tuple(word for s, at in self._streams for word in ((seed, offset + at) if s is None else (s, at)))
+        if words != self._words:
+            self._words, self._ints = words, np.array([*words, *self.ints], np.int64)
+            self._uploaded = None
+        elif self._uploaded is None:
+            self._uploaded = uploaded(self._ints)
+        return self._ints if self._uploaded is None else self._uploaded
 
     @staticmethod
     def _failed(buffers: list[Any], error: Exception) -> StepFailedError:
@@ -295,6 +309,29 @@ class Replay:
             if isinstance(buffer.array, jax.Array) and buffer.array.is_deleted():
                 buffer.array = Lost(f"this tensor's memory was handed to a step that then failed: {reason}")
         return StepFailedError(reason)
+
+
+_array = attrgetter("array")
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """What gives the items at `places`, in one call."""
+    if len(places) < 2:  # `itemgetter` of one gives no tuple
+        return lambda items: [items[place] for place in places]
+    getter = itemgetter(*places)
+    return lambda items: list(getter(items))
+
+
+def uploaded(numbers: np.ndarray) -> Any:
+    """Lifted numbers as an array of the device, for calls that have the same ones again; on a mesh as they are.
+
+    The array is not committed to the device: to JAX a committed one would be another kind of argument, and a reason to
+    compile again.
+    """
+    if mesh.active is not None:
+        return numbers
+    with compat.x64(), jax.default_device(runtime.jax_device()):
+        return jax.device_put(numbers)
 
 
 _nobody = Buffer(None)  # type: ignore[arg-type]

@@ -149,7 +149,8 @@ def _run() -> None:
 
 def note(targets: list[weakref.ref[Buffer]]) -> None:
     """Remembers what the newest program gives values to, for ``sync(wait=True)``."""
-    _newest[:] = targets
+    global _newest
+    _newest = targets
 
 
 def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
@@ -188,8 +189,7 @@ def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> N
 
 def reference_counts(items: list[Any]) -> list[int]:
     """How many references each item has; `ALONE` for one that only the list holds."""
-    count = sys.getrefcount
-    return [count(item) for item in items]
+    return list(map(sys.getrefcount, items))
 
 
 # References that a list holds and `_counts` adds while it looks; Python versions differ in the second part.
