@@ -26,14 +26,14 @@ def install() -> None:
     if _replaced:
         return
     for name in (FUSED, CAPTURABLE):
-        plain = getattr(optimizers, name)
+        plain: Callable[..., list[str]] = getattr(optimizers, name)
 
         def with_xla(*args: Any, plain: Callable[..., list[str]] = plain, **kwargs: Any) -> list[str]:
             devices = plain(*args, **kwargs)
             return devices if DEVICE_TYPE in devices else [*devices, DEVICE_TYPE]
 
         for module in [m for n, m in sys.modules.items() if n.startswith("torch.optim.")]:
-            if vars(module).get(name) is plain:
+            if getattr(module, name, None) == plain:
                 setattr(module, name, with_xla)
                 _replaced.append((module, name, plain))
 
