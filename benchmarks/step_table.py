@@ -2,6 +2,7 @@
 
     python benchmarks/step_table.py                                  # sizes for two cores, every peer that is there
     python benchmarks/step_table.py --workloads GPT-2 --peers "lazy bf16" "torch autocast" --rounds 9
+    python benchmarks/step_table.py --size tiny --name host          # the host's time, without arithmetic
     python benchmarks/step_table.py --size full                      # published sizes, for one GPU
 
 Each contestant is a process of its own, in its own environment where it needs one (docs/benchmarks.md); they take
@@ -176,7 +177,9 @@ def rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]], size: str) -> l
 def main() -> None:
     """Runs the races and writes what they gave."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(WORKLOADS), default="small", help="small: for two cores (default)")
+    parser.add_argument(
+        "--size", choices=list(WORKLOADS), default="small", help="tiny: the host's time; small: for two cores (default)"
+    )
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS["small"]), default=list(WORKLOADS["small"]))
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contestant")
@@ -188,6 +191,8 @@ def main() -> None:
     path = RESULTS / f"{options.name}.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if options.merge and path.exists() else {}
     for workload in options.workloads:
+        if workload not in WORKLOADS[options.size]:
+            continue
         results[workload] = race(workload, options.peers, options)
         write_json(options.name, {"size": options.size, "threads": options.threads, "results": results})
     headings = ("workload", "how", *(figure.heading for figure in FIGURES), "/ torch autocast", "")

@@ -1,4 +1,4 @@
-"""What the benchmarks train: models at a size for a small CPU, and at their published sizes for one GPU."""
+"""What the benchmarks train: models at sizes for the host's time, for a small CPU, and as published for one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import models
 import numpy as np
 import torch
 
-Size = Literal["small", "full"]
+Size = Literal["tiny", "small", "full"]
 
 
 def _images(batch: int, side: int, classes: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
@@ -116,6 +116,11 @@ def _resnet(batch: int, side: int, width: int = 64, classes: int = 1000) -> dict
 WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
     size: {name: Workload(name=name, **row) for name, row in rows.items()}
     for size, rows in {
+        # The published graphs with next to no arithmetic: what is left is the host's time.
+        "tiny": {
+            "ResNet-50": _resnet(2, 32, width=4, classes=10),
+            "GPT-2": _gpt(2, 8, vocabulary=64, context=8, width=24),
+        },
         # Steps of tenths of a second on two cores: real graphs, narrow or shallow.
         "small": {
             "ResNet-50": _resnet(8, 96),
@@ -133,4 +138,4 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
         },
     }.items()
 }
-"""Size -> name -> workload; "full" are the published models, at batches for one GPU."""
+"""Size -> name -> workload: for the host's time, for a small CPU, and as published, at batches for one GPU."""
