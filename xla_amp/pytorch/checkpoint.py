@@ -103,9 +103,9 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     layouts = {name: _layouts(value) for name, value in state.items()}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     marked: list[Any] = []
-    where: tuple[Any, ...]
-    for where, leaf in leaves:
+    for keys, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            where: Any = keys
             layout = layouts.get(where[0].key, _nowhere)(where[1:], leaf)
             home = mesh.home()
             sharding = layout or (SingleDeviceSharding(home) if isinstance(home, jax.Device) else home)
