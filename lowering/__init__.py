@@ -7,6 +7,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     activation,
     amp,
     attention,
+    bits,
     complex_numbers,
     contraction,
     convolution,
@@ -17,6 +18,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     factory,
     foreach,
     fourier,
+    fractional_pooling,
     grouped,
     indexing,
     linalg,
@@ -28,6 +30,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     random_numbers,
     recurrent,
     reduction,
+    segments,
     shape,
     special,
 )

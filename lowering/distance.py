@@ -68,8 +68,12 @@ def cdist(x: jax.Array, y: jax.Array, p: float, compute_mode: int | None) -> jax
 
 
 @register("_cdist_backward")
-def cdist_backward(grad: jax.Array, x: jax.Array, y: jax.Array, p: float, distance: jax.Array) -> jax.Array:
-    """The gradient of x, with the batch dimensions of both."""
+def cdist_backward(
+    grad: jax.Array, x: jax.Array, y: jax.Array, p: float, distance: jax.Array, *, out: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """The gradient of x, with the batch dimensions of both; where there is no distance at all, zeros like x."""
+    if not distance.size:
+        return jnp.zeros(out.shape, x.dtype)
     difference = x[..., :, None, :] - y[..., None, :, :]
     return jnp.sum(_slope(difference, distance[..., None], grad[..., None], p), -2)
 

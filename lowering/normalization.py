@@ -198,6 +198,41 @@ def batch_norm_without_statistics(
     return native_batch_norm(x, weight, bias, None, None, True, momentum, eps, outs=outs)
 
 
+@register("_batch_norm_with_update", mutates=("running_mean", "running_var"), lifted=("momentum",))
+def batch_norm_with_update(
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    running_mean: jax.Array,
+    running_var: jax.Array,
+    momentum: Any,
+    eps: float,
+    *,
+    outs: Sequence[jax.ShapeDtypeStruct],
+) -> list[jax.Array]:
+    """`native_batch_norm` in training, with what a vendor's library would keep for its gradient: nothing."""
+    results = native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps, outs=outs)
+    return [*results[:3], jnp.zeros((0,), np.uint8), *results[3:]]
+
+
+@register("batch_norm_backward")
+def batch_norm_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    weight: jax.Array,
+    running_mean: jax.Array | None,
+    running_var: jax.Array | None,
+    save_mean: jax.Array | None,
+    save_var: jax.Array | None,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: jax.Array,
+) -> Gradients:
+    saved = (save_mean, save_var)  # of which the second is the inverse deviation
+    return native_batch_norm_backward(grad, x, weight, running_mean, running_var, *saved, update, eps, output_mask)
+
+
 @register("native_batch_norm_backward")
 def native_batch_norm_backward(
     grad: jax.Array,

@@ -93,7 +93,7 @@ def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
     return position
 
 
-def _scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
+def scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
     """`grad` added up at flat spatial `indices` of an array shaped like `x`."""
     planes, places = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
     empty = jnp.zeros((planes, places), opmath(grad.dtype))
@@ -142,7 +142,7 @@ def _max_pool_backward(
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding, dilation)
     kernel = [axis_map.index.shape[1] for axis_map in maps]
     if math.prod(kernel) > _TAPS:
-        return _scattered(grad, x, indices, rank)
+        return scattered(grad, x, indices, rank)
     grad = up(grad)
     total = jnp.zeros(x.shape, grad.dtype)
     for taps in np.ndindex(*kernel):
@@ -278,12 +278,12 @@ def adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Arr
 
 @register("adaptive_max_pool2d_backward")
 def adaptive_max_pool2d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return _scattered(grad, x, indices, 2)
+    return scattered(grad, x, indices, 2)
 
 
 @register("adaptive_max_pool3d_backward")
 def adaptive_max_pool3d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return _scattered(grad, x, indices, 3)
+    return scattered(grad, x, indices, 3)
 
 
 def _unpooled(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:

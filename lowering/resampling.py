@@ -235,7 +235,7 @@ def _sampled(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: 
     return result.reshape(*image.shape[:2], *grid.shape[1:-1])
 
 
-@register("grid_sampler_2d", "grid_sampler_3d")
+@register("_grid_sampler_2d_cpu_fallback", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(
     image: jax.Array, grid: jax.Array, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> jax.Array:
@@ -257,3 +257,10 @@ def grid_sampler_backward(
 
     grad_image, grad_grid = jax.vjp(sampled, up(image), up(grid))[1](up(grad))
     return grad_image if output_mask[0] else None, grad_grid
+
+
+@register("_grid_sampler_2d_cpu_fallback_backward")
+def grid_sampler_cpu_fallback_backward(
+    grad: jax.Array, image: jax.Array, grid: jax.Array, *codes: Any
+) -> tuple[jax.Array | None, jax.Array]:
+    return grid_sampler_backward(grad, image, grid, *codes, output_mask=(True, True))

@@ -148,7 +148,73 @@ def _spherical_j0(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), 0, jnp.where(x == 0, 1, jnp.sin(x) / jnp.where(x == 0, 1, x)))
 
 
+# -- Airy's function --------------------------------------------------------------------------------------------------
+
+_AIRY_STEPS = 64
+_AIRY_SERIES = 12
+_AIRY_NEAR = 1.0
+"""Up to this size of x the power series loses nothing to cancellation."""
+
+
+def _airy_start(x: jax.Array) -> jax.Array:
+    """The two power series [9.4.1]."""
+    first, second = 0.355028053887817239, 0.258819403792806798  # Ai(0) and -Ai'(0) [9.2.3, 9.2.4]
+    even, odd, cube = jnp.full_like(x, first), second * x, x * x * x
+    total = even - odd
+    for k in range(1, _AIRY_SERIES):
+        even, odd = even * cube / ((3 * k - 1) * 3 * k), odd * cube / (3 * k * (3 * k + 1))
+        total = total + (even - odd)
+    return total
+
+
+def _airy_decaying(x: jax.Array) -> jax.Array:
+    """For x > 0, by the integral of K of order 1/3 [9.6.2, 10.32.9]."""
+    zeta = 2 / 3 * x * jnp.sqrt(x)
+    step = jnp.arccosh(1 + _DECAY / zeta) / _AIRY_STEPS
+    t = step[..., None] * np.arange(_AIRY_STEPS + 1, dtype=x.dtype)
+    weight = np.ones(_AIRY_STEPS + 1, x.dtype)
+    weight[0] = 0.5
+    half = jnp.sinh(t / 2)
+    integrand = jnp.exp(-2 * zeta[..., None] * half * half) * jnp.cosh(t / 3)
+    return jnp.sqrt(x / 3) / np.pi * jnp.exp(-zeta) * step * jnp.sum(weight * integrand, -1)
+
+
+def _airy_oscillating(size: jax.Array) -> jax.Array:
+    """For x = -size, by the integral [9.5.1] along the path of steepest descent through its saddle at sqrt(size).
+
+    With s = sqrt(size) and zeta = 2/3 s^3 the path is 2 s cosh(y / 3 + i pi / 3), y = a - i atan(sinh a), on which the
+    exponent is -i zeta - zeta sinh a tanh a; points a and -a are taken together.
+    """
+    root = jnp.sqrt(size)
+    zeta = 2 / 3 * size * root
+    step = jnp.arcsinh(jnp.sqrt(_DECAY / zeta) + _DECAY / zeta) / _AIRY_STEPS
+    a = step[..., None] * np.arange(_AIRY_STEPS + 1, dtype=size.dtype)
+    weight = np.ones(_AIRY_STEPS + 1, size.dtype)
+    weight[0] = 0.5
+    turned = jnp.arctan(jnp.sinh(a))
+    # sinh(i pi / 3 + y / 3) (1 - i / cosh a), at a and -a: real and imaginary parts
+    decay = weight * jnp.exp(-zeta[..., None] * jnp.sinh(a) * jnp.tanh(a))
+    slope = 1 / jnp.cosh(a)
+    parts = []
+    for sign in (1, -1):
+        angle = np.pi / 3 - sign * turned / 3
+        real, imaginary = sign * jnp.sinh(a / 3) * jnp.cos(angle), jnp.cosh(a / 3) * jnp.sin(angle)
+        parts.append((real + imaginary * slope, imaginary - real * slope))
+    real, imaginary = (step * jnp.sum(decay * (p + q), -1) for p, q in zip(*parts, strict=True))
+    return 2 / 3 * root / np.pi * (jnp.cos(zeta) * real + jnp.sin(zeta) * imaginary)
+
+
+def _airy(x: jax.Array) -> jax.Array:
+    """Ai(x); NaN at both infinities, as in torch."""
+    size = jnp.abs(x)
+    far = jnp.where(size > _AIRY_NEAR, size, _AIRY_NEAR)
+    value = jnp.where(x > 0, _airy_decaying(far), _airy_oscillating(far))
+    value = jnp.where(size > _AIRY_NEAR, value, _airy_start(jnp.clip(x, -_AIRY_NEAR, _AIRY_NEAR)))
+    return jnp.where(jnp.isfinite(x), value, jnp.nan)
+
+
 UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "special_airy_ai": _airy,
     "special_bessel_j0": _bessel(0, False),
     "special_bessel_j1": _bessel(1, False),
     "special_bessel_y0": _bessel(0, True),

@@ -33,6 +33,7 @@ DTYPES: dict[torch.dtype, np.dtype] = {
     torch.int16: np.dtype(np.int16),
     torch.int8: np.dtype(np.int8),
     torch.uint8: np.dtype(np.uint8),
+    torch.uint64: np.dtype(np.uint64),
     torch.bool: np.dtype(np.bool_),
 }
 

@@ -69,9 +69,12 @@ def test_batch_norm(shape: tuple[int, ...], training: bool, dtype: torch.dtype, 
     arguments = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
     check("native_batch_norm", *arguments, **options(dtype))
     check("_native_batch_norm_legit", *arguments, **options(dtype))
+    if arguments[5]:
+        check("_batch_norm_with_update", *arguments[:5], *arguments[6:], **options(dtype))
     _, save_mean, save_rstd = aten.native_batch_norm(x, weight, bias, mean.clone(), variance.clone(), *arguments[5:])
     backward = (sample(*shape, dtype=dtype, seed=3), x, weight, mean, variance, save_mean, save_rstd, training, 1e-5)
     check("native_batch_norm_backward", *backward, [True] * 3, **options(dtype))
+    check("batch_norm_backward", *backward, [True] * 3, torch.zeros(0, dtype=torch.uint8), **options(dtype))
 
 
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
@@ -131,7 +134,7 @@ ROWS = [
 ELSEWHERE = (
     *("native_layer_norm", "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward"),
     *("native_batch_norm", "native_batch_norm_backward", "_native_batch_norm_legit"),
-    "_native_batch_norm_legit.no_stats",
+    *("_native_batch_norm_legit.no_stats", "_batch_norm_with_update", "batch_norm_backward"),
 )
 
 

@@ -213,6 +213,12 @@ def test_grid_sampler(mode: int, padding: int, align: bool) -> None:
     check("grid_sampler_2d_backward", grad, x, grid, mode, padding, align, [True, True])
 
 
+def test_grid_sampler_under_its_other_name() -> None:
+    x, grid = sample(2, 3, 5, 6, dtype=F32), sample(2, 4, 7, 2, dtype=F32, low=-1.6, high=1.6, seed=5)
+    check("_grid_sampler_2d_cpu_fallback", x, grid, 0, 1, True)
+    check("_grid_sampler_2d_cpu_fallback_backward", sample(2, 3, 4, 7, dtype=F32, seed=7), x, grid, 0, 1, True)
+
+
 def test_grid_sampler_3d() -> None:
     x = sample(1, 2, 5, 6, 4, dtype=F64)
     grid = sample(1, 4, 3, 2, 3, dtype=F64, low=-1.6, high=1.6, seed=5)

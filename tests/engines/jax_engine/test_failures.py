@@ -158,6 +158,25 @@ def test_an_operation_without_a_lowering_says_what_to_do(device: torch.device) -
     assert (x + 1).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("form", ["parts.out", "parts_.number", "parts.number_out"])
+def test_the_advice_names_the_functional_form(device: torch.device, form: str) -> None:
+    if not hasattr(torch.ops.lazy_failures, "parts"):
+        LIBRARY.define("parts(Tensor x) -> Tensor")
+        LIBRARY.define("parts.number(Tensor x, Scalar k) -> Tensor")
+        LIBRARY.define("parts_.number(Tensor(a!) x, Scalar k) -> Tensor(a!)")
+        LIBRARY.define("parts.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+        LIBRARY.define("parts.number_out(Tensor x, Scalar k, *, Tensor(a!) out) -> Tensor(a!)")
+    base, _, overload = form.partition(".")
+    x = torch.ones(3).to(device)
+    number = () if "number" not in form else (2,)
+    keywords = {"out": torch.empty_like(x)} if "out" in form else {}
+    with pytest.raises(MissingLoweringError) as caught:
+        getattr(getattr(torch.ops.lazy_failures, base), overload)(x, *number, **keywords)
+    functional = "lazy_failures::parts.number" if number else "lazy_failures::parts"
+    assert f'register("{functional}")' in str(caught.value)
+    assert f"the operation lazy_failures.{form} has no lowering" in str(caught.value)
+
+
 def test_the_advice_works(device: torch.device) -> None:
     LIBRARY.define("advised(Tensor x, Scalar k) -> Tensor")
     LIBRARY.impl("advised", lambda x, k: torch.empty_like(x), "Meta")

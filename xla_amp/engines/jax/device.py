@@ -237,10 +237,27 @@ def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _registered_name(operator: Any) -> str:
-    """The operator's name as `xla_amp.lowering.register` takes it."""
-    library, _, name = operator._schema.name.partition("::")
-    overload = operator._schema.overload_name
+    """The name under which `xla_amp.lowering.register` takes the operator: that of its functional form.
+
+    The in-place and ``out=`` forms then follow by themselves (`_derived`).
+    """
+    schema = _functional_form(operator)._schema
+    library, _, name = schema.name.partition("::")
+    overload = schema.overload_name
     return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
+
+
+def _functional_form(operator: Any) -> Any:
+    """The overload of the same arguments that writes none of them; the operator itself where there is none."""
+    library, _, name = operator._schema.name.partition("::")
+    wanted = infer.functional_arguments(operator)
+    for base in (name, name.removesuffix("_")):
+        packet = getattr(getattr(torch.ops, library), base, None)
+        for overload in packet.overloads() if operator._schema.is_mutable and packet is not None else ():
+            candidate = getattr(packet, overload)
+            if not candidate._schema.is_mutable and infer.functional_arguments(candidate) == wanted:
+                return candidate
+    return operator
 
 
 def _decompositions() -> Any:

@@ -191,6 +191,34 @@ def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tupl
     return x.new_empty((bins,)), x.new_empty((bins + 1,))
 
 
+@_of("_histogramdd_bin_edges")
+def _edges_of_equal_bins(x: torch.Tensor, bins: list[int], **_: Any) -> list[torch.Tensor]:
+    if len(bins) != x.shape[-1]:
+        raise RuntimeError(f"histogramdd expects one number of bins for each of {x.shape[-1]} columns, got {bins}")
+    return [x.new_empty((count + 1,)) for count in bins]
+
+
+@_of("_histogramdd_from_bin_cts")
+def _histogram_of_points_in_equal_bins(x: torch.Tensor, bins: list[int], **_: Any) -> torch.Tensor:
+    return x.new_empty(bins)
+
+
+@_of("_histogramdd_from_bin_tensors")
+def _histogram_of_points(x: torch.Tensor, bins: list[torch.Tensor], **_: Any) -> torch.Tensor:
+    return x.new_empty([edges.shape[0] - 1 for edges in bins])
+
+
+@_of("_grid_sampler_2d_cpu_fallback")
+def _grid_sampler(image: torch.Tensor, grid: torch.Tensor, *codes: Any) -> torch.Tensor:
+    return image.new_empty((*image.shape[:2], *grid.shape[1:3]))
+
+
+@_of("_grid_sampler_2d_cpu_fallback_backward")
+@_of("fractional_max_pool3d_backward")
+def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, other: Any, *rest: Any) -> Any:
+    return (torch.empty_like(x), torch.empty_like(other)) if isinstance(other, torch.Tensor) else torch.empty_like(x)
+
+
 # -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
 
 

@@ -1,0 +1,38 @@
+"""Mantissas, exponents and hashes against torch on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from harness import check, row, run, sample, untested
+
+EDGES = [0.0, -0.0, 1.0, -1.5, 3e38, -7e-30, math.inf, -math.inf, math.nan]
+
+ROWS = [
+    row("frexp.Tensor", "fdhb", lambda dtype: (torch.tensor(EDGES).to(dtype),), rtol=0, atol=0),
+    row("hash_tensor", "fdhbiut", lambda dtype: (sample(3, 4, dtype=dtype),)),
+    row("hash_tensor", "fi", lambda dtype: (sample(3, 4, dtype=dtype), [1]), keepdim=True),
+    row("hash_tensor", "fi", lambda dtype: (sample(3, 4, 2, dtype=dtype), [0, -1])),
+    row("hash_tensor", "i", lambda dtype: (sample(dtype=dtype),)),
+]
+
+
+@pytest.mark.parametrize("sample_call", ROWS)
+def test_against_torch(sample_call):
+    sample_call.check()
+
+
+def test_every_operation_has_a_row():
+    assert untested(["bits"], ROWS) == []
+
+
+def test_a_hash_sees_one_bit():
+    x = sample(64)
+    other = x.clone()
+    other[17] = torch.nextafter(x[17], torch.tensor(9.0))
+    like = [torch.zeros((), dtype=torch.uint64)]
+    first, second = (run("hash_tensor", each, like=like)[0] for each in (x, other))
+    assert first.item() != second.item()
+    check("hash_tensor", other)
