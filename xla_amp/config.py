@@ -16,6 +16,7 @@ from xla_amp.vocab import PLATFORMS, Cast, Platform
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
 Fallback: TypeAlias = Literal["error", "cpu"]
+Progress: TypeAlias = Literal["auto", "on", "off"]
 
 POLICY_FILE: Final = "XLA_AMP_POLICY"
 RULES: Final = "XLA_AMP_RULES"
@@ -23,6 +24,8 @@ FALLBACK: Final = "XLA_AMP_FALLBACK"
 ENGINE: Final = "XLA_AMP_ENGINE"
 TAPE_LIMIT: Final = "XLA_AMP_TAPE_LIMIT"
 PLATFORM: Final = "XLA_AMP_PLATFORM"
+CACHE: Final = "XLA_AMP_CACHE"
+PROGRESS: Final = "XLA_AMP_PROGRESS"
 COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 
@@ -98,6 +101,21 @@ def tape_limit() -> int:
             f"{TAPE_LIMIT}={value!r}: expected a positive whole number of operations, e.g. {TAPE_LIMIT_DEFAULT}"
         )
     return limit
+
+
+def cache() -> Path | None:
+    """Folder in ``XLA_AMP_CACHE`` where compiled programs are kept; None when unset."""
+    value = os.environ.get(CACHE, "").strip()
+    return Path(value).expanduser() if value else None
+
+
+def progress() -> Progress:
+    """``XLA_AMP_PROGRESS``: whether long compilations show a line: ``auto`` (default, on a terminal), ``on``, ``off``.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(PROGRESS, get_args(Progress), "auto")
 
 
 def platform() -> Platform | None:

@@ -25,11 +25,13 @@ from xla_amp import policy as policies
 from xla_amp import record
 from xla_amp.engines.jax import boundary, capture, cut, storage
 from xla_amp.engines.jax.capture import Geometry, NotReplayable, Replay, Watch
+from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.errors import CaptureError, EngineError
 from xla_amp.pytorch import devices
 from xla_amp.pytorch.followed import Hyperparameter, Ledger, Term, evaluate
 from xla_amp.pytorch.surroundings import PLAIN, Surroundings
+from xla_amp.pytorch.warm_up import without_a_trace
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -105,6 +107,29 @@ class Compiled:
         self._plans.clear()
         self._around, self.replays, self.reasons = None, 0, []
         self._failures, self._given_up, self._said_limit = 0, False, False
+
+    def warm_up(self, *args: Any, **kwargs: Any) -> int:
+        """Compiles what calls with such arguments will run, ahead of the first one.
+
+        The step is called until it is captured, and everything is put back as it was: tensors, gradients, optimizers,
+        scalers, the random state.  Meanwhile the device holds a second copy of what the step overwrites.
+
+        Args:
+            args, kwargs: arguments as in a call; of tensors only shape, dtype and layout matter.
+
+        Returns:
+            How many programs were compiled.  The calls that follow are recorded and replayed as ever, and compile none.
+
+        Raises:
+            CaptureError: the step cannot be replayed; the text says why.
+        """
+        _require_the_lazy_device()
+        leaves, _ = tree_flatten((args, kwargs))
+        trial, plan, before = Compiled(self._step, True, 1), _Plan([], []), metrics.compilations
+        with without_a_trace(Surroundings(self._step, (Optimizer, torch.amp.GradScaler))):
+            while not plan.captured:  # ends: a strict one raises after PATIENCE calls that differ
+                trial._recorded(plan, leaves, args, kwargs)
+        return metrics.compilations - before
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

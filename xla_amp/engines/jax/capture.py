@@ -83,6 +83,8 @@ class Watch:
 
     def before(self, leaves: list[Buffer], held: list[bool]) -> None:
         """Called by the cut: keeps values that the host brought from being overwritten, for comparing them."""
+        if self._outer is not None:
+            self._outer.before(leaves, held)
         self._seen = list(tape.floats)
         self._resolve(tape.floats)
         before = {id(buffer): index for index, ref in enumerate(self._previous) if (buffer := ref()) is not None}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from xla_amp.engines.jax import compat, mesh, random, runtime
+from xla_amp.engines.jax import compat, mesh, progress, random, runtime
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import NO_LAYOUTS, Key, Layouts, Program, build
 from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
@@ -121,7 +121,11 @@ def _run() -> None:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
                 admit(program, key.code, (donated, kept, floats, ints))
                 del donated, kept
-            outputs = execute(program, arrays, floats, ints)
+            if key in _programs:
+                outputs = execute(program, arrays, floats, ints)
+            else:
+                with progress.compiling(program.operations, runtime.platform()):
+                    outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         told = f"{type(error).__name__}: {error}{mesh.blame() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(told)

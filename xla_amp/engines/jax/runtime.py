@@ -7,6 +7,7 @@ import functools
 import jax
 
 from xla_amp import config
+from xla_amp.engines.jax.persistent import compilation_cache
 from xla_amp.errors import DeviceError
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
@@ -20,6 +21,8 @@ def jax_device() -> jax.Device:
         DeviceError: the configured platform has no device here.
     """
     wanted = config.platform()
+    if (folder := config.cache()) is not None:
+        compilation_cache(folder)
     try:
         return jax.local_devices(backend=wanted)[0] if wanted else jax.local_devices()[0]
     except RuntimeError as error:

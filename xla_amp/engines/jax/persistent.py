@@ -1,0 +1,59 @@
+"""JAX's persistent compilation cache, on by request: a program that some process has compiled is read from a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from xla_amp.errors import FileError, PolicyError
+
+
+def compilation_cache(
+    path: str | os.PathLike[str] | None, *, least_seconds: float = 0.0, most_bytes: int | None = None
+) -> None:
+    """Keeps compiled programs in a folder, for this process's next compilations and for later processes.
+
+    The folder is JAX's own cache (``jax_compilation_cache_dir``), so programs of JAX code go there too.  What XLA reads
+    back are the same instructions: results have the same bits.  ``XLA_AMP_CACHE`` names a folder without a call.
+
+    Args:
+        path: the folder, made when it is missing; None switches the cache off.
+        least_seconds: programs that compile faster are not kept; 0 keeps all.
+        most_bytes: size at which the least recently used programs are dropped; None is no limit.
+
+    Raises:
+        FileError: the folder cannot be made or written.
+        PolicyError: a number is negative.
+
+    Source:
+        https://docs.jax.dev/en/latest/persistent_compilation_cache.html
+    """
+    if least_seconds < 0 or (most_bytes is not None and most_bytes < 0):
+        raise PolicyError(
+            f"compilation_cache(least_seconds={least_seconds!r}, most_bytes={most_bytes!r}): expected numbers that are "
+            "not negative"
+        )
+    folder = None if path is None else Path(path).expanduser().absolute()
+    if folder is not None:
+        _require_writable(folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(least_seconds))
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        jax.config.update("jax_compilation_cache_max_size", -1 if most_bytes is None else most_bytes)
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    jax_cache.reset_cache()  # JAX looks at these once, at its first compilation
+
+
+def _require_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"compilation_cache({str(folder)!r}): the folder cannot be made: {error}; name another one"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise FileError(
+            f"compilation_cache({str(folder)!r}): the folder cannot be written; name another one, or change its mode"
+        )

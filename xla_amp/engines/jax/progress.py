@@ -1,0 +1,61 @@
+"""A line on the terminal while XLA compiles for long."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import TextIO
+
+from xla_amp import config
+
+_log = logging.getLogger(__name__)
+
+QUIET: float = 3.0
+"""Seconds that a compilation may take before anything is shown."""
+_BEAT = 1.0
+"""Seconds between two updates of the line."""
+
+
+@contextlib.contextmanager
+def compiling(operations: int, platform: str) -> Iterator[None]:
+    """Inside, a step is compiled: shows for how long on stderr, logs the time taken at level INFO.
+
+    Shown only when stderr is a terminal, or as ``XLA_AMP_PROGRESS`` says.
+
+    Args:
+        operations: how many the step has.
+        platform: what it is compiled for.
+    """
+    stream = sys.stderr
+    begin = time.monotonic()
+    done = threading.Event()
+    text = f"xla_amp: compiling a step of {operations} operations for {platform}"
+    if wanted(stream):
+        threading.Thread(target=_show, args=(stream, text, begin, done), daemon=True, name="xla_amp progress").start()
+    try:
+        yield
+    finally:
+        done.set()
+        _log.info("%s took %.1f s", text.removeprefix("xla_amp: "), time.monotonic() - begin)
+
+
+def wanted(stream: TextIO | None) -> bool:
+    """Whether to show progress on `stream`."""
+    asked = config.progress()
+    if asked != "auto" or stream is None:
+        return asked == "on" and stream is not None
+    return stream.isatty()
+
+
+def _show(stream: TextIO, text: str, begin: float, done: threading.Event) -> None:
+    shown = False
+    wait = QUIET
+    while not done.wait(wait):
+        wait, shown = _BEAT, True
+        print(f"\r{text}: {time.monotonic() - begin:.0f} s", end="", file=stream, flush=True)
+    if shown:
+        print(f"\r{text}: {time.monotonic() - begin:.0f} s, done", file=stream, flush=True)
