@@ -101,6 +101,11 @@ def trained():
     return model, optimizer
 
 
+# Orbax's threads outlive the call, and it uses asyncio in ways that Python warns of.
+QUIETLY = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
+
+
+@QUIETLY
 def test_a_checkpoint_has_everything(tmp_path):
     model, optimizer = trained()
     tied = torch.arange(3, device=xla_amp.xla_device())
@@ -123,6 +128,7 @@ def test_a_checkpoint_has_everything(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
+@QUIETLY
 def test_a_checkpoint_that_is_not_there_or_not_complete(tmp_path, monkeypatch):
     model, _ = trained()
     with pytest.raises(FileError, match="there is no complete checkpoint"):

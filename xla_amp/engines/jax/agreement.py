@@ -14,7 +14,7 @@ import os
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def started_with(place: Process) -> dict[str, str]:
         "WORLD_SIZE": str(place.world_size),
         "XLA_AMP_PLATFORM": str(config.platform()),
         "autocast rules": _rules(resolve("tpu"), beside_the_table=True),
-        "version of xla_amp": _version("xla_amp"),
+        "version of xla_amp": _version(),
         "version of torch": torch.__version__,
         "version of jax": jax.__version__,
         "_host": socket.gethostname(),
@@ -55,8 +55,11 @@ def started_with(place: Process) -> dict[str, str]:
     }
 
 
-def _version(name: str) -> str:
-    return version(name)
+def _version() -> str:
+    try:
+        return version("xla_amp")
+    except PackageNotFoundError:  # a source tree that nobody has installed
+        return "unknown"
 
 
 def _pid_space() -> str:
