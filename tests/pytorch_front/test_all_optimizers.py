@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
 import warnings
 
 import pytest
@@ -67,6 +69,7 @@ def test_none_is_forgotten():
     assert {c.__name__ for c in classes} - {"Optimizer"} == {*OPTIONS, *NOT_HERE}
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's SparseAdam, once a process
 @pytest.mark.parametrize("name", OPTIONS)
 def test_twenty_steps_with_two_overflows(name):
     make = getattr(torch.optim, name)
@@ -137,6 +140,40 @@ def test_their_checkpoints_go_back_to_torch(name):
         parameter.grad = torch.ones_like(parameter)
     fresh.step()
     assert float(fresh.state[next(other.parameters())]["step"]) == 3.0  # one of three was skipped
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_checkpoints_of_sparse_adam_go_both_ways():
+    """torch counts in Python there and we on the device, also when the first step after loading is skipped."""
+    model, _, _ = looked_up("cpu")
+    _, theirs = train("cpu", lambda p: torch.optim.SparseAdam(p, lr=0.01), plain("cpu"), steps=4, model_of=looked_up)
+
+    def resumed(parameters):
+        optimizer = torch.optim.SparseAdam(parameters)
+        optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        return optimizer
+
+    def counts(optimizer):
+        return [float(state["step"]) for state in optimizer.state.values()]
+
+    assert counts(theirs) == [3.0]  # the first was skipped
+    expected, other = train("cpu", resumed, plain("cpu"), steps=3, model_of=looked_up)
+    found, ours = train(xla_amp.xla_device(), resumed, GradScaler(), steps=3, model_of=looked_up)
+    assert counts(ours) == counts(other) == [5.0]
+    torch.testing.assert_close(found.weight.detach().cpu(), expected.weight.detach(), rtol=1e-5, atol=1e-6)
+
+    back = torch.optim.SparseAdam(model.parameters())
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    back.load_state_dict(torch.load(file, map_location="cpu"))
+    nn.functional.mse_loss(model(torch.tensor([1, 2])), torch.zeros(2, 2)).backward()
+    back.step()
+    assert counts(back) == [6.0]
+
+
+def plain(device):
+    return torch.amp.GradScaler(device)
 
 
 def test_hooks_run_once_where_the_step_is_ours():
