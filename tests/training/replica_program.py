@@ -14,6 +14,7 @@ from threading import Timer
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing import ProcessExitedException
 
 import xla_amp
 from xla_amp import xla_model as xm
@@ -192,6 +193,11 @@ def steps(rank, world, model, optimizer, scaler, first, last, device):
         yield number, xm.all_reduce(xm.REDUCE_SUM, loss.detach(), scale=1 / world)
 
 
+def die(folder):
+    Path(folder, "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def until_killed(rank, folder, world, seed):
     device = xla_amp.xla_device()
     model, optimizer = model_and_optimizer(device)
@@ -200,7 +206,7 @@ def until_killed(rank, folder, world, seed):
         loss.item()
         if number == 5 and rank == seed % world:
             delay = random.Random(seed).uniform(0, LIFE)
-            Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            Timer(delay, die, (folder,)).start()
         if number % 5 == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
             xm.save({**state, "step": number}, Path(folder, "last.pt"))
@@ -239,7 +245,10 @@ if __name__ == "__main__":
     elif overflows == ["fail"]:
         xla_amp.launch(fail, int(world), (folder,))
     elif overflows[0] == "kill":
-        xla_amp.launch(until_killed, int(world), (folder, int(world), int(overflows[1])), timeout=60)
+        try:
+            xla_amp.launch(until_killed, int(world), (folder, int(world), int(overflows[1])), timeout=60)
+        except ProcessExitedException as error:
+            print(json.dumps([str(error), time.time() - Path(folder, "killed").stat().st_mtime]))
     elif overflows == ["resume"]:
         xla_amp.launch(resume, int(world), (folder, int(world)), timeout=60)
     elif int(world) == 1:
