@@ -22,6 +22,7 @@ TITLES = {
     "raises": "Not supported: a clear error",
     "tolerance": "Less exact than the CPU",
     "random": "Drawn: other numbers, the same distribution",
+    "unchecked": "Indices out of range: a program of XLA cannot raise",
     "unset": "Memory that nobody has written",
 }
 

@@ -5,6 +5,7 @@ The table drives the comparison with torch's operator database and the published
 * ``raises``: the operation raises a clear error; a test fails when it no longer does.
 * ``tolerance``: results are the CPU's within `tolerance` times float32's usual error, for the reason given.
 * ``random``: results are drawn; dtype, shape and moments are the CPU's.
+* ``unchecked``: as on the CPU for indices in range; of those out of range only uploaded ones raise (`ranges`).
 * ``unset``: results are memory that nobody has written; dtype and shape are the CPU's.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 from xla_amp.errors import EngineError
 
-KINDS = ("raises", "random", "tolerance", "unset")
+KINDS = ("raises", "random", "tolerance", "unchecked", "unset")
 _COLUMNS = {"operation", "dtype", "platform", "kind", "reason", "tolerance", "error"}
 
 

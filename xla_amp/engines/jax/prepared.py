@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from xla_amp.engines.jax.ranges import CHECKED
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.engines.jax.tape import Lost
 
@@ -42,6 +43,7 @@ def _overwrite(kernel: Kernel) -> Kernel:
 
 
 PREPARED: dict[str, Callable[[Kernel], Kernel]] = {
+    **CHECKED,
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _take_indices_along),
     **dict.fromkeys(
         (
