@@ -118,17 +118,20 @@ HEADINGS = (
 
 def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The rows as text, with each figure's ratio to that of the bf16 Flax model."""
-    by = {(row["model"], row["target"], row["variant"]): row for row in rows}
+    by = {(row["model"], row["layers"], row["target"], row["variant"]): row for row in rows}
     lines = []
-    for row in sorted(rows, key=lambda row: (row["model"], targets.names().index(row["target"]), row["variant"])):
-        base = by.get((row["model"], row["target"], "Flax bf16"))
+    for row in sorted(
+        rows, key=lambda row: (row["model"], row["layers"], targets.names().index(row["target"]), row["variant"])
+    ):
+        base = by.get((row["model"], row["layers"], row["target"], "Flax bf16"))
 
         def ratio(name: str, row: dict[str, Any] = row, base: dict[str, Any] | None = base) -> str:
             return f"{row[name] / base[name]:.2f}" if base and row[name] and base[name] else "-"
 
         lines.append(
             (
-                *(row[name] for name in ("model", "target", "variant")),
+                row["model"] if row["model"] != "GPT-2" else f"GPT-2, {row['layers']} layers",
+                *(row[name] for name in ("target", "variant")),
                 f"{1e3 * row['seconds']:.2f}" if row["seconds"] else "-",
                 f"{row['bytes_accessed'] / 1e9:.2f}" if row["bytes_accessed"] else "-",
                 f"{row['peak_memory'] / 2**30:.2f}",
@@ -158,7 +161,12 @@ def main() -> None:
                 for variant in options.variants:
                     if time.monotonic() - started > options.budget:
                         break
-                    key = {"model": model, "target": target, "variant": variant, "layers": options.layers}
+                    key: dict[str, Any] = {
+                        "model": model,
+                        "target": target,
+                        "variant": variant,
+                        "layers": options.layers,
+                    }
                     have = [row for row in rows if key.items() <= row.items()]
                     if have and not options.again:
                         continue
@@ -166,7 +174,7 @@ def main() -> None:
                     row = dataclasses.asdict(measure(compilers, model, target, variant, options))
                     rows = [each for each in rows if each not in have] + [row]
                     path.write_text(json.dumps({"stamp": stamp(), "rows": rows}, indent=1) + "\n")
-                    print(*table([*rows])[0:0], *table([row])[0], f"({time.monotonic() - began:.0f} s)", flush=True)
+                    print(*table([row])[0], f"({time.monotonic() - began:.0f} s)", flush=True)
     write_markdown("targets", HEADINGS, table(rows), __doc__.splitlines()[0])
 
 
