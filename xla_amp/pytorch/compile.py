@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xla_amp import policy as policies
 from xla_amp import record
-from xla_amp.engines.jax import boundary, capture, cut, storage
+from xla_amp.engines.jax import boundary, capture, cut, mesh, storage
 from xla_amp.engines.jax.capture import Geometry, NotReplayable, Replay, Watch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.storage import DEVICE_TYPE
@@ -162,6 +162,12 @@ class Compiled:
         for plan in plans:
             if plan.values == values and plan.absent == absent:
                 return plan
+        if plans:  # what it sees may be other objects by now
+            self._around = around = Surroundings(self._step, (Optimizer, torch.amp.GradScaler))
+            values, absent = around.values(), around.absent()
+            for plan in plans:
+                if plan.values == values and plan.absent == absent:
+                    return plan
         kept = sum(map(len, self._plans.values()))
         if kept >= self._limit:
             if self._said_limit:
@@ -241,7 +247,7 @@ def _signature(leaves: list[Any]) -> Iterator[Any]:
         buffer = storage.buffer_of(leaf)
         yield (
             buffer.spec, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad,
-            places.setdefault(id(buffer), index),
+            places.setdefault(id(buffer), index), mesh.layout_of(buffer),
         )  # fmt: skip
 
 

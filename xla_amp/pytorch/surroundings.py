@@ -18,6 +18,10 @@ import torch
 PLAIN = (bool, int, float, str, type(None))
 """Types of values that are compared."""
 _CONTAINERS = (list, dict, set)
+_MEMBERS = ("_parameters", "_modules")
+"""Tables of a module whose items count as the same only when they are the same objects; buffers may be bound anew."""
+_TABLES = (*_MEMBERS, "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DEPTH = 3
 """How far from the function objects are followed: a trainer's attribute's attribute."""
 
@@ -43,6 +47,17 @@ class Surroundings:
         # Read before each replay: two lists for one C call over both.
         self._readers = [read for _, names, read, _ in named if names]
         self._spaces = [space for _, names, _, space in named if names]
+        spaces = [(label, space) for label, space in self._namespaces if "_forward_hooks" in space]
+        self._tables = [space[name] for _, space in spaces for name in _TABLES]
+        self._hooks = [space[name] for _, space in spaces for name in _HOOKS]
+        members = [(space[table], name) for _, space in spaces for table in _MEMBERS for name in space[table]]
+        self._members = [table for table, _ in members]
+        self._member_names = [name for _, name in members]
+        self._structure = [
+            *((f"the number of {name.strip('_')} of {label}", ()) for label, _ in spaces for name in _TABLES),
+            *((f"the {name.strip('_').replace('_', ' ')} of {label}", ()) for label, _ in spaces for name in _HOOKS),
+            *((f"which object {name} of a module is", ()) for name in self._member_names),
+        ]
 
     # -- finding -------------------------------------------------------------------------------------------------
 
@@ -104,6 +119,9 @@ class Surroundings:
         values: list[Any] = [_plain(_content(cell)) for _, cell in self._cells]
         values += [_plain(space.get(name)) for space, name in self._globals]
         values += map(call, self._readers, self._spaces)
+        values += map(len, self._tables)
+        values += map(tuple, self._hooks)
+        values += map(id, map(dict.get, self._members, self._member_names))
         return values
 
     def absent(self) -> list[bool]:
@@ -116,6 +134,8 @@ class Surroundings:
 
     def difference(self, before: list[Any], after: list[Any]) -> str | None:
         """The first value that differs between two lists of `values`, in words."""
+        if len(before) != len(after):
+            return "its modules' submodules, parameters or attributes"
         for (label, names), old, new in zip(self._labels(), before, after, strict=True):
             if old != new:
                 if not names:
@@ -135,6 +155,7 @@ class Surroundings:
         yield from ((name, ()) for name, _ in self._cells)
         yield from ((name, ()) for _, name in self._globals)
         yield from self._fields
+        yield from self._structure
 
 
 _grad = attrgetter("grad")

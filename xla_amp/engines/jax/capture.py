@@ -202,6 +202,7 @@ class Replay:
         place_in_kept = {leaf: place for place, leaf in enumerate(later.program.kept)}
         computed = len({place for place in later.program.outputs if place >= 0})
         self._results = _picker([at if at >= 0 else computed + place_in_kept[~at] for at in later.program.outputs])
+        self._layouts = [struct.sharding for part in later.program.abstract[:2] for struct in part]
         self._words: tuple[int, ...] | None = None
         seed, offset = begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
@@ -263,6 +264,8 @@ class Replay:
             buffers[leaf] = arguments[index]
         if None in buffers:
             return None
+        if mesh.active is not None:
+            mesh.bring_home(buffers)
         arrays = list(map(_array, buffers))
         program = self.program
         kinds = set(map(type, arrays))
@@ -272,6 +275,8 @@ class Replay:
             return None
         kept, donated = self._kept(arrays), self._donated(arrays)
         del arrays
+        if mesh.active is not None and not mesh.replicas and not all(map(_lies, [*donated, *kept], self._layouts)):
+            return None
         counts = cut.reference_counts(donated)
         if max(counts, default=0) > cut.ALONE + 1:
             for place, count in enumerate(counts):
@@ -314,6 +319,11 @@ class Replay:
 
 
 _array = attrgetter("array")
+
+
+def _lies(array: jax.Array, layout: Any) -> bool:
+    """Whether an array is laid out over the mesh as the program has it."""
+    return layout is not None and array.sharding.is_equivalent_to(layout, array.ndim)
 
 
 def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
