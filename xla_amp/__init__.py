@@ -36,6 +36,7 @@ _PUBLIC = {
 """Public name -> module that defines it."""
 
 _MODULES = {
+    "checkpoint": "xla_amp.pytorch.checkpoint",
     "errors": "xla_amp.errors",
     "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
