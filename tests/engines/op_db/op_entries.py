@@ -57,14 +57,22 @@ def _moved(value: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in leaves:
-                fresh = leaf.detach().clone() if device.type == "cpu" else leaf.detach().to(device)
-                leaves[id(leaf)] = fresh.requires_grad_(leaf.requires_grad)
+                leaves[id(leaf)] = _fresh(leaf.detach(), device).requires_grad_(leaf.requires_grad)
             return leaves[id(leaf)]
         if isinstance(leaf, torch.device) or (leaf == "cpu" and isinstance(leaf, str)):
             return device
         return leaf
 
     return tree_map(move, value)
+
+
+def _fresh(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on `device`; of a part of a larger memory, the same part of a copy of all of it (``as_strided``)."""
+    whole = leaf
+    if leaf.layout is torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes and not leaf.is_conj():
+        whole = leaf.new_empty(0).set_(leaf.untyped_storage())
+    copied = whole.clone() if device.type == "cpu" else whole.to(device)
+    return copied if whole is leaf else copied.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset()).detach()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -152,6 +152,20 @@ def _multi_head_attention(
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
+def _batch_norm_of(operator: Any) -> Callable[..., Any]:
+    def shapes(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+        y, *saved = operator(x, *rest)
+        training = rest[-3]
+        # torch's kernels save nothing in evaluation, though its meta kernel says so
+        return y, *(kept if training else kept.new_empty((0,)) for kept in saved)
+
+    return shapes
+
+
+for _operator in (aten.native_batch_norm.default, aten._native_batch_norm_legit.default):
+    SHAPES[_operator] = _batch_norm_of(_operator)
+
+
 @_of("_ctc_loss.Tensor")
 def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     steps, batch, _ = log_probs.shape
