@@ -1,0 +1,74 @@
+"""The ImageNet example on a tiny folder of JPEGs: it learns, and going on from a checkpoint gives the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from source_tree import ROOT
+
+SMALL = ["--blocks=1,1", "--width=4", "--image-size=32", "--batch-size=8", "--lr=0.05", "--json"]
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "examples" / "imagenet.py", *SMALL, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+
+
+def results(*flags: str) -> dict[str, object]:
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_images(folder: Path) -> None:
+    """Stripes that run across or down, in any colour: 24 images of each to learn from, 6 to test with."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 24), ("val", 6)):
+        for name, axis in (("across", 0), ("down", 1)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                wave = np.sin(np.arange(48) * rng.uniform(0.6, 1.0) + rng.uniform(0, 6))
+                stripes = np.expand_dims(wave, 1 - axis)[..., None] * rng.uniform(40, 120, 3) + 128
+                pixels = np.broadcast_to(stripes, (48, 48, 3)) + rng.normal(0, 8, (48, 48, 3))
+                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                image.save(folder / part / name / f"{number}.jpg")
+
+
+def test_it_learns_and_goes_on_from_its_checkpoint_bitwise(tmp_path):
+    write_images(tmp_path / "data")
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    flags = [f"--data-dir={tmp_path / 'data'}", "--precision=fp16", "--policy=gpu", "--epochs=10"]
+    straight = results(*flags, f"--checkpoint={whole}", "--workers=0")
+    assert straight["losses"][-1] < straight["losses"][0] - 0.1
+    assert straight["top1"] >= 0.75
+    assert straight["top5"] == 1
+
+    first = results(*flags, f"--checkpoint={parts}", "--stop-after=6", "--workers=1")
+    second = results(*flags, f"--checkpoint={parts}", "--workers=0")
+    assert first["losses"] + second["losses"] == straight["losses"]
+    assert second["top1"] == straight["top1"]
+    one, other = (torch.load(path, weights_only=True) for path in (whole, parts))
+    assert one["epochs"] == other["epochs"] == 10
+    assert one["scaler"] == other["scaler"]
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor.cpu(), other["model"][name].cpu()), name
+
+
+def test_fake_data_measures_speed():
+    found = results("--fake-data", "--epochs=1", "--steps=8")
+    assert found["images_per_second"] > 0
+    assert len(found["losses"]) == 1
+
+
+def test_a_folder_that_is_not_there_is_named():
+    done = run("--data-dir=/nowhere")
+    assert done.returncode != 0
+    assert "expected a folder /nowhere/train; --fake-data needs none" in done.stderr
