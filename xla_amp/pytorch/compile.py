@@ -125,11 +125,11 @@ class Compiled:
         """
         _require_the_lazy_device()
         leaves, _ = tree_flatten((args, kwargs))
-        trial, plan, before = Compiled(self._step, True, 1), _Plan([], []), metrics.compilations
+        trial, plan, before = Compiled(self._step, True, 1), _Plan([], []), metrics()["compilations"]
         with without_a_trace(Surroundings(self._step, (Optimizer, torch.amp.GradScaler))):
             while not plan.captured:  # ends: a strict one raises after PATIENCE calls that differ
                 trial._recorded(plan, leaves, args, kwargs)
-        return metrics.compilations - before
+        return metrics()["compilations"] - before
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
