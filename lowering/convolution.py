@@ -111,6 +111,16 @@ def _transposed_extents(x: jax.Array, weight: jax.Array, extra: Sequence[int], g
     return [(n - 1) * stride - 2 * pad + dilation * (k - 1) + 1 + out for n, k, stride, pad, dilation, out in sizes]
 
 
+def _lengthened(x: jax.Array, weight: jax.Array, extents: Sequence[int], geometry: Geometry) -> jax.Array:
+    """`x` with zeros behind it, as many rows as the convolution of `extents` has.
+
+    Those are more than the rows of `x` where ``output_padding`` is not below the stride, as torch allows with dilation.
+    """
+    sizes = zip(extents, weight.shape[2:], geometry.stride, geometry.padding, geometry.dilation, strict=True)
+    rows = [(n + 2 * pad - dilation * (k - 1) - 1) // stride + 1 for n, k, stride, pad, dilation in sizes]
+    return jnp.pad(x, [(0, 0), (0, 0), *((0, n - m) for n, m in zip(rows, x.shape[2:], strict=True))])
+
+
 @register("convolution", "convolution_overrideable")
 def convolution(
     x: jax.Array,
@@ -127,7 +137,8 @@ def convolution(
 ) -> jax.Array:
     geometry = Geometry.of(stride, padding, dilation, groups, x.ndim - 2)
     if transposed:
-        y = data_gradient(x, weight, _transposed_extents(x, weight, output_padding, geometry), geometry, platform)
+        extents = _transposed_extents(x, weight, output_padding, geometry)
+        y = data_gradient(_lengthened(x, weight, extents, geometry), weight, extents, geometry, platform)
     else:
         y = forward(x, weight, geometry, platform)
     return y if bias is None else up(y) + up(bias).reshape(-1, *(1,) * (x.ndim - 2))
@@ -143,16 +154,16 @@ def _gradients(
     platform: str,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     grad_x = grad_weight = grad_bias = None
+    if mask[2]:
+        grad_bias = jnp.sum(up(grad), axis=(0, *range(2, grad.ndim)))
     if mask[0]:
         if transposed:
-            grad_x = forward(grad, weight, geometry, platform)
+            grad_x = forward(grad, weight, geometry, platform)[(..., *map(slice, x.shape[2:]))]
         else:
             grad_x = data_gradient(grad, weight, x.shape[2:], geometry, platform)
     if mask[1]:
-        result, source = (x, grad) if transposed else (grad, x)
+        result, source = (_lengthened(x, weight, grad.shape[2:], geometry), grad) if transposed else (grad, x)
         grad_weight = weight_gradient(result, source, weight.shape, geometry, platform)
-    if mask[2]:
-        grad_bias = jnp.sum(up(grad), axis=(0, *range(2, grad.ndim)))
     return grad_x, grad_weight, grad_bias
 
 

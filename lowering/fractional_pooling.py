@@ -50,8 +50,8 @@ def _pool(
     nan = jnp.isnan(seen)
     last_nan = seen.shape[-1] - 1 - jnp.argmax(nan[..., ::-1], axis=-1)
     best = jnp.where(nan.any(-1), last_nan, jnp.argmax(seen, axis=-1))[..., None]
-    shape = (*lead, *output_size)
-    return tuple(jnp.take_along_axis(a, best, axis=-1).reshape(shape) for a in (seen, place))  # type: ignore[return-value]
+    maxima, places = (jnp.take_along_axis(a, best, axis=-1).reshape(*lead, *output_size) for a in (seen, place))
+    return maxima, places
 
 
 @register("fractional_max_pool2d")

@@ -122,6 +122,8 @@ def count_nonzero(x: jax.Array, dim: Dim = None) -> jax.Array:
 def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:  # schema names
     """Counts in `bins` equal bins of [min, max], or of the data's own range when both are equal."""
     x = up(x.reshape(-1))
+    if not x.size:
+        return jnp.zeros((bins,), x.dtype)
     low, high = as_dtype(min, x.dtype), as_dtype(max, x.dtype)
     own = low == high
     low, high = jnp.where(own, jnp.min(x), low), jnp.where(own, jnp.max(x), high)

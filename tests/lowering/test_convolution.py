@@ -134,3 +134,12 @@ def test_channels_last_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extents() -> None:
     geometry = Geometry.of([2], [1], [1], 1, 2)
     assert geometry.extents((9, 8), (3, 3)) == (5, 4)
+
+
+def test_output_padding_beyond_the_stride() -> None:
+    """torch allows it up to the dilation; no element of the input reaches the last places."""
+    x, weight = sample(2, 4, 4, 4, dtype=torch.float64), sample(4, 2, 4, 5, dtype=torch.float64)
+    geometry = ([3, 2], [1, 2], [4, 4], True, [2, 3], 2)
+    check("convolution", x, weight, sample(4, dtype=torch.float64), *geometry)
+    y = torch.ops.aten.convolution(x, weight, None, *geometry)
+    check("convolution_backward", sample(*y.shape, dtype=torch.float64, seed=1), x, weight, [4], *geometry, [True] * 3)
