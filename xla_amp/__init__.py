@@ -19,6 +19,7 @@ _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.loader",
     "GradScaler": "xla_amp.pytorch.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast",
+    "compilation_cache": "xla_amp.engines.jax.persistent",
     "compile": "xla_amp.pytorch.compile",
     "custom_bwd": "xla_amp.pytorch.custom_function",
     "custom_fwd": "xla_amp.pytorch.custom_function",
@@ -30,6 +31,7 @@ _PUBLIC = {
     "make_mesh": "xla_amp.pytorch.spmd",
     "mark_sharding": "xla_amp.pytorch.spmd",
     "metrics": "xla_amp.engines.base",
+    "pad_to_bucket": "xla_amp.pytorch.buckets",
     "sync": "xla_amp.engines.base",
     "xla_device": "xla_amp.pytorch.xla_model",
 }
