@@ -41,6 +41,8 @@ def index_select(x: jax.Array, dim: int, positions: jax.Array) -> jax.Array:
 @register("gather")
 def gather(x: jax.Array, dim: int, positions: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
     """For each place in `positions`, the element of `x` there, its coordinate along `dim` replaced by the position."""
+    if not positions.size:
+        return jnp.zeros(positions.shape, x.dtype)  # torch lets it be of any rank then
     if x.ndim == 0 or positions.ndim == 0:
         return jnp.broadcast_to(x.reshape(-1)[0], positions.shape)
     dim %= x.ndim
