@@ -8,24 +8,25 @@ import sys
 
 from source_tree import ROOT
 
-COUNT = """
+COUNT = r"""
 import collections, json, re, sys
 sys.path.insert(0, sys.argv[1])
 from targets_table import lazy
 from workloads import Workload, _gpt
 import xla_amp
 workload = Workload(name="GPT", **_gpt(2, 8, vocabulary=64, context=8, width=32, heads=2, layers=1))
-operands = re.compile(r"dot_general .* : \\\\(tensor<[0-9x]*x(\\\\w+)>, tensor<[0-9x]*x(\\\\w+)>\\\\)")
-found = [collections.Counter(" ".join(m) for m in operands.findall(lazy(workload, "h100", low))) for low in (True, False)]
-print(json.dumps([found, xla_amp.metrics()["device_to_host"]]))
-""".replace("\\\\", "\\")
+operands = re.compile(r"dot_general .* : \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)")
+def found(low):
+    return collections.Counter(" ".join(each) for each in operands.findall(lazy(workload, "h100", low)))
+print(json.dumps([found(True), found(False), xla_amp.metrics()["device_to_host"]]))
+"""
 
 
 def test_every_contraction_is_low_under_autocast_and_none_without():
     command = [sys.executable, "-c", COUNT, str(ROOT / "benchmarks")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr
-    (low, wide), read = json.loads(done.stdout.splitlines()[-1])
+    low, wide, read = json.loads(done.stdout.splitlines()[-1])
     assert list(low) == ["bf16 bf16"]
     assert list(wide) == ["f32 f32"]
     assert sum(low.values()) == sum(wide.values()) >= 18
