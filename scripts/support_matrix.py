@@ -27,6 +27,11 @@ TITLES = {
 }
 
 
+def reason(row: Limitation) -> str:
+    """Why, and where not in all calls."""
+    return f"with `{row.where}`: {row.reason}" if row.where else row.reason
+
+
 def page(rows: list[Limitation]) -> str:
     """The page for these rows."""
     parts = [HEAD]
@@ -37,7 +42,7 @@ def page(rows: list[Limitation]) -> str:
         parts.append(f"\n## {title}\n\n| operation | dtype | platform | reason | tolerance |\n|---|---|---|---|---|\n")
         for row in found:
             tolerance = f"{row.tolerance:g}" if kind == "tolerance" else ""
-            parts.append(f"| `{row.operation}` | {row.dtype} | {row.platform} | {row.reason} | {tolerance} |\n")
+            parts.append(f"| `{row.operation}` | {row.dtype} | {row.platform} | {reason(row)} | {tolerance} |\n")
     return "".join(parts)
 
 

@@ -22,6 +22,8 @@ ENTRIES: dict[str, OpInfo] = {f"{op.name}.{op.variant_test_name}".rstrip("."): o
 """All entries by name, ``"add"`` or ``"linalg.norm.subgradients_at_zero"``."""
 BATCH = 8
 """Samples to one executable."""
+Close = Callable[[torch.Tensor, torch.Tensor], str]
+"""What differs between two tensors, in words, or the empty string."""
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 """Bounds of a number's error: relative to itself, and relative to the greatest of its tensor (of at least 1).  Rounding
 to a half type costs 5e-4 or more."""
@@ -101,7 +103,7 @@ def evaluate(op: OpInfo, sample: SampleInput, device: torch.device) -> dict[str,
     return {"outputs": _tensors(processed), "gradients": gradients, "numbers": plain}
 
 
-def difference(got: dict[str, Any], want: dict[str, Any], close: Callable[[torch.Tensor, torch.Tensor], str]) -> str:
+def difference(got: dict[str, Any], want: dict[str, Any], close: Close) -> str:
     """What differs, in words, or the empty string."""
     if len(got["outputs"]) != len(want["outputs"]) or len(got["gradients"]) != len(want["gradients"]):
         return f"{len(got['outputs'])} outputs and {len(got['gradients'])} gradients instead of " + (
@@ -123,7 +125,7 @@ def difference(got: dict[str, Any], want: dict[str, Any], close: Callable[[torch
     return ""
 
 
-def near(factor: float) -> Callable[[torch.Tensor, torch.Tensor], str]:
+def near(factor: float) -> Close:
     """Comparison at `factor` times the usual bounds; integers and booleans must be equal."""
 
     def close(x: torch.Tensor, y: torch.Tensor) -> str:
@@ -161,21 +163,21 @@ def failures(
     op: OpInfo,
     device: torch.device,
     count: int | None,
-    close: Callable[[torch.Tensor, torch.Tensor], str],
+    closeness: Callable[[SampleInput], Close],
 ) -> tuple[int, list[Failure]]:
-    """(samples that were run, those that failed)."""
+    """(samples that were run, those that failed by the comparison that `closeness` gives for them)."""
     chosen = samples(op, count)
     failed: list[Failure] = []
     for start in range(0, len(chosen), BATCH):
-        failed += _batch(op, device, chosen[start : start + BATCH], close)
+        failed += _batch(op, device, chosen[start : start + BATCH], closeness)
     return len(chosen), failed
 
 
 def _batch(
-    op: OpInfo, device: torch.device, chosen: list[tuple[int, SampleInput]], close: Callable[..., str]
+    op: OpInfo, device: torch.device, chosen: list[tuple[int, SampleInput]], closeness: Callable[[SampleInput], Close]
 ) -> list[Failure]:
     found: list[Failure] = []
-    recorded: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
+    recorded: list[tuple[int, SampleInput, dict[str, Any], dict[str, Any]]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated operations warn on every device
         for number, sample in chosen:
@@ -184,16 +186,16 @@ def _batch(
             except Exception as error:
                 found.append(Failure(sample=number, stage="raises", message=f"{type(error).__name__}: {error}"))
                 continue
-            recorded.append((number, got, evaluate(op, sample, torch.device("cpu"))))
+            recorded.append((number, sample, got, evaluate(op, sample, torch.device("cpu"))))
         try:
             engine.sync()
         except Exception as error:
             if len(chosen) > 1:
-                return [failure for one in chosen for failure in _batch(op, device, [one], close)]
+                return [failure for one in chosen for failure in _batch(op, device, [one], closeness)]
             return [Failure(sample=chosen[0][0], stage="raises", message=f"sync: {type(error).__name__}: {error}")]
-        for number, got, want in recorded:
+        for number, sample, got, want in recorded:
             try:
-                said = difference(got, want, close)
+                said = difference(got, want, closeness(sample))
             except Exception as error:
                 found.append(Failure(sample=number, stage="raises", message=f"read: {type(error).__name__}: {error}"))
                 continue

@@ -28,7 +28,7 @@ def main() -> None:
     for name in names:
         before = time.process_time()
         try:
-            ran, failed = failures(ENTRIES[name], device, count, near(1))
+            ran, failed = failures(ENTRIES[name], device, count, lambda sample: near(1))
             line = {"ran": ran, "failed": [dataclasses.asdict(failure) for failure in failed]}
         except Exception as error:
             line = {"ran": 0, "failed": [], "broken": f"{type(error).__name__}: {error}"}

@@ -32,8 +32,9 @@ def test_every_row_has_a_reason():
         (ROW.format("a").replace('reason = "drawn"', ""), "lacks"),
         (ROW.format("a") + "tolerance = 2.0\n", "'tolerance' belongs"),
         (ROW.format("a").replace("random", "raises"), "'error' belongs"),
+        (ROW.format("a").replace("random", "unset") + 'where = "p"\n', "'where' belongs"),
     ],
-    ids=["order", "twice", "kind", "column", "absent", "tolerance", "error"],
+    ids=["order", "twice", "kind", "column", "absent", "tolerance", "error", "where"],
 )
 def test_mistakes_in_the_table(text, said):
     with pytest.raises(EngineError, match=said):

@@ -214,21 +214,15 @@ def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims
 # -- what the device does not have ------------------------------------------------------------------------------------
 
 
-def _no_sparse_tensors(what: str, instead: str) -> Kernel:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError(f"{what} is a sparse tensor, which the lazy XLA device does not have. {instead}")
-
-    return refuse
-
-
-KERNELS["embedding_sparse_backward"] = _no_sparse_tensors(
-    "the gradient of an embedding with sparse=True",
-    "Use torch.nn.Embedding(..., sparse=False), with torch.optim.Adam in place of SparseAdam",
-)
-for _name in ("", ".sparse_dim", "_bsc", "_bsr", "_csc", "_csr"):
-    KERNELS[f"_to_sparse{_name}"] = _no_sparse_tensors(
-        "the result of Tensor.to_sparse", "Keep it dense, or move it to the CPU first: tensor.cpu().to_sparse()"
+def _no_conversion_to_sparse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Tensor.to_sparse: on the lazy XLA device only gradients of embeddings are sparse. "
+        "Keep the tensor dense, or move it to the CPU first: tensor.cpu().to_sparse()"
     )
+
+
+for _name in ("", ".sparse_dim", "_bsc", "_bsr", "_csc", "_csr"):
+    KERNELS[f"_to_sparse{_name}"] = _no_conversion_to_sparse
 
 
 @_kernel("_nested_tensor_from_mask_left_aligned")

@@ -4,7 +4,7 @@ The table drives the comparison with torch's operator database and the published
 
 * ``raises``: the operation raises a clear error; a test fails when it no longer does.
 * ``tolerance``: results are the CPU's within `tolerance` times float32's usual error, for the reason given.
-* ``random``: results are drawn; dtype, shape and moments are the CPU's.
+* ``random``: results are drawn (with `where`: if that argument is not 0); dtype, shape and moments are the CPU's.
 * ``unchecked``: as on the CPU for indices in range; of those out of range only uploaded ones raise (`ranges`).
 * ``unset``: results are memory that nobody has written; dtype and shape are the CPU's.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from xla_amp.errors import EngineError
 
 KINDS = ("raises", "random", "tolerance", "unchecked", "unset")
-_COLUMNS = {"operation", "dtype", "platform", "kind", "reason", "tolerance", "error"}
+_COLUMNS = {"operation", "dtype", "platform", "kind", "reason", "tolerance", "error", "where"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Limitation:
     """Factor on float32's usual error; 1 but for the kind ``tolerance``."""
     error: str = ""
     """Words that the error message holds; only of the kind ``raises``."""
+    where: str = ""
+    """An argument: the row is for calls in which it is there and not 0."""
 
 
 def parse(text: str) -> Mapping[str, Limitation]:
@@ -71,6 +73,8 @@ def _row(row: dict[str, Any]) -> Limitation:
     for column, kind in (("tolerance", "tolerance"), ("error", "raises")):
         if (column in row) != (row["kind"] == kind):
             raise EngineError(f"limitations: {name!r}: column {column!r} belongs to rows of kind {kind!r}, and to each")
+    if "where" in row and row["kind"] != "random":
+        raise EngineError(f"limitations: {name!r}: column 'where' belongs to rows of kind 'random'")
     return Limitation(**row)
 
 
