@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import xla_amp
+from xla_amp.engines import jax as engine
 from xla_amp.engines.jax import compat, cut, runtime
 from xla_amp.engines.jax.program import Program
 
@@ -24,19 +25,21 @@ def recorded(platform: Platform) -> Iterator[list[Program]]:
     anew in each block.
     """
     programs: list[Program] = []
-    originals = runtime.platform, cut.execute
+    originals = runtime.platform, engine.platform, cut.execute
 
     def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
         programs.append(program)
         with compat.x64():
             return list(jax.eval_shape(program.call, *program.abstract))
 
-    runtime.platform, cut.execute = lambda: platform, execute  # type: ignore[assignment]
+    # The engine's own name too: it decides which rules are the default.
+    runtime.platform = engine.platform = lambda: platform  # type: ignore[assignment]
+    cut.execute = execute  # type: ignore[assignment]
     try:
         yield programs
     finally:
         xla_amp.sync()
-        runtime.platform, cut.execute = originals  # type: ignore[assignment]
+        runtime.platform, engine.platform, cut.execute = originals  # type: ignore[assignment]
 
 
 def module_of(step: Callable[[], Any], platform: Platform) -> str:
