@@ -26,10 +26,7 @@ NOT_ON_DEVICE: Mapping[str, str] = MappingProxyType(
         "cudnn_convolution_transpose": "cuDNN's kernel; convolution is there",
         "_mps_convolution": "Metal's kernel; convolution is there",
         "mkldnn_rnn_layer": "oneDNN's kernel; lstm is there",
-        "_grid_sampler_2d_cpu_fallback": "reads the operand's memory, which is the host's only on a CPU",
         "_scaled_dot_product_flash_attention": "one backend's kernel; scaled_dot_product_attention is there",
-        "fractional_max_pool2d": "no lowering",
-        "fractional_max_pool3d": "no lowering",
     }
 )
 """Operation -> why the lazy device refuses it.  Such a row is still run: it must be refused, with an error."""
