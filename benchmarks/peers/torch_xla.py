@@ -1,4 +1,4 @@
-"""PyTorch/XLA by its own means: "fp32", or "amp" with its autocast, its GradScaler and its sync-free optimizers."""
+"""PyTorch/XLA by its own means: "fp32", or "amp" with its autocast, torch's GradScaler and its sync-free optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make(workload: Workload, option: str) -> Trainer:
     """On the device that PJRT_DEVICE names."""
     import torch_xla
     import torch_xla.debug.metrics as met
-    from torch_xla.amp import GradScaler, autocast, syncfree
+    from torch_xla.amp import syncfree
 
     device = torch_xla.device()
     model = workload.torch_model().to(device)
@@ -23,11 +23,12 @@ def make(workload: Workload, option: str) -> Trainer:
     else:
         optimizer = syncfree.AdamW(model.parameters(), lr=1e-4)
     low = option == "amp"
-    scaler = GradScaler(enabled=low)
+    scaler = torch.amp.GradScaler("xla", enabled=low)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        with autocast(device, dtype=torch.bfloat16, enabled=low):
+        # torch_xla.amp.autocast knows no CPU device; this is what it enters on a TPU.
+        with torch.autocast("xla", dtype=torch.bfloat16, enabled=low):
             loss = model(*batch)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
