@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from models import BERTConfig, GPTConfig, LSTMConfig, ViTConfig
+from models import GPTConfig, LSTMConfig, ViTConfig
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -84,38 +84,47 @@ class Block(nn.Module):
         return x
 
 
-class GPT(nn.Module):
-    """Tokens and targets ``[batch, time]`` to the loss; embeddings are tied."""
+class _TokenModel(nn.Module):
+    """A transformer over tokens with tied embeddings; `enter` and `leave` stand before and after its blocks."""
 
     config: GPTConfig
     dtype: Any = jnp.float32
+    causal = True
+
+    def norm(self, x: jax.Array) -> jax.Array:
+        return nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)(x)
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        return x
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
 
     @nn.compact
     def __call__(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         config = self.config
         embed = nn.Embed(config.vocabulary, config.width, dtype=self.dtype)
         x = embed(tokens) + nn.Embed(config.context, config.width, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
+        x = self.enter(x)
         for _ in range(config.layers):
-            x = Block(config.heads, self.dtype, causal=True)(x)
-        return cross_entropy(embed.attend(nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)(x)), targets)
+            x = Block(config.heads, self.dtype, causal=self.causal, before=self.causal)(x)
+        return cross_entropy(embed.attend(self.leave(x)), targets)
 
 
-class BERT(nn.Module):
-    """Masked tokens and targets ``[batch, time]`` to the loss over all positions; embeddings are tied."""
+class GPT(_TokenModel):
+    """Tokens and targets ``[batch, time]`` to the loss."""
 
-    config: BERTConfig
-    dtype: Any = jnp.float32
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        config = self.config
-        embed = nn.Embed(config.vocabulary, config.width, dtype=self.dtype)
-        x = embed(tokens) + nn.Embed(config.context, config.width, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
-        x = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)(x)
-        for _ in range(config.layers):
-            x = Block(config.heads, self.dtype, before=False)(x)
-        x = nn.gelu(nn.Dense(config.width, dtype=self.dtype)(x))
-        return cross_entropy(embed.attend(nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)(x)), targets)
+class BERT(_TokenModel):
+    """Masked tokens and targets ``[batch, time]`` to the loss over all positions."""
+
+    causal = False
+
+    def enter(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return self.norm(nn.gelu(nn.Dense(self.config.width, dtype=self.dtype)(x)))
 
 
 class ViT(nn.Module):

@@ -66,40 +66,38 @@ class ResNet50(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class TransformerConfig:
+    """Sizes that every transformer here has."""
+
+    width: int = 768
+    heads: int = 12
+    layers: int = 12
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
     """Sizes of a GPT; the defaults are GPT-2 124M."""
 
     vocabulary: int = 50257
     context: int = 1024
-    width: int = 768
-    heads: int = 12
-    layers: int = 12
-    dropout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BERTConfig:
+class BERTConfig(GPTConfig):
     """Sizes of a BERT; the defaults are BERT-base."""
 
     vocabulary: int = 30522
     context: int = 512
-    width: int = 768
-    heads: int = 12
-    layers: int = 12
-    dropout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(TransformerConfig):
     """Sizes of a vision transformer; the defaults are ViT-B/16."""
 
     side: int = 224
     patch: int = 16
     classes: int = 1000
-    width: int = 768
-    heads: int = 12
-    layers: int = 12
-    dropout: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +112,7 @@ class LSTMConfig:
 class Block(nn.Module):
     """A transformer block: causal or not, its norms before or after each part."""
 
-    def __init__(
-        self, config: GPTConfig | BERTConfig | ViTConfig, *, causal: bool = False, before: bool = True
-    ) -> None:
+    def __init__(self, config: TransformerConfig, *, causal: bool = False, before: bool = True) -> None:
         super().__init__()
         width = config.width
         self.heads, self.causal, self.before = config.heads, causal, before
@@ -146,16 +142,16 @@ class Block(nn.Module):
         return self.norm2(x + self.perceptron(x))
 
 
-class GPT(nn.Module):
-    """A GPT with tied embeddings: tokens and targets ``i64[batch, time]`` to the mean cross-entropy."""
+class _TokenModel(nn.Module):
+    """A transformer over tokens with tied embeddings; `enter` and `leave` stand before and after its blocks."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, enter: nn.Module, leave: nn.Module, *, causal: bool) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
+        self.enter, self.leave = enter, leave
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, causal=True) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.blocks = nn.ModuleList(Block(config, causal=causal, before=causal) for _ in range(config.layers))
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
@@ -164,39 +160,27 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(positions))
+        x = self.dropout(self.enter(self.tokens(tokens) + self.positions(positions)))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.leave(x))
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
 
 
-class BERT(nn.Module):
+class GPT(_TokenModel):
+    """A GPT: tokens and targets ``i64[batch, time]`` to the mean cross-entropy."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config, nn.Identity(), nn.LayerNorm(config.width), causal=True)
+
+
+class BERT(_TokenModel):
     """A BERT that fills in masked tokens: tokens and targets ``i64[batch, time]`` to the mean cross-entropy."""
 
     def __init__(self, config: BERTConfig) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
-        self.norm = nn.LayerNorm(config.width)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, before=False) for _ in range(config.layers))
-        self.transform = nn.Sequential(
-            nn.Linear(config.width, config.width), nn.GELU(approximate="tanh"), nn.LayerNorm(config.width)
-        )
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.norm(self.tokens(tokens) + self.positions(positions)))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.transform(x))
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+        width = config.width
+        transform = nn.Sequential(nn.Linear(width, width), nn.GELU(approximate="tanh"), nn.LayerNorm(width))
+        super().__init__(config, nn.LayerNorm(width), transform, causal=False)
 
 
 class ViT(nn.Module):

@@ -185,7 +185,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contestant")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that all are pinned to")
     parser.add_argument("--name", default="steps", help="of the files in benchmarks/results")
-    parser.add_argument("--merge", action="store_true", help="keep what the files have of other workloads")
+    parser.add_argument(
+        "--merge", action="store_true", help="keep rows of other workloads and peers, although of another run"
+    )
     parser.add_argument("--no-plot", action="store_true")
     options = parser.parse_args()
     path = RESULTS / f"{options.name}.json"
@@ -193,7 +195,7 @@ def main() -> None:
     for workload in options.workloads:
         if workload not in WORKLOADS[options.size]:
             continue
-        results[workload] = race(workload, options.peers, options)
+        results[workload] = results.get(workload, {}) | race(workload, options.peers, options)
         write_json(options.name, {"size": options.size, "threads": options.threads, "results": results})
     headings = ("workload", "how", *(figure.heading for figure in FIGURES), "/ torch autocast", "")
     write_markdown(options.name, headings, rows(results, options.size), __doc__.splitlines()[0])

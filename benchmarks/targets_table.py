@@ -23,14 +23,14 @@ import torch
 from absent import module_of, recorded
 from flax_peer import step_of
 from results import RESULTS, stamp, write_markdown
-from workloads import Workload, _gpt, _resnet
+from workloads import Workload, language, resnet
 
 import xla_amp
 from xla_amp.stablehlo import targets
 
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
-    "GPT-2": lambda options: Workload(name="GPT-2", **_gpt(4, 1024, layers=options.layers)),
-    "ResNet-50": lambda options: Workload(name="ResNet-50", **_resnet(64, 224)),
+    "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
+    "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
 }
 
 

@@ -59,51 +59,25 @@ class Workload:
         return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if x.ndim == 4 else x.astype(np.int32), y.astype(np.int32)
 
 
-def _gpt(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
-    config = models.GPTConfig(**sizes)
-    return {
-        "model": "GPT",
-        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
-        "options": {"config": config},
-        "data": _tokens(batch, time, config.vocabulary),
-        "optimizer": "adamw",
-    }
+def _row(model: str, config: Any, shape: str, data: Any) -> dict[str, Any]:
+    sizes = f"{shape}, {config.layers} layers, width {config.width}"
+    return {"model": model, "shape": sizes, "options": {"config": config}, "data": data, "optimizer": "adamw"}
 
 
-def _bert(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
-    config = models.BERTConfig(**sizes)
-    return {
-        "model": "BERT",
-        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
-        "options": {"config": config},
-        "data": _tokens(batch, time, config.vocabulary),
-        "optimizer": "adamw",
-    }
+def language(batch: int, time: int, model: str = "GPT", **sizes: Any) -> dict[str, Any]:
+    """A workload but for its name: a model of `models` that reads tokens, with ``sizes`` for its config."""
+    config = getattr(models, f"{model}Config")(**sizes)
+    return _row(model, config, f"{batch} x {time} tokens", _tokens(batch, time, config.vocabulary))
 
 
 def _vit(batch: int, **sizes: Any) -> dict[str, Any]:
     config = models.ViTConfig(**sizes)
-    return {
-        "model": "ViT",
-        "shape": f"{batch} images of {config.side} px, {config.layers} layers, width {config.width}",
-        "options": {"config": config},
-        "data": _images(batch, config.side, config.classes),
-        "optimizer": "adamw",
-    }
+    data = _images(batch, config.side, config.classes)
+    return _row("ViT", config, f"{batch} images of {config.side} px", data)
 
 
-def _lstm(batch: int, time: int, **sizes: Any) -> dict[str, Any]:
-    config = models.LSTMConfig(**sizes)
-    return {
-        "model": "LSTM",
-        "shape": f"{batch} x {time} tokens, {config.layers} layers, width {config.width}",
-        "options": {"config": config},
-        "data": _tokens(batch, time, config.vocabulary),
-        "optimizer": "adamw",
-    }
-
-
-def _resnet(batch: int, side: int, width: int = 64, classes: int = 1000) -> dict[str, Any]:
+def resnet(batch: int, side: int, width: int = 64, classes: int = 1000) -> dict[str, Any]:
+    """A workload but for its name: ResNet-50 on square images."""
     return {
         "model": "ResNet50",
         "shape": f"{batch} images of {side} px, width {width}",
@@ -118,23 +92,23 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
     for size, rows in {
         # The published graphs with next to no arithmetic: what is left is the host's time.
         "tiny": {
-            "ResNet-50": _resnet(2, 32, width=4, classes=10),
-            "GPT-2": _gpt(2, 8, vocabulary=64, context=8, width=24),
+            "ResNet-50": resnet(2, 32, width=4, classes=10),
+            "GPT-2": language(2, 8, vocabulary=64, context=8, width=24),
         },
         # Steps of tenths of a second on two cores: real graphs, narrow or shallow.
         "small": {
-            "ResNet-50": _resnet(8, 96),
-            "GPT-2": _gpt(2, 256, vocabulary=8192, context=256, layers=2),
-            "BERT": _bert(4, 128, vocabulary=8192, context=128, layers=2),
+            "ResNet-50": resnet(8, 96),
+            "GPT-2": language(2, 256, vocabulary=8192, context=256, layers=2),
+            "BERT": language(4, 128, "BERT", vocabulary=8192, context=128, layers=2),
             "ViT": _vit(4, side=112, layers=2),
-            "LSTM": _lstm(8, 32, vocabulary=4096, width=512),
+            "LSTM": language(8, 32, "LSTM", vocabulary=4096, width=512),
         },
         "full": {
-            "ResNet-50": _resnet(256, 224),
-            "GPT-2": _gpt(16, 1024),
-            "BERT": _bert(32, 512),
+            "ResNet-50": resnet(256, 224),
+            "GPT-2": language(16, 1024),
+            "BERT": language(32, 512, "BERT"),
             "ViT": _vit(128),
-            "LSTM": _lstm(64, 128),
+            "LSTM": language(64, 128, "LSTM"),
         },
     }.items()
 }

@@ -12,9 +12,9 @@ COUNT = r"""
 import collections, json, re, sys
 sys.path.insert(0, sys.argv[1])
 from targets_table import lazy
-from workloads import Workload, _gpt
+from workloads import Workload, language
 import xla_amp
-workload = Workload(name="GPT", **_gpt(2, 8, vocabulary=64, context=8, width=32, heads=2, layers=1))
+workload = Workload(name="GPT", **language(2, 8, vocabulary=64, context=8, width=32, heads=2, layers=1))
 operands = re.compile(r"dot_general .* : \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)")
 def found(low):
     return collections.Counter(" ".join(each) for each in operands.findall(lazy(workload, "h100", low)))
