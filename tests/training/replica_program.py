@@ -132,6 +132,42 @@ def low(rank, folder, world, mode):
     Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
 
 
+def rows(rank, folder, world, mode):
+    """Steps of an embedding with sparse gradients, whose entries overlap; an infinity on one process in the third."""
+    device = xla_amp.xla_device()
+    result = {}
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 4, sparse=True).to(device)
+        optimizer = xla_amp.syncfree.wrap(torch.optim.SparseAdam(table.parameters(), lr=0.1))
+        scaler = xla_amp.GradScaler(device, init_scale=16.0)
+        for step in range(4):
+            tokens, weights = rows_of(step, rank, world)
+            optimizer.zero_grad()
+            scaler.scale((table(tokens.to(device)) * weights.to(device)).sum()).backward()
+            xm.reduce_gradients(optimizer, dtype=dtype)
+            xla_amp.sync()
+            before = xla_amp.metrics()
+            scaler.step(optimizer)
+            scaler.update()
+            xla_amp.sync()
+            after = xla_amp.metrics()
+        syncs = after["host_syncs"] - before["host_syncs"]
+        result[str(dtype)] = [int(scaler.skipped_steps()), syncs, table.weight.tolist()]
+    Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
+
+
+def rows_of(step, rank, world):
+    """Tokens [4] and weights [4, 4] of one process; weights are whole numbers, which bfloat16 has."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(10, (4 * world,), generator=generator)
+    weights = torch.randint(-8, 9, (4 * world, 4), generator=generator).float()
+    if step == 2:
+        weights[0, 0] = float("inf")
+    part = slice(4 * rank, 4 * rank + 4)
+    return tokens[part], weights[part]
+
+
 def graph(rank, folder, world, mode):
     """What is said when a process goes another way, with another operation or in another policy."""
     device = xla_amp.xla_device()
@@ -158,7 +194,7 @@ def graph(rank, folder, world, mode):
     Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
 
 
-MODES = {"collect": collect, "low": low, "graph": graph}
+MODES = {"collect": collect, "low": low, "rows": rows, "graph": graph}
 
 
 def fail(rank, folder):

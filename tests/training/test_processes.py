@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replica_program import rows_of
 
 import xla_amp
 from xla_amp import config, xla_model
@@ -52,7 +53,7 @@ def alone():
 
 
 def together(world):
-    return run(world, "none", "one", "unreduced", "collect", "low", *(["graph"] if world == 2 else []))
+    return run(world, "none", "one", "unreduced", "collect", "low", "rows", *(["graph"] if world == 2 else []))
 
 
 def trained(world):
@@ -96,6 +97,24 @@ def test_processes_meet():
         assert process["ordinal"] == [rank, 2]
         assert process["met"] == ["0", "1"]
         assert process["most"] == 1
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sparse_gradients_are_averaged(world):
+    """Against torch's SparseAdam on the CPU with the average of everybody's gradients; the third step is skipped."""
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    for step in (0, 1, 3):
+        optimizer.zero_grad()
+        for rank in range(world):
+            tokens, weights = rows_of(step, rank, world)
+            ((table(tokens) * weights).sum() / world).backward()
+        optimizer.step()
+    for process in together(world)["rows"]:
+        for skipped, syncs, found in process.values():
+            assert (skipped, syncs) == (1, 0)
+            np.testing.assert_allclose(found, table.weight.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------

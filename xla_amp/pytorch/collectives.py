@@ -283,7 +283,8 @@ def reduce_gradients(
 ) -> None:
     """Averages the gradients over all processes, in place: with one, they are the average.
 
-    Call it before `GradScaler.unscale_` and `step`, which look for what is not finite in the result.
+    Call it before `GradScaler.unscale_` and `step`, which look for what is not finite in the result.  A sparse gradient
+    gets everybody's entries, uncoalesced, of which each process must bring the same number.
 
     Args:
         optimizer: whose gradients.
@@ -302,16 +303,24 @@ def reduce_gradients(
     count = _count(checked)
     if count == 1:
         return
+
+    def narrow(values: torch.Tensor) -> torch.Tensor:
+        wider = dtype is not None and values.is_floating_point() and dtype.itemsize < values.dtype.itemsize
+        return values.to(dtype) if wider else values
+
     gradients = _fetch_gradients(optimizer)
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
         # One collective for all of a dtype, whatever their own dtypes are.
-        narrow = [
-            g.to(dtype) if dtype is not None and g.is_floating_point() and dtype.itemsize < g.dtype.itemsize else g
-            for g in gradients
-        ]
-        reduced = base.processes().all_reduce(REDUCE_SUM, narrow, checked, pin_layout)
-        for gradient, value in zip(gradients, reduced, strict=True):
+        reduced = base.processes().all_reduce(REDUCE_SUM, [narrow(gradient) for gradient in dense], checked, pin_layout)
+        for gradient, value in zip(dense, reduced, strict=True):
             gradient.copy_(value).mul_(1.0 / count)
+        for gradient in gradients:
+            if gradient.is_sparse:  # a sum of sparse tensors is all their entries
+                values = all_gather(narrow(gradient._values()), 0, groups, None, pin_layout).to(gradient.dtype)
+                places = all_gather(gradient._indices(), 1, groups, None, pin_layout)
+                joined = torch.sparse_coo_tensor(places, values / count, gradient.shape, check_invariants=False)
+                gradient.copy_(joined)
 
 
 def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

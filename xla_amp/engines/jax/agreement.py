@@ -169,12 +169,12 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
         EngineError: another process has another program, or none within the timeout.
     """
     place, client = config.process(), compat.coordinator()
+    if place is None or client is None or not any(instruction.collective for instruction, _, _ in steps(code)):
+        return
     listing = [
         f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"
         for instruction, _, inputs in steps(code)
     ]
-    if place is None or client is None or not any(instruction.collective for instruction, _, _ in steps(code)):
-        return
     number = next(_programs)
     digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).hexdigest()
     room = f"xla_amp/program/{number}"
