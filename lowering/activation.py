@@ -6,7 +6,6 @@ the tensors and numbers that come in.  At a kink they take the side that torch t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.operand import as_dtype, stored, up
 from xla_amp.lowering.registry import register
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -24,19 +23,24 @@ _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (
 
 
 def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data."""
+    """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
+
+    Of a gradient's tensors the first is the gradient that arrives; the others were kept by the forward pass.
+    """
+    kept = tensors if name.endswith("_backward") else 1
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Any]:
-        @register(name)
-        @functools.wraps(formula)
-        def lowering(*args: Any, **options: Any) -> Any:
-            values = [up(x) for x in args[:tensors]]
+        def lowering(*args: Any, platform: str = "cpu", **options: Any) -> Any:
+            given = [*args[:1], *(stored(x, platform) for x in args[1:kept]), *args[kept:tensors]]
+            values = [up(x) for x in given]
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
             return formula(*values, *numbers, **options)
 
-        return lowering
+        # No `functools.wraps`: the signature in which `register` finds the platform is the wrapper's.
+        lowering.__name__, lowering.__qualname__, lowering.__doc__ = name, name, formula.__doc__
+        return register(name)(lowering)
 
     return decorate
 

@@ -37,6 +37,15 @@ def up(x: jax.Array) -> jax.Array:
     return as_dtype(x, opmath(x.dtype))
 
 
+def stored(x: jax.Array, platform: str) -> jax.Array:
+    """`x`, which the forward pass keeps for the backward pass, as what is kept where it is of a half type.
+
+    Both passes widen it.  On an accelerator XLA finds the two conversions equal, moves the one that remains into the
+    product that makes `x`, and keeps float32: twice the memory and traffic.  The barrier makes them two.
+    """
+    return lax.optimization_barrier(x) if platform != "cpu" and is_half(x.dtype) else x
+
+
 def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """torch's ``dim`` argument as non-negative axes; ``None`` and ``[]`` mean all of them."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):

@@ -91,6 +91,21 @@ def _flat(base: jax.Array, padded: int) -> jax.Array:
     return jnp.pad(flat, (0, padded - flat.size)) if padded != flat.size else flat
 
 
+def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
+    """The window's elements, by axes as coarse as slicing allows.
+
+    The factors behind the last one that is cut go into it: heads are cut from a projection before its last axis is
+    split into heads, which on a TPU spares a copy into the split axes' layout.
+    """
+    extents = zip(window.factors, window.start, window.stop, strict=True)
+    cut = [index for index, (extent, start, stop) in enumerate(extents) if stop - start != extent]
+    last = cut[-1] if cut else len(window.factors) - 1
+    unit = math.prod(window.factors[last + 1 :])
+    x = flat.reshape(*window.factors[:last], window.factors[last] * unit)
+    start, stop = ((*corner[:last], corner[last] * unit) for corner in (window.start, window.stop))
+    return lax.slice(x, start, stop)
+
+
 def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array | Permuted:
     """The window of `base` (any shape, row-major) with these sizes, strides and offset, all in elements.
 
@@ -105,8 +120,7 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
     window = _factor(base.size, shape, strides, offset)
     if window is None:
         return base.reshape(-1)[_indices(shape, strides, offset)]
-    x = _flat(base, window.padded).reshape(window.factors)
-    x = lax.slice(x, window.start, window.stop).reshape([shape[dim] for dim in window.order])
+    x = _sliced(_flat(base, window.padded), window).reshape([shape[dim] for dim in window.order])
     # x holds the window's non-trivial dimensions by descending stride; bring them into the view's order.
     permutation = tuple(window.order.index(dim) for dim in sorted(window.order))
     broadcast = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
