@@ -26,14 +26,18 @@ def non_finite_check_and_unscale(
     once.  The check reads the gradients as they came, so an `inv_scale` above 1 that overflows them goes unnoticed, as
     in torch.
     """
-    bad = [~jnp.all(jnp.isfinite(grad)) for grad in grads]
+    finite = [jnp.all(jnp.isfinite(grad)) for grad in grads]
     unscaled = []
     for grad in grads:
         wide = up(grad)
         unscaled.append(wide * as_dtype(inv_scale, wide.dtype).reshape(()))
-    found = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
+    # XLA must not work this out anew, from one flag for each gradient, in every update that reads it: such a program
+    # grows with the square of their number.  It keeps the barrier until it has made its kernels, but on a CPU, where it
+    # takes a reduction of the stacked flags apart into a chain of operations unless something lies between the two.
+    found = jnp.any(~jnp.stack(finite)) if finite else jnp.zeros((), bool)
     if replicas is not None:
         found = jax.lax.pmax(found.astype(jnp.int32), replicas) != 0
+    found = jax.lax.optimization_barrier(found)
     return [*unscaled, jnp.where(found, jnp.ones((), found_inf.dtype), found_inf)]
 
 

@@ -2,9 +2,8 @@
 
 The update of one tensor is a plain function (`sgd_step`, `adam_step`, `adagrad_step`); the ATen operations apply it to
 each entry of their lists.  Options arrive as data in float64 and are combined there (a bias correction ``1 - beta**t``
-loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs.  They are
-combined for all tensors at once and ahead of the updates: XLA would else form a power in float64 for every element
-on a GPU, and write its emulation out for every tensor on a TPU.
+loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs
+(`_of_each_count`).
 
 Two device flags make a step part of a program without a branch: gradients are divided by `grad_scale`, and where
 `found_inf` is not zero everything keeps its value, gradients included.  torch's CUDA kernels do the same by returning
@@ -85,22 +84,28 @@ def sgd_step(
     return param - as_dtype(lr, dtype) * grad, buffer
 
 
-def _counted(counts: Arrays) -> jax.Array:
-    """Step counts (each a scalar) as one float64 vector."""
-    return jnp.stack([_double(count).reshape(()) for count in counts])
+def _of_each_count(
+    formula: Callable[[jax.Array], tuple[jax.Array, ...]], counts: Arrays, dtype: Any, platform: str
+) -> list[tuple[jax.Array, ...]]:
+    """What `formula` makes of each step count (a scalar, given in float64), rounded to `dtype`.
+
+    For all counts at once and ahead of the updates: XLA would else form a power in float64 for every element on a GPU,
+    and write its emulation out for every tensor on a TPU.  XLA:CPU forms it once for a tensor by itself, and compiles
+    updates of one shape once, unless each picks its own entry out of a vector.
+    """
+    scalars = [_double(count).reshape(()) for count in counts]
+    if platform == "cpu" or not counts:
+        return [tuple(as_dtype(factor, dtype) for factor in formula(count)) for count in scalars]
+    factors = lax.optimization_barrier(tuple(as_dtype(factor, dtype) for factor in formula(jnp.stack(scalars))))
+    return [tuple(factor[i] for factor in factors) for i in range(len(counts))]
 
 
 def adam_corrections(
-    counts: Arrays, dtype: Any, *, lr: Any, beta1: Any, beta2: Any
-) -> list[tuple[jax.Array, jax.Array]]:
+    counts: Arrays, dtype: Any, *, lr: Any, beta1: Any, beta2: Any, platform: str
+) -> list[tuple[jax.Array, ...]]:
     """Per step count (from 1 on), in `dtype`: learning rate over bias of the average, root of that of the squares."""
-    if not counts:
-        return []
-    lr, beta1, beta2, steps = _double(lr), _double(beta1), _double(beta2), _counted(counts)
-    sizes = as_dtype(lr / (1 - beta1**steps), dtype)
-    roots = as_dtype(jnp.sqrt(1 - beta2**steps), dtype)
-    sizes, roots = lax.optimization_barrier((sizes, roots))
-    return [(sizes[i], roots[i]) for i in range(len(counts))]
+    lr, beta1, beta2 = _double(lr), _double(beta1), _double(beta2)
+    return _of_each_count(lambda count: (lr / (1 - beta1**count), jnp.sqrt(1 - beta2**count)), counts, dtype, platform)
 
 
 def adam_step(
@@ -109,7 +114,7 @@ def adam_step(
     exp_avg: jax.Array,
     exp_avg_sq: jax.Array,
     max_exp_avg_sq: jax.Array | None,
-    corrections: tuple[jax.Array, jax.Array],
+    corrections: tuple[jax.Array, ...],
     *,
     lr: Any,
     beta1: Any,
@@ -148,12 +153,12 @@ def adam_step(
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
-def adagrad_rates(counts: Arrays, dtype: Any, *, lr: Any, lr_decay: Any = 0.0) -> list[jax.Array]:
-    """Per step count (from 1 on): the decayed learning rate in `dtype`."""
-    if not counts:
-        return []
-    rates = lax.optimization_barrier(as_dtype(_double(lr) / (1 + (_counted(counts) - 1) * _double(lr_decay)), dtype))
-    return [rates[i] for i in range(len(counts))]
+def adagrad_rates(
+    counts: Arrays, dtype: Any, *, lr: Any, lr_decay: Any = 0.0, platform: str
+) -> list[tuple[jax.Array, ...]]:
+    """Per step count (from 1 on): the decayed learning rate in `dtype`, alone in a tuple."""
+    lr, lr_decay = _double(lr), _double(lr_decay)
+    return _of_each_count(lambda count: (lr / (1 + (count - 1) * lr_decay),), counts, dtype, platform)
 
 
 def adagrad_step(
@@ -280,6 +285,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
         maximize: bool,
         grad_scale: jax.Array | None = None,
         found_inf: jax.Array | None = None,
+        platform: str,
     ) -> list[jax.Array]:
         def step(
             param: jax.Array, grad: jax.Array, states: list[Any], corrections: Any
@@ -302,7 +308,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
             )
 
         dtype = opmath(params[0].dtype) if params else None
-        factors = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2)
+        factors = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2, platform=platform)
         states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
         new = _stepped(step, params, grads, states, factors, grad_scale, found_inf)
         # maxima may be given though unused: they stay as they are
@@ -332,17 +338,19 @@ def fused_adagrad(
     maximize: bool,
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
+    platform: str,
 ) -> list[jax.Array]:
-    def step(param: jax.Array, grad: jax.Array, states: list[Any], rate: Any) -> tuple[jax.Array, jax.Array]:
+    def step(param: jax.Array, grad: jax.Array, states: list[Any], rates: Any) -> tuple[jax.Array, jax.Array]:
         return adagrad_step(
             param,
             grad,
             states[0],
-            rate,
+            *rates,
             weight_decay=weight_decay,
             eps=eps,
             maximize=maximize,
         )
 
-    rates = adagrad_rates(state_steps, opmath(params[0].dtype) if params else None, lr=lr, lr_decay=lr_decay)
+    dtype = opmath(params[0].dtype) if params else None
+    rates = adagrad_rates(state_steps, dtype, lr=lr, lr_decay=lr_decay, platform=platform)
     return _stepped(step, params, grads, [state_sums], rates, grad_scale, found_inf)

@@ -169,13 +169,14 @@ def test_no_decay_keeps_an_infinite_parameter_out_of_the_gradient() -> None:
         )
 
 
-def test_bias_correction_keeps_its_digits() -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_bias_correction_keeps_its_digits(platform: str) -> None:
     # 1 - 0.9999**1 in float32 has 10 bits left
     param, grad, zero = jnp.ones(3, jnp.float32), jnp.full(3, 0.7, jnp.float32), jnp.zeros(3, jnp.float32)
     with jax.enable_x64(True):
         options = {"lr": np.float64(1e-3), "beta1": np.float64(0.9), "beta2": np.float64(0.9999), "eps": 0.0}
         betas = {name: options[name] for name in ("lr", "beta1", "beta2")}
-        (corrections,) = optim.adam_corrections([jnp.float32(1)], jnp.float32, **betas)
+        (corrections,) = optim.adam_corrections([jnp.float32(1)], jnp.float32, **betas, platform=platform)
         new = optim.adam_step(param, grad, zero, zero, None, corrections, **options)[0]
     # the first step is lr * sign(grad) whatever the betas are
     np.testing.assert_allclose(np.asarray(new), 1 - 1e-3, rtol=2e-7)
@@ -183,8 +184,9 @@ def test_bias_correction_keeps_its_digits() -> None:
     assert abs(corrected_in_float32 / np.sqrt(1e-4) - 1) > 5e-5
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_ten_steps_like_the_unfused_optimizer_in_float64(name: str) -> None:
+def test_ten_steps_like_the_unfused_optimizer_in_float64(name: str, platform: str) -> None:
     """The reference shares no code with the fused kernels: torch.optim's plain loop over float64 parameters."""
     settings: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.01}
     settings |= {"momentum": 0.9, "dampening": 0.1} if name == "SGD" else {}
@@ -201,11 +203,13 @@ def test_ten_steps_like_the_unfused_optimizer_in_float64(name: str) -> None:
             if name == "SGD":
                 param, state[0] = optim.sgd_step(*arguments, state[0], first=jnp.asarray(count == 1), **settings)
             elif name == "Adagrad":
-                (rate,) = optim.adagrad_rates([jnp.float32(count)], jnp.float64, lr=settings["lr"])
-                param, state[0] = optim.adagrad_step(*arguments, state[0], rate, weight_decay=settings["weight_decay"])
+                counts, decay = [jnp.float32(count)], settings["weight_decay"]
+                ((rate,),) = optim.adagrad_rates(counts, jnp.float64, lr=settings["lr"], platform=platform)
+                param, state[0] = optim.adagrad_step(*arguments, state[0], rate, weight_decay=decay)
             else:
                 betas = {"lr": settings["lr"], "beta1": 0.9, "beta2": 0.999}
-                (corrections,) = optim.adam_corrections([jnp.float32(count)], jnp.float64, **betas)
+                counts = [jnp.float32(count)]
+                (corrections,) = optim.adam_corrections(counts, jnp.float64, **betas, platform=platform)
                 param, *state, _ = optim.adam_step(
                     *(*arguments, *state, None, corrections), **settings | betas, decoupled=name == "AdamW"
                 )
