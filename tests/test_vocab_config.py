@@ -44,6 +44,8 @@ def test_nothing_set(monkeypatch):
     assert config.fallback() == "error"
     assert config.engine() == "auto"
     assert config.tape_limit() == 100_000
+    assert config.compiler_options() == {}
+    assert config.xla_flags() == frozenset()
     assert config.platform() is None
     assert config.legacy_dtype_flags() == ()
 
@@ -59,6 +61,10 @@ def test_values_are_read_at_call_time(monkeypatch):
     assert config.engine() == "torch_xla"
     monkeypatch.setenv("XLA_AMP_TAPE_LIMIT", "500")
     assert config.tape_limit() == 500
+    monkeypatch.setenv("XLA_AMP_COMPILER_OPTIONS", "--xla_one=true xla_two=a,b  xla_three=")
+    assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
+    assert config.xla_flags() == {"xla_one", "xla_two"}
     monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", "fp32.txt")
     assert config.hpu_lists() == (("fp32", "PT_HPU_AUTOCAST_FP32_OPS_LIST", Path("fp32.txt")),)
 
@@ -92,6 +98,8 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_PLATFORM", "cuda", config.platform, "'cuda': expected one of cpu, gpu, tpu"),
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),
         ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a positive whole number"),
+        ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
+        ("XLA_AMP_COMPILER_OPTIONS", "=1", config.compiler_options, "'=1': expected name=value"),
     ],
 )
 def test_a_bad_value_names_the_variable_and_the_legal_ones(monkeypatch, variable, value, read, words):

@@ -26,6 +26,7 @@ TAPE_LIMIT: Final = "XLA_AMP_TAPE_LIMIT"
 PLATFORM: Final = "XLA_AMP_PLATFORM"
 CACHE: Final = "XLA_AMP_CACHE"
 PROGRESS: Final = "XLA_AMP_PROGRESS"
+COMPILER_OPTIONS: Final = "XLA_AMP_COMPILER_OPTIONS"
 COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 
@@ -116,6 +117,31 @@ def progress() -> Progress:
         PolicyError: another value.
     """
     return _choice(PROGRESS, get_args(Progress), "auto")
+
+
+def compiler_options() -> dict[str, str]:
+    """``XLA_AMP_COMPILER_OPTIONS``: XLA's options for the lazy device's programs, by name.
+
+    Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
+    replace the package's own (`xla_amp.engines.jax.compile_options`), and an empty value leaves one to XLA.
+
+    Raises:
+        PolicyError: a word is not ``name=value``.
+    """
+    found = {}
+    for word in os.environ.get(COMPILER_OPTIONS, "").split():
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not (name and equals):
+            raise PolicyError(f"{COMPILER_OPTIONS}={word!r}: expected name=value, as xla_allow_excess_precision=true")
+        # XLA reads booleans as Python writes them.
+        found[name] = value.capitalize() if value.lower() in ("true", "false") else value
+    return found
+
+
+def xla_flags() -> frozenset[str]:
+    """Names of the options that the user sets for the whole process in ``XLA_FLAGS``."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    return frozenset(word.removeprefix("--").partition("=")[0] for word in words)
 
 
 def platform() -> Platform | None:

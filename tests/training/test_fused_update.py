@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from other_platform import text_for
 from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.engines.jax import compat, cut
+from xla_amp.engines.jax import compat, compile_options, cut
 from xla_amp.lowering import table
 from xla_amp.stablehlo import targets
 
@@ -63,7 +64,7 @@ def test_updates_are_in_place_and_move_little(name):
         pytest.skip(
             "bytes are counted for a GPU: XLA:CPU has no fusions with several results; no compiler for one here"
         )
-    compiled = targets.compile_for(program.lower().as_text("stablehlo"), "h100")
+    compiled = targets.compile_for(text_for("gpu"), "h100", compile_options.of("gpu"))
     moved = compiled.bytes_accessed
     # The least there is: every buffer read and written once, and every gradient read once to know whether it is finite
     # (all of them, before anything may be written) and once more to step with.
@@ -116,6 +117,7 @@ def test_updates_move_the_least_on_a_tpu(name):
         *grads, found = check(grads, jnp.zeros((), jnp.float32), numbers[0], replicas=None)
         given = dict(zip(("lr", "weight_decay", *options), numbers[1:], strict=True))
         extra = [[], counts] if name == "_fused_adam_" else []
+        given |= {"platform": "tpu"} if name == "_fused_adam_" else {}
         new = table()[name].function(params, grads, *states, *extra, **given, **fixed, maximize=False, found_inf=found)
         return new[: len(params)] + new[2 * len(params) :]  # the gradients are dropped
 
@@ -143,5 +145,53 @@ def test_the_count_sees_a_buffer_that_is_read_again():
         optimizer.register_step_post_hook(again)
         return optimizer
 
-    text = steady_step(twice).lower().as_text("stablehlo")
-    assert targets.compile_for(text, "h100").bytes_accessed > 1.1 * 4 * VALUES * 6
+    steady_step(twice)
+    assert targets.compile_for(text_for("gpu"), "h100").bytes_accessed > 1.1 * 4 * VALUES * 6
+
+
+def distinct(hlo):
+    """(instructions, kernels that differ in more than names) of an optimized program."""
+    kernels = set()
+    count = 0
+    for computation in hlo.split("\n\n"):
+        lines = [line.partition(", metadata=")[0] for line in computation.splitlines() if " = " in line]
+        count += len(lines)
+        if not computation.lstrip().startswith("ENTRY"):
+            kernels.add(re.sub(r"[\w\-]+\.[\d.]+|%[\w\-.]+", "", "\n".join(lines)))
+    return count, len(kernels)
+
+
+def counts_of(number):
+    """The same of a scaled Adam step for so many parameters of one shape."""
+    device = xla_amp.xla_device()
+    params = [nn.Parameter(torch.ones(4, 8).to(device)) for _ in range(number)]
+    optimizer = syncfree.Adam(params, lr=0.1)
+    scaler = GradScaler(device)
+    scaler.scale(torch.ones((), device=device))
+    for _ in range(2):
+        for parameter in params:
+            parameter.grad = torch.ones(parameter.shape).to(device)
+        xla_amp.sync()
+        scaler.step(optimizer)
+        scaler.update()
+        xla_amp.sync()
+    return distinct(cut.programs()[-1].optimized_hlo())
+
+
+def test_the_program_grows_by_the_same_for_each_parameter_and_its_kernels_do_not():
+    """A flag worked out anew in every update is quadratic; entries picked out of a vector are kernels of their own."""
+    instructions, kernels = zip(*(counts_of(number) for number in (16, 24, 32)), strict=True)
+    assert instructions[2] - instructions[1] <= 1.02 * (instructions[1] - instructions[0])
+    assert kernels[0] == kernels[1] == kernels[2]
+
+
+def test_the_count_sees_entries_that_are_picked_out_of_a_vector():
+    def hlo(number):
+        def scaled(factors, *arrays):
+            return [factors[i] * jnp.sin(array) for i, array in enumerate(arrays)]
+
+        struct = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        factors = jax.ShapeDtypeStruct((number,), jnp.float32)
+        return jax.jit(scaled).lower(factors, *[struct] * number).compile().as_text()
+
+    assert distinct(hlo(8))[1] == distinct(hlo(4))[1] + 4

@@ -185,7 +185,7 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
 
     def program_of_step(*values: jax.Array) -> list[jax.Array]:
         leaves = [values[places[i]] if i in places else jnp.asarray(run.initial[i]) for i in range(len(run.leaves))]
-        results = program.call(
+        results = program.nested(
             [leaves[i] for i in program.donated],
             [leaves[i] for i in program.kept],
             jnp.asarray(floats),

@@ -2,8 +2,8 @@
 
 It is a process of its own because compilers read environment variables when they are loaded, take a lock, print to the
 terminal, and abort where a library would raise.  `xla_amp.stablehlo.targets` starts it: a question is
-``{"target": row of targets.toml}`` with a module as its data, a reply holds the fields of `targets.Compiled`.
-Everything private of JAX that compiling needs stands in this file.
+``{"target": row of targets.toml, "options": XLA's, by name}`` with a module as its data, a reply holds the fields of
+`targets.Compiled`.  Everything private of JAX that compiling needs stands in this file.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _ROWS: Final = {
 
 def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
     """The reply to one question."""
-    return compile_module(module, question["target"])
+    return compile_module(module, question["target"], question["options"])
 
 
-def compile_module(module: bytes, target: Mapping[str, Any]) -> dict[str, Any]:
+def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Compiles MLIR text or bytecode for one row of ``targets.toml``; the reply without its ``error``."""
     from jax._src import compiler, xla_bridge
     from jax._src.interpreters import mlir
@@ -54,6 +54,7 @@ def compile_module(module: bytes, target: Mapping[str, Any]) -> dict[str, Any]:
         parsed = ir.Module.parse(module)
         replicas, partitions = (_count(parsed, name) for name in ("mhlo.num_replicas", "mhlo.num_partitions"))
         options = compiler.get_compile_options(replicas, partitions, detailed_logging=False)
+        options.env_option_overrides = list(overrides.items())
         return _PLATFORMS[target["platform"]](xla_bridge.get_backend("cpu"), parsed, options, target)
 
 
@@ -99,7 +100,8 @@ def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
         "cuda", "", topology=f"1x1x{devices}", target_config=device_description(target)
     )
     with _tables(target, devices) as paths:
-        options.env_option_overrides = [("xla_gpu_collect_cost_model_stats", True), *paths.items()]
+        ours = {"xla_gpu_collect_cost_model_stats": "True", **paths}
+        options.env_option_overrides = [*ours.items(), *options.env_option_overrides]
         compiled = client.compile(module, topology, options)
     (optimized,) = compiled.hlo_modules()
     costs = xla_client._xla.hlo_module_cost_analysis(client, optimized)

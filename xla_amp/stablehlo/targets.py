@@ -81,15 +81,16 @@ class Compilers:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
 
-    def compile(self, module: Any, target: str) -> Compiled:
+    def compile(self, module: Any, target: str, options: Mapping[str, str] | None = None) -> Compiled:
         """The module as XLA compiles it for `target`.
 
         Args:
             module: MLIR text, bytecode, a ``jaxlib.mlir.ir.Module``, or what ``jax.jit(f).lower(...)`` returns.
             target: a name of `names()`.
+            options: XLA's options by name, as ``compiler_options`` of `jax.jit`; XLA's defaults for the rest.
 
         Raises:
-            DeviceError: the target is unknown, its compiler is not installed, or it refuses the module.
+            DeviceError: the target is unknown, its compiler is not installed, or it refuses the module or an option.
         """
         row = specification(target)
         _require(target, row["platform"])
@@ -98,7 +99,7 @@ class Compilers:
         if worker is None or worker.closed:
             worker = self._workers[row["platform"]] = Worker("xla_amp.stablehlo.target_worker", _ENVIRONMENT)
         try:
-            reply = worker.ask({"target": dict(row)}, data)
+            reply = worker.ask({"target": dict(row), "options": dict(options or {})}, data)
         except WorkerEndedError as error:
             del self._workers[row["platform"]]
             raise DeviceError(f"compiling for {target}: the compiler ended without an answer; {error}") from None
@@ -121,10 +122,10 @@ class Compilers:
         self.close()
 
 
-def compile_for(module: Any, target: str) -> Compiled:
+def compile_for(module: Any, target: str, options: Mapping[str, str] | None = None) -> Compiled:
     """`Compilers.compile`, once; for several modules or targets one `Compilers` is faster."""
     with Compilers() as compilers:
-        return compilers.compile(module, target)
+        return compilers.compile(module, target, options)
 
 
 def lower(function: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> str:

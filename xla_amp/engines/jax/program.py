@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.engines.jax import compat, mesh
+from xla_amp.engines.jax import compat, compile_options, mesh
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
@@ -45,7 +45,9 @@ class Program:
     """A compiled tape."""
 
     call: Any
-    """``call(donated, kept, floats, ints)`` gives the outputs."""
+    """``call(donated, kept, floats, ints)`` gives the outputs.  Not inside another program: see `nested`."""
+    nested: Any
+    """`call` without options for XLA, which JAX refuses to take for a part of a program."""
     donated: tuple[int, ...]
     """Leaves handed over for the outputs to live in."""
     kept: tuple[int, ...]
@@ -101,7 +103,7 @@ def build(
         leaf_numbers, leaf_specs: its inputs, in the order of first use.
         numbers: how many lifted floats and ints come with it.
         streams: how many (seed, offset) pairs come in front of the ints.
-        platform: XLA's platform, for lowerings that have a form of their own there.
+        platform: XLA's platform, for lowerings that have a form of their own there, and for `compile_options`.
     """
     leaf_of = {number: index for index, number in enumerate(leaf_numbers)}
     specs: list[Spec | None] = []
@@ -134,8 +136,12 @@ def build(
             leaves[index] = array
         return _interpret(key.code, leaves, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
 
+    step = replicated(lazy_step) if mesh.replicas else lazy_step
+    nested = jax.jit(step, donate_argnums=0, **options)
+    chosen = compile_options.of(platform)
     return Program(
-        call=jax.jit(replicated(lazy_step) if mesh.replicas else lazy_step, donate_argnums=0, **options),
+        call=jax.jit(step, donate_argnums=0, compiler_options=chosen, **options) if chosen else nested,
+        nested=nested,
         donated=tuple(donated),
         kept=kept,
         outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),

@@ -80,7 +80,7 @@ class Piece:
         ints = _vector([*streams, *(_scalar(value, integer) for value in self.ints)], integer)
         floats = _vector([_scalar(value, np.float64) for value in self.floats], np.float64)
         program = self.program
-        outputs = program.call([], [leaves[index] for index in program.kept], floats, ints)
+        outputs = program.nested([], [leaves[index] for index in program.kept], floats, ints)
         return [outputs[place] if place >= 0 else leaves[~place] for place in program.outputs]
 
 
@@ -107,7 +107,8 @@ class Recording:
         self._split: _Position | None = None
 
     def __enter__(self) -> Recording:
-        cut.cut()
+        with jax.ensure_compile_time_eval():  # while JAX traces, what was recorded before is no part of that
+            cut.cut()
         self._state = random.state()
         self._observer, cut.observer = cut.observer, _Refusal()
         self._paused = boundary.paused()

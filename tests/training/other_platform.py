@@ -1,0 +1,22 @@
+"""The program of a step that ran here, as it is on a platform that is not here."""
+
+from __future__ import annotations
+
+from xla_amp.engines.jax import compat, cut
+from xla_amp.engines.jax.program import build, steps
+
+
+def text_for(platform):
+    """The newest program as it would be recorded on another platform."""
+    key = next(reversed(cut._programs))
+    instructions = list(steps(key.code))
+    leaves, number = {}, 0
+    for instruction, _, _ in instructions:
+        if instruction.emit is None:
+            leaves[number] = instruction.outs[0]
+        number += len(instruction.outs)
+    numbers = tuple(sum(getattr(each, kind) for each, _, _ in instructions) for kind in ("floats", "ints"))
+    with compat.x64():
+        program = build(key, list(leaves), list(leaves.values()), numbers, 1, platform)
+        name = {"gpu": "cuda"}.get(platform, platform)
+        return program.call.trace(*program.abstract).lower(lowering_platforms=(name,)).as_text()

@@ -1,0 +1,161 @@
+"""What XLA is asked for by platform: that it pays, that users can change it, and that others' programs go without."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from other_platform import text_for
+from torch import nn
+
+import xla_amp
+from xla_amp.engines.jax import compile_options, cut, runtime
+from xla_amp.errors import StepFailedError
+from xla_amp.jax.bridge import functional
+from xla_amp.pytorch.export import export
+from xla_amp.stablehlo import targets
+
+ROUNDING = "xla_allow_excess_precision"
+VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
+
+
+@pytest.fixture
+def device():
+    cut.forget_programs()
+    yield xla_amp.xla_device()
+    cut.forget_programs()
+
+
+@pytest.mark.parametrize("platform", compile_options.OPTIONS)
+def test_rows_have_a_reason_and_are_the_default(monkeypatch, platform):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    rows = compile_options.OPTIONS[platform]
+    assert list(rows) == sorted(rows)
+    assert all(row.why.endswith(".") and row.source for row in rows.values())
+    assert compile_options.of(platform) == {name: row.value for name, row in rows.items()}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ours", "expected"),
+    [
+        ("", "xla_allow_excess_precision=true", {ROUNDING: "True"}),
+        ("", "xla_allow_excess_precision=", {}),
+        ("", "xla_gpu_autotune_level=0", {ROUNDING: "False", "xla_gpu_autotune_level": "0"}),
+        ("--xla_allow_excess_precision=true", "", {}),
+        ("--xla_gpu_autotune_level=0", "", {ROUNDING: "False"}),
+        ("--xla_allow_excess_precision=true", "xla_allow_excess_precision=false", {ROUNDING: "False"}),
+    ],
+)
+def test_users_replace_and_add(monkeypatch, flags, ours, expected):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv(VARIABLE, ours)
+    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
+    assert compile_options.of("gpu") == expected
+    # The host computes beside the device, and knows none of its options.
+    assert compile_options.of("cpu") == {}
+
+
+class Block(nn.Module):
+    """A residual block of ResNet."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.convolution(x)) + x)
+
+
+SHAPE = (8, 32, 14, 14)
+
+
+def residual_step(device):
+    """A bf16 step of two residual blocks has run."""
+    model = nn.Sequential(Block(SHAPE[1]), Block(SHAPE[1])).to(device)
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(SHAPE).to(device)
+    with xla_amp.autocast(device, dtype=torch.bfloat16):
+        loss = model(x.bfloat16()).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    xla_amp.sync()
+
+
+def between_kernels(hlo):
+    """Number of activations that kernels write, by dtype."""
+    found = collections.Counter()
+    for line in hlo[hlo.index("\nENTRY") :].splitlines():
+        made = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.*?) (fusion|custom-call)\(", line)
+        for dtype, shape in re.findall(r"\b(bf16|f32)\[([\d,]+)\]", made[1] if made else ""):
+            found[dtype] += math.prod(map(int, shape.split(","))) == math.prod(SHAPE)
+    return found
+
+
+def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
+    if not targets.available("h100"):
+        pytest.skip("no compiler for a GPU here")
+    residual_step(device)
+    text = text_for("gpu")
+    with targets.Compilers() as compilers:
+        wide = compilers.compile(text, "h100")
+        low = compilers.compile(text, "h100", compile_options.of("gpu"))
+    # What stays float32 is inside the gradient of batch norm; the stream between the blocks is not.
+    assert 2 * between_kernels(low.hlo)["f32"] < between_kernels(wide.hlo)["f32"]
+    assert between_kernels(low.hlo)["bf16"] > between_kernels(wide.hlo)["bf16"]
+    assert low.bytes_accessed < 0.8 * wide.bytes_accessed
+    assert low.peak_memory <= wide.peak_memory
+
+
+def test_an_option_that_a_compiler_does_not_know_is_an_error_that_names_it():
+    text = targets.lower(jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32), target="cpu")
+    with pytest.raises(xla_amp.errors.DeviceError, match=r"for cpu: .*No such compile option: 'xla_nothing'"):
+        targets.compile_for(text, "cpu", {"xla_nothing": "1"})
+
+
+def test_a_step_is_compiled_with_them(monkeypatch, device):
+    monkeypatch.setenv(VARIABLE, "xla_backend_optimization_level=0 xla_allow_excess_precision=false")
+    x = torch.ones(3, device=device) + 1
+    assert x.tolist() == [2, 2, 2]
+    cut.forget_programs()
+    monkeypatch.setenv(VARIABLE, "xla_nothing=1")
+    y = x + 1
+    with pytest.raises(StepFailedError, match="No such compile option: 'xla_nothing'"):
+        xla_amp.sync()
+    monkeypatch.delenv(VARIABLE)
+    del y
+    assert (x + 1).tolist() == [3, 3, 3]
+
+
+def test_programs_inside_others_go_without(monkeypatch, device):
+    """JAX takes options for whole programs; a module called from JAX, its gradient, and an export are parts."""
+    monkeypatch.setenv(VARIABLE, "xla_allow_excess_precision=false")
+    model = nn.Linear(4, 2).to(device)
+    x = torch.ones(3, 4).to(device)
+    expected = model(x).detach().cpu().numpy()
+    params, function = functional(model)
+
+    def loss(params, x):
+        return function(params, x).sum()
+
+    np.testing.assert_allclose(jax.jit(function)(params, jnp.ones((3, 4))), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(params, jnp.ones((3, 4)))["bias"], [3, 3])
+    np.testing.assert_allclose(export(lambda: {"y": model(x)}).call()[0], expected, rtol=1e-6)
+    program = cut.programs()[-1]
+    with pytest.raises(ValueError, match="can only be passed to top-level"):
+        jax.jit(program.call)(*program.abstract)
+
+
+def test_what_was_recorded_before_is_run_while_jax_traces(device):
+    model = nn.Linear(4, 2).to(device)
+    params, function = functional(model)
+    waiting = torch.ones(3, device=device) * 2
+    jax.jit(function)(params, jnp.ones((3, 4)))
+    assert waiting.tolist() == [2, 2, 2]
