@@ -7,6 +7,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     activation,
     amp,
     attention,
+    attention_layers,
     bits,
     complex_numbers,
     contraction,

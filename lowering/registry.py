@@ -42,6 +42,7 @@ SUPPLIES: Mapping[str, str] = MappingProxyType(
         "common": "NumPy dtype that torch's promotion gives for all tensor and number arguments together",
         "rng": "a JAX PRNG key of this call's own",
         "replicas": "name of the axis over the processes that train together (for `jax.lax.pmax`), None for one",
+        "partitioned": "whether XLA splits the program over the devices of a mesh (it cannot split a custom kernel)",
         "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
     }
 )

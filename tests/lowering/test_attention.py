@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import TOLERANCE, check, compare, lowering_of, sample, to_array, to_tensor
 
-from xla_amp.lowering import attention  # noqa: F401  (fills the table)
+from xla_amp.lowering import attention, attention_layers  # noqa: F401  (fill the table)
 
 FORWARD = "_scaled_dot_product_fused_attention_overrideable"
 BACKWARD = FORWARD + "_backward"

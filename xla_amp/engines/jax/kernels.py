@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from xla_amp.engines.jax import checks, compat, infer, random, storage
+from xla_amp.engines.jax import checks, compat, infer, mesh, random, storage
 from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.program import Context
@@ -141,6 +141,8 @@ class _Operation:
                 supplies["platform"] = context.platform
             if "replicas" in lowering.supplies:
                 supplies["replicas"] = context.replicas
+            if "partitioned" in lowering.supplies:
+                supplies["partitioned"] = mesh.active is not None and not mesh.replicas
             if "rng" in lowering.supplies:
                 supplies["rng"] = rng
             positional, keywords = [], {}
