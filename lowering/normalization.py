@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.operand import as_dtype, is_half, opmath, up
 from xla_amp.lowering.registry import register
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -137,6 +137,37 @@ def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0, *range(2, x.ndim)), (1, x.shape[1], *(1,) * (x.ndim - 2))
 
 
+def _batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: str) -> tuple[jax.Array, jax.Array]:
+    """Mean and biased variance of each channel of `x`, which is of an opmath dtype.
+
+    On GPU and TPU both come from one read: sums of differences from a value near the channel's mean, and of their
+    squares.  The variance loses to cancellation that value's distance from the mean, in deviations, squared, times a
+    rounding error of a sum (1e-7); that the mean is far from zero costs nothing by itself.
+
+    =========  ==============================================================================================
+    platform   value near the mean
+    =========  ==============================================================================================
+    gpu        one of the channel's own, from the middle of the batch: a few deviations off
+    tpu        the running mean, so that the convolution that makes `x` can sum on the fly.  It is as good once
+               it has followed the mean (a share of `momentum` each step); before, a channel whose mean is 1e3
+               deviations from it gets its variance to one digit.  Flax and PyTorch/XLA subtract nothing, ever.
+               Without a running mean, and for features without places (raw inputs), two passes.
+    cpu        two passes: they are as fast
+    =========  ==============================================================================================
+    """
+    axes, shape = _over_channels(x)
+    if platform == "gpu" and x.size:
+        near = x[(x.shape[0] // 2, slice(None), *(n // 2 for n in x.shape[2:]))]
+    elif platform == "tpu" and x.ndim > 2 and running_mean is not None:
+        near = as_dtype(running_mean, x.dtype)
+    else:
+        mean, variance = _statistics(x, axes)
+        return mean.reshape(-1), variance.reshape(-1)
+    difference = x - near.reshape(shape)
+    mean, square = jnp.mean(difference, axis=axes), jnp.mean(jnp.square(difference), axis=axes)
+    return near + mean, jnp.maximum(square - jnp.square(mean), 0)
+
+
 def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Array | None:
     if running is None:
         return None
@@ -161,16 +192,17 @@ def native_batch_norm(
     eps: float,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
+    platform: str,
 ) -> list[jax.Array]:
     """Result, saved mean and inverse deviation, then the running statistics that were given.
 
     ``native_batch_norm`` updates the running statistics although its schema does not say so.  The update of
     ``running_var`` uses the unbiased variance, the normalisation the biased one.
     """
-    axes, shape = _over_channels(x)
+    _, shape = _over_channels(x)
     x = up(x)
     if training:
-        mean, variance = (a.reshape(-1) for a in _statistics(x, axes))
+        mean, variance = _batch_statistics(x, running_mean, platform)
         count = x.size // x.shape[1]
         running_mean = _moved(running_mean, mean, momentum)
         running_var = _moved(running_var, variance * (count / max(count - 1, 1)), momentum)
@@ -194,8 +226,9 @@ def batch_norm_without_statistics(
     eps: float,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
+    platform: str,
 ) -> list[jax.Array]:
-    return native_batch_norm(x, weight, bias, None, None, True, momentum, eps, outs=outs)
+    return native_batch_norm(x, weight, bias, None, None, True, momentum, eps, outs=outs, platform=platform)
 
 
 @register("_batch_norm_with_update", mutates=("running_mean", "running_var"), lifted=("momentum",))
@@ -209,9 +242,11 @@ def batch_norm_with_update(
     eps: float,
     *,
     outs: Sequence[jax.ShapeDtypeStruct],
+    platform: str,
 ) -> list[jax.Array]:
     """`native_batch_norm` in training, with what a vendor's library would keep for its gradient: nothing."""
-    results = native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps, outs=outs)
+    running = (running_mean, running_var)
+    results = native_batch_norm(x, weight, bias, *running, True, momentum, eps, outs=outs, platform=platform)
     return [*results[:3], jnp.zeros((0,), np.uint8), *results[3:]]
 
 
@@ -228,9 +263,11 @@ def batch_norm_backward(
     eps: float,
     output_mask: Sequence[bool],
     reserve: jax.Array,
+    *,
+    platform: str,
 ) -> Gradients:
-    saved = (save_mean, save_var)  # of which the second is the inverse deviation
-    return native_batch_norm_backward(grad, x, weight, running_mean, running_var, *saved, update, eps, output_mask)
+    statistics = (running_mean, running_var, save_mean, save_var)  # of which the last is the inverse deviation
+    return native_batch_norm_backward(grad, x, weight, *statistics, update, eps, output_mask, platform=platform)
 
 
 @register("native_batch_norm_backward")
@@ -245,24 +282,27 @@ def native_batch_norm_backward(
     train: bool,
     eps: float,
     output_mask: Sequence[bool],
+    *,
+    platform: str,
 ) -> Gradients:
+    """Two sums over the batch, the gradients of bias and weight, are all that the gradient of `x` needs of it."""
     axes, shape = _over_channels(x)
+    if platform == "gpu" and is_half(grad.dtype):
+        # Two kernels read it, and XLA would have each compute it again from the wider values that it was rounded from.
+        grad = lax.optimization_barrier(grad)
     grad, x = up(grad), up(x)
-    mean = as_dtype(save_mean if train else running_mean, x.dtype).reshape(shape)
-    if train:
-        rstd = as_dtype(save_invstd, x.dtype).reshape(shape)
-    else:
-        rstd = lax.rsqrt(as_dtype(running_var, x.dtype) + eps).reshape(shape)
-    normalized = (x - mean) * rstd
+    mean = as_dtype(save_mean if train else running_mean, x.dtype)
+    rstd = as_dtype(save_invstd, x.dtype) if train else lax.rsqrt(as_dtype(running_var, x.dtype) + eps)
+    normalized = (x - mean.reshape(shape)) * rstd.reshape(shape)
+    grad_bias, grad_weight = jnp.sum(grad, axis=axes), jnp.sum(grad * normalized, axis=axes)
     grad_x = None
     if output_mask[0]:
-        weighted = _affine(grad, None if weight is None else weight.reshape(shape), None)
-        grad_x = _normalized_gradient(weighted, normalized, rstd, axes) if train else weighted * rstd
-    return (
-        grad_x,
-        jnp.sum(grad * normalized, axis=axes) if output_mask[1] else None,
-        jnp.sum(grad, axis=axes) if output_mask[2] else None,
-    )
+        factor = rstd if weight is None else rstd * as_dtype(weight, x.dtype)
+        if train:
+            count = max(x.size // x.shape[1], 1)
+            grad = grad - (grad_bias / count).reshape(shape) - normalized * (grad_weight / count).reshape(shape)
+        grad_x = grad * factor.reshape(shape)
+    return grad_x, grad_weight if output_mask[1] else None, grad_bias if output_mask[2] else None
 
 
 # -- softmax ----------------------------------------------------------------------------------------------------------

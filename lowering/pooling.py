@@ -23,6 +23,11 @@ from xla_amp.lowering.registry import register
 _TAPS = 64
 """Places in a window up to which the gradient of max pooling is a sum over them, and no scatter."""
 
+_AT_ONCE = 16
+"""Places in a window up to which XLA:GPU takes the maximum and its position in one kernel that reads all of them."""
+_FEW = 4
+"""Gradients for one place that are added in a half type, as overlapping windows of 3 and stride 2 have them."""
+
 
 def _lowest(dtype: np.dtype) -> object:
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
@@ -93,6 +98,29 @@ def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
     return position
 
 
+def _maximum_at_once(x: jax.Array, maps: Sequence[AxisMap]) -> tuple[jax.Array, jax.Array]:
+    """Each window's maximum and `_first_maximum`, as one elementwise function of all the places in a window."""
+    start: np.ndarray | int = 0
+    for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
+        first = axis_map.index[np.arange(len(axis_map.index)), axis_map.present.argmax(axis=1)]
+        start = start * axis_map.extent + along(first, axis, x.ndim)
+    best: Any = np.asarray(_lowest(x.dtype), x.dtype)
+    found: Any = np.asarray(start, np.int32)
+    seen: list[tuple[jax.Array, np.ndarray | bool, np.ndarray | int]] = [(x, True, 0)]
+    for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
+        columns = zip(axis_map.present.T, axis_map.index.T, strict=True)
+        there = [(along(present, axis, x.ndim), along(index, axis, x.ndim)) for present, index in columns]
+        seen = [
+            (value, inside & present, place * axis_map.extent + index)
+            for part, inside, place in seen
+            for value, (present, index) in zip(axis_map.taps(part, axis, best), there, strict=True)
+        ]
+    for value, inside, place in seen:
+        better = inside & ((value > best) | (value != value))
+        best, found = jnp.where(better, value, best), jnp.where(better, np.asarray(place, np.int32), found)
+    return best, found
+
+
 def scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
     """`grad` added up at flat spatial `indices` of an array shaped like `x`."""
     planes, places = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
@@ -110,21 +138,42 @@ def _max_pool(
     ceil_mode: bool = False,
     *,
     out: jax.ShapeDtypeStruct,
+    platform: str,
     rank: int,
 ) -> tuple[jax.Array, jax.Array]:
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding, dilation)
+    if platform == "gpu" and math.prod(axis_map.index.shape[1] for axis_map in maps) <= _AT_ONCE:
+        return _maximum_at_once(x, maps)
     x = up(x)
     return _reduced(x, maps, _lowest(x.dtype), lax.max), _first_maximum(x, maps)
 
 
 @register("max_pool2d_with_indices")
-def max_pool2d_with_indices(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
-    return _max_pool(x, *window, out=out, rank=2)
+def max_pool2d_with_indices(
+    x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct, platform: str
+) -> tuple[jax.Array, jax.Array]:
+    return _max_pool(x, *window, out=out, platform=platform, rank=2)
 
 
 @register("max_pool3d_with_indices")
-def max_pool3d_with_indices(x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct) -> tuple[jax.Array, jax.Array]:
-    return _max_pool(x, *window, out=out, rank=3)
+def max_pool3d_with_indices(
+    x: jax.Array, *window: Any, out: jax.ShapeDtypeStruct, platform: str
+) -> tuple[jax.Array, jax.Array]:
+    return _max_pool(x, *window, out=out, platform=platform, rank=3)
+
+
+def _selected(grad: jax.Array, x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
+    """The gradient of max pooling as XLA's select-and-scatter, which looks for the first maximum again.
+
+    XLA:TPU has a kernel for it, and for nothing else that adds up windows: the sum over taps is ten arrays as large as
+    `x`.  A gradient may reach another place of a window in which there is a NaN.  It adds up in the dtype of its
+    operands, so more than a few gradients for one place are added in float32.
+    """
+    overlap = math.prod(-(-axis_map.index.shape[1] // axis_map.stride[0]) for axis_map in maps if axis_map.stride)
+    if overlap > _FEW:
+        x, grad = up(x), up(grad)
+    _, pullback = jax.vjp(lambda x: _reduced(x, maps, _lowest(x.dtype), lax.max), x)
+    return pullback(grad)[0]
 
 
 def _max_pool_backward(
@@ -137,10 +186,13 @@ def _max_pool_backward(
     ceil_mode: bool,
     indices: jax.Array,
     *,
+    platform: str,
     rank: int,
 ) -> jax.Array:
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding, dilation)
     kernel = [axis_map.index.shape[1] for axis_map in maps]
+    if platform == "tpu" and x.size and set(dilation) == {1}:
+        return _selected(grad, x, maps)
     if math.prod(kernel) > _TAPS:
         return scattered(grad, x, indices, rank)
     grad = up(grad)
@@ -158,13 +210,13 @@ def _max_pool_backward(
 
 
 @register("max_pool2d_with_indices_backward")
-def max_pool2d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
-    return _max_pool_backward(grad, x, *window, rank=2)
+def max_pool2d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any, platform: str) -> jax.Array:
+    return _max_pool_backward(grad, x, *window, platform=platform, rank=2)
 
 
 @register("max_pool3d_with_indices_backward")
-def max_pool3d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any) -> jax.Array:
-    return _max_pool_backward(grad, x, *window, rank=3)
+def max_pool3d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any, platform: str) -> jax.Array:
+    return _max_pool_backward(grad, x, *window, platform=platform, rank=3)
 
 
 def _divisor(

@@ -63,28 +63,33 @@ def running(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "kept"), BATCH_KINDS, ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 3, 4, 5)], ids=str)
-def test_batch_norm(shape: tuple[int, ...], training: bool, dtype: torch.dtype, kept: torch.dtype) -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_batch_norm(
+    platform: str, shape: tuple[int, ...], training: bool, dtype: torch.dtype, kept: torch.dtype
+) -> None:
     x, (weight, bias) = sample(*shape, dtype=dtype), affine(3, kept, True)
     mean, variance = running(kept)
     arguments = (x, weight, bias, mean, variance, training, 0.1, 1e-5)
-    check("native_batch_norm", *arguments, **options(dtype))
-    check("_native_batch_norm_legit", *arguments, **options(dtype))
+    check("native_batch_norm", *arguments, platform=platform, **options(dtype))
+    check("_native_batch_norm_legit", *arguments, platform=platform, **options(dtype))
     if arguments[5]:
-        check("_batch_norm_with_update", *arguments[:5], *arguments[6:], **options(dtype))
+        check("_batch_norm_with_update", *arguments[:5], *arguments[6:], platform=platform, **options(dtype))
     _, save_mean, save_rstd = aten.native_batch_norm(x, weight, bias, mean.clone(), variance.clone(), *arguments[5:])
     backward = (sample(*shape, dtype=dtype, seed=3), x, weight, mean, variance, save_mean, save_rstd, training, 1e-5)
-    check("native_batch_norm_backward", *backward, [True] * 3, **options(dtype))
-    check("batch_norm_backward", *backward, [True] * 3, torch.zeros(0, dtype=torch.uint8), **options(dtype))
+    check("native_batch_norm_backward", *backward, [True] * 3, platform=platform, **options(dtype))
+    reserve = torch.zeros(0, dtype=torch.uint8)
+    check("batch_norm_backward", *backward, [True] * 3, reserve, platform=platform, **options(dtype))
 
 
 @pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
-def test_batch_norm_without_statistics_or_affine(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_batch_norm_without_statistics_or_affine(platform: str, dtype: torch.dtype) -> None:
     x = sample(2, 3, 4, dtype=dtype)
-    check("native_batch_norm", x, None, None, None, None, True, 0.1, 1e-5, **options(dtype))
-    check("_native_batch_norm_legit.no_stats", x, None, None, True, 0.1, 1e-5, **options(dtype))
+    check("native_batch_norm", x, None, None, None, None, True, 0.1, 1e-5, platform=platform, **options(dtype))
+    check("_native_batch_norm_legit.no_stats", x, None, None, True, 0.1, 1e-5, platform=platform, **options(dtype))
     _, mean, rstd = aten.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)
     backward = (sample(2, 3, 4, dtype=dtype, seed=3), x, None, None, None, mean, rstd, True, 1e-5)
-    check("native_batch_norm_backward", *backward, [True, False, False], **options(dtype))
+    check("native_batch_norm_backward", *backward, [True, False, False], platform=platform, **options(dtype))
 
 
 def test_batch_norm_in_evaluation_leaves_statistics_and_saves_what_is_promised() -> None:
