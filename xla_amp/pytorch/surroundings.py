@@ -1,6 +1,7 @@
 """The Python values that a function can see: what it was written around, found through its code and its objects.
 
 A captured step must notice when one of them changes, and when the step itself changes one, because a replay will not.
+What modules hold is read only when one of their dicts has another version than before: a large model has hundreds.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
+
+try:
+    from torch._C._dynamo.guards import dict_version
+except ImportError:  # a private name
+    dict_version = None  # type: ignore[assignment]
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of values that are compared."""
@@ -42,14 +49,21 @@ class Surroundings:
         self._containers: list[tuple[str, Any]] = []
         self._function(function, 0)
         self.parameters = list(dict.fromkeys(p for module in self.modules for p in module.parameters(recurse=False)))
-        named = [(label, *_names(space), space) for label, space in self._namespaces]
-        self._fields = [(label, names) for label, names, _, _ in named if names]
-        # Read before each replay: two lists for one C call over both.
-        self._readers = [read for _, names, read, _ in named if names]
-        self._spaces = [space for _, names, _, space in named if names]
-        spaces = [(label, space) for label, space in self._namespaces if "_forward_hooks" in space]
+        # Read before each replay: two lists for one C call over both.  Objects that are no modules come first.
+        named = sorted(
+            ((label, *_names(space), space) for label, space in self._namespaces), key=lambda row: _is_module(row[3])
+        )
+        named = [row for row in named if row[1]]
+        self._objects = sum(not _is_module(space) for *_, space in named)
+        self._fields = [(label, names) for label, names, _, _ in named]
+        self._readers = [read for _, _, read, _ in named]
+        self._spaces = [space for *_, space in named]
+        spaces = [(label, space) for label, space in self._namespaces if _is_module(space)]
         self._tables = [space[name] for _, space in spaces for name in _TABLES]
         self._hooks = [space[name] for _, space in spaces for name in _HOOKS]
+        self._versioned = [*(space for _, space in spaces), *self._tables, *filter(None, self._hooks)]
+        self._seen_at: tuple[int, int] | None = None
+        self._of_modules: list[Any] = []
         members = [(space[table], name) for _, space in spaces for table in _MEMBERS for name in space[table]]
         self._members = [table for table, _ in members]
         self._member_names = [name for _, name in members]
@@ -115,10 +129,29 @@ class Surroundings:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def values(self) -> list[Any]:
-        """The plain values now, for comparing with an earlier list by ``==``."""
+        """The plain values now, for comparing with an earlier list by ``==``; the last is a list: what modules hold."""
         values: list[Any] = [_plain(_content(cell)) for _, cell in self._cells]
         values += [_plain(space.get(name)) for space, name in self._globals]
-        values += map(call, self._readers, self._spaces)
+        values += map(call, self._readers[: self._objects], self._spaces)
+        versions = self._versions()
+        if versions is None or versions != self._seen_at:
+            self._of_modules = self._read_modules()
+            self._seen_at = versions
+        values.append(self._of_modules)
+        return values
+
+    def _versions(self) -> tuple[int, int] | None:
+        """A pair that changes when a dict of a module or the hooks of one do; None where torch does not tell.
+
+        Each change of a dict gives it a version above all others'.  Hooks are added through handles, which are counted,
+        so dicts of hooks that have none need not be looked at.
+        """
+        if dict_version is None:
+            return None
+        return max(map(dict_version, self._versioned), default=0), RemovableHandle.next_id
+
+    def _read_modules(self) -> list[Any]:
+        values: list[Any] = list(map(call, self._readers[self._objects :], self._spaces[self._objects :]))
         values += map(len, self._tables)
         values += map(tuple, self._hooks)
         values += map(id, map(dict.get, self._members, self._member_names))
@@ -134,6 +167,7 @@ class Surroundings:
 
     def difference(self, before: list[Any], after: list[Any]) -> str | None:
         """The first value that differs between two lists of `values`, in words."""
+        before, after = ([*values[:-1], *values[-1]] for values in (before, after))
         if len(before) != len(after):
             return "its modules' submodules, parameters or attributes"
         for (label, names), old, new in zip(self._labels(), before, after, strict=True):
@@ -170,6 +204,10 @@ def _content(cell: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return value if isinstance(value, PLAIN) else None
+
+
+def _is_module(space: dict[str, Any]) -> bool:
+    return "_forward_hooks" in space
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

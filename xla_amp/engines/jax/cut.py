@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import weakref
 from collections import OrderedDict
@@ -14,14 +16,14 @@ import numpy as np
 from xla_amp.engines.jax import compat, mesh, progress, random, runtime
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import NO_LAYOUTS, Key, Layouts, Program, build
-from xla_amp.engines.jax.tape import Buffer, Lost, new_weakref, tape
+from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, new_weakref, reclaim, tape
 from xla_amp.errors import StepFailedError, XlaAmpError
 
 _programs: OrderedDict[Key, Program] = OrderedDict()
 _PROGRAM_LIMIT = 1024
 """Programs kept, least recently run out first: a loop whose shapes never repeat must not grow without end."""
-_newest: list[weakref.ref[Buffer]] = []
-"""Buffers that the newest program gave values to."""
+_newest: Callable[[], list[Any]] = list
+"""Gives what the newest program computed, as far as somebody still has it."""
 
 
 class Observer(Protocol):
@@ -66,10 +68,10 @@ def sync(wait: bool = False) -> None:
     with tape.lock:
         cut()
         # Programs run in the order of their data, so the newest values are ready only after the older ones.
-        newest = [buffer.array for reference in _newest if (buffer := reference()) is not None]
+        newest = _newest()
     if wait:
         metrics.host_syncs += 1
-        jax.block_until_ready([array for array in newest if isinstance(array, jax.Array)])
+        jax.block_until_ready([x for x in newest if isinstance(x, jax.Array) and not x.is_deleted()])
 
 
 def programs() -> list[Program]:
@@ -94,6 +96,9 @@ def _run() -> None:
         for buffer, number, alive in zip(leaves, tape.leaf_numbers, held, strict=True)
         if buffer.number != number and alive
     ]
+    if borrowers:  # leaves were read when they became that
+        for buffer in fresh:
+            reclaim(buffer)
     if observer is not None:
         observer.before(leaves, held)
     # Overwritten leaves come first and in order: JAX gives the n-th donated input of a spec to the n-th output of it,
@@ -109,6 +114,7 @@ def _run() -> None:
         wanted = tuple(buffer.number for buffer in targets)
         key = Key(code=tuple(tape.code), wanted=wanted, spent=spent, layouts=layouts)
         program = _programs.get(key)
+        is_new = program is None
         streams = tape.streams or [random.stream()]
         with compat.x64():
             if program is None:
@@ -117,15 +123,12 @@ def _run() -> None:
                 program = build(key, tape.leaf_numbers, specs, numbers, len(streams), runtime.platform())
             floats = np.array(tape.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
-            if admit is not None and key not in _programs:
+            if admit is not None and is_new:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
                 admit(program, key.code, (donated, kept, floats, ints))
                 del donated, kept
-            if key in _programs:
+            with progress.compiling(program.operations, runtime.platform()) if is_new else contextlib.nullcontext():
                 outputs = execute(program, arrays, floats, ints)
-            else:
-                with progress.compiling(program.operations, runtime.platform()):
-                    outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         told = f"{type(error).__name__}: {error}{mesh.blame() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(told)
@@ -133,10 +136,9 @@ def _run() -> None:
         if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
             raise
         raise reason from error
-    if key in _programs:
-        _programs.move_to_end(key)
-    else:
-        _programs[key] = program
+    _programs[key] = program
+    _programs.move_to_end(key)
+    if is_new:
         metrics.compilations += 1
         if len(_programs) > _PROGRAM_LIMIT:
             _programs.popitem(last=False)
@@ -147,14 +149,18 @@ def _run() -> None:
     random.advance(tape.draws)
     for buffer, place in zip(targets, program.outputs, strict=True):
         buffer.array = outputs[place] if place >= 0 else arrays[~place]
-    note([new_weakref(target) for target in targets])
+    note(functools.partial(_values_of, [new_weakref(target) for target in targets]))
     _forget(targets)
 
 
-def note(targets: list[weakref.ref[Buffer]]) -> None:
-    """Remembers what the newest program gives values to, for ``sync(wait=True)``."""
+def note(newest: Callable[[], list[Any]]) -> None:
+    """Remembers how to get at what the newest program computed, for ``sync(wait=True)``."""
     global _newest
-    _newest = targets
+    _newest = newest
+
+
+def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
+    return [buffer.array for reference in targets if (buffer := reference()) is not None]
 
 
 def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:

@@ -10,7 +10,7 @@ import jax
 
 from xla_amp.engines.jax import cut, random
 from xla_amp.engines.jax.program import Program
-from xla_amp.engines.jax.tape import Buffer, new_weakref, tape
+from xla_amp.engines.jax.tape import Buffer, new_weakref, reclaim, tape
 
 
 class _Kept:
@@ -43,5 +43,6 @@ def rehearsal() -> Iterator[None]:
         cut.observer = outer
         for reference, array in kept.values.values():
             if (buffer := reference()) is not None:
+                reclaim(buffer)
                 buffer.array, buffer.number = array, -1
         random.set_state(*state)

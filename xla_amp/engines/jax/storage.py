@@ -22,6 +22,7 @@ from xla_amp.engines.jax.tape import (
     cast,
     leaf,
     new_weakref,
+    reclaim,
     record,
     spec,
     tape,
@@ -354,6 +355,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
         if whole and (buffer.number < 0 or not _is_leaf(buffer)):
             # A whole upload replaces the array; what was recorded before keeps the number it read.
+            reclaim(buffer)
             buffer.array, buffer.number = array, -1
             return
         source = transfer.wrap(array)

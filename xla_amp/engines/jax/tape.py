@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -145,6 +145,33 @@ class Buffer:
         self.array = array
         self.raw = False
         """Bytes from a checkpoint that take the dtype of the first tensor set on them."""
+
+    def __getattr__(self, name: str) -> Any:
+        """The array that a captured step holds between its replays, brought back.
+
+        A buffer whose array is lent has no `array`, which Python tells by calling this.
+        """
+        if name != "array":
+            raise AttributeError(f"a Buffer has no {name!r}")
+        with tape.lock:
+            for borrower in tuple(borrowers):
+                borrower.give_back()
+            return object.__getattribute__(self, name)
+
+
+class Borrower(Protocol):
+    """Who holds the arrays of buffers for a while (`xla_amp.engines.jax.replay`)."""
+
+    def give_back(self) -> None:
+        """Puts each of them into its buffer."""
+
+
+borrowers: list[Borrower] = []
+
+
+def reclaim(buffer: Buffer) -> None:
+    """To be called before a buffer gets another array unread: a captured step must not go on with the old one."""
+    _ = buffer.array
 
 
 class Lost:
