@@ -35,10 +35,10 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _data(value: float, like: Tensor) -> Number:
     """A number as one that is not compiled in."""
-    return _uploaded(value, like) if value in (0, 1) else value
+    return _as_input(value, like) if value in (0, 1) else value
 
 
-def _uploaded(value: Number, like: Tensor) -> Tensor:
+def _as_input(value: Number, like: Tensor) -> Tensor:
     """A number as an input of its own: () on the device, in the dtype of `like`."""
     if isinstance(value, Tensor):
         return value.to(like.device, like.dtype).reshape(())
@@ -119,7 +119,7 @@ def fused_sgd(
     if not params:
         return
     skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
+    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         unscaled = _unscaled(grad, grad_scale, skip)
         wide = _wide(param)
@@ -167,7 +167,7 @@ def _adam(
     if not params:
         return
     skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
+    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
     for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
         unscaled = _unscaled(grad, grad_scale, skip)
         wide = _wide(param)
@@ -208,7 +208,7 @@ def fused_adagrad(
     if not params:
         return
     skip = None if found_inf is None else found_inf.reshape(()) != 0
-    rate = _uploaded(lr, _wide(params[0]))  # a call's parameters have one dtype
+    rate = _as_input(lr, _wide(params[0]))  # a call's parameters have one dtype
     for param, grad, state_sum, count in zip(params, grads, state_sums, state_steps, strict=True):
         unscaled = _unscaled(grad, grad_scale, skip)
         wide = _wide(param)

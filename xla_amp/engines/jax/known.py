@@ -52,8 +52,7 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
     with tape.lock:
         buffer = storage.buffer_of(tensor)
         if buffer.number < 0:
-            found = copies.get(id(buffer.array))
-            result = None if found is None else storage.window(_tensor(found[1]), tensor)
+            result = copy_of(tensor)
         elif buffer.number > _FAR and tensor.is_floating_point():
             result = None
         elif any(id(leaf.array) in copies for leaf in tape.leaves):
@@ -65,6 +64,13 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
     if result is not None:
         metrics.host_values += 1
     return result
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `tensor` shows of an upload that the host still has, or None; in memory of its own."""
+    buffer = storage.buffer_of(tensor)
+    found = copies.get(id(buffer.array)) if buffer.number < 0 else None
+    return None if found is None else storage.window(to_torch(found[1]), tensor)
 
 
 def _tensor(array: Any) -> torch.Tensor:

@@ -12,22 +12,19 @@ from typing import Any
 
 import torch
 
-from xla_amp.engines.jax import mesh, storage
+from xla_amp.engines.jax import known, mesh
 from xla_amp.engines.jax.storage import DEVICE_TYPE
-from xla_amp.engines.jax.transfer import copies
 
 Kernel = Callable[..., Any]
 
 
-def uploaded(index: Any) -> torch.Tensor | None:
+def on_host(index: Any) -> torch.Tensor | None:
     """The values of an index tensor as the host has them, or None; nothing is computed and nobody waits."""
     if not isinstance(index, torch.Tensor) or index.device.type != DEVICE_TYPE or mesh.active is not None:
         return None
-    buffer = storage.buffer_of(index)
-    found = copies.get(id(buffer.array)) if buffer.number < 0 else None
-    if found is None or not index.numel() or index.dtype not in (torch.int32, torch.int64):
+    if not index.numel() or index.dtype not in (torch.int32, torch.int64):
         return None
-    return storage.window(torch.from_numpy(found[1]), index)
+    return known.copy_of(index)
 
 
 def _checked(
@@ -36,7 +33,7 @@ def _checked(
     def around(kernel: Kernel) -> Kernel:
         def checked(*args: Any, **kwargs: Any) -> Any:
             index = args[place] if place < len(args) else kwargs.get(name)
-            values = uploaded(index)
+            values = on_host(index)
             if values is not None:
                 _compare(operation, name, values, extent(*args, **kwargs), but(*args, **kwargs))
             return kernel(*args, **kwargs)
