@@ -293,14 +293,17 @@ def native_batch_norm_backward(
     grad, x = up(grad), up(x)
     mean = as_dtype(save_mean if train else running_mean, x.dtype)
     rstd = as_dtype(save_invstd, x.dtype) if train else lax.rsqrt(as_dtype(running_var, x.dtype) + eps)
-    normalized = (x - mean.reshape(shape)) * rstd.reshape(shape)
-    grad_bias, grad_weight = jnp.sum(grad, axis=axes), jnp.sum(grad * normalized, axis=axes)
+    centered = x - mean.reshape(shape)
+    grad_bias, grad_weight = jnp.sum(grad, axis=axes), jnp.sum(grad * centered, axis=axes)
+    if x.size:  # of nothing the deviation is NaN, and the gradient zero
+        grad_weight *= rstd
     grad_x = None
     if output_mask[0]:
         factor = rstd if weight is None else rstd * as_dtype(weight, x.dtype)
         if train:
             count = max(x.size // x.shape[1], 1)
-            grad = grad - (grad_bias / count).reshape(shape) - normalized * (grad_weight / count).reshape(shape)
+            slope = grad_weight * rstd / count
+            grad = grad - (grad_bias / count).reshape(shape) - centered * slope.reshape(shape)
         grad_x = grad * factor.reshape(shape)
     return grad_x, grad_weight if output_mask[1] else None, grad_bias if output_mask[2] else None
 

@@ -99,26 +99,35 @@ def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
 
 
 def _maximum_at_once(x: jax.Array, maps: Sequence[AxisMap]) -> tuple[jax.Array, jax.Array]:
-    """Each window's maximum and `_first_maximum`, as one elementwise function of all the places in a window."""
-    start: np.ndarray | int = 0
-    for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
-        first = axis_map.index[np.arange(len(axis_map.index)), axis_map.present.argmax(axis=1)]
-        start = start * axis_map.extent + along(first, axis, x.ndim)
-    best: Any = np.asarray(_lowest(x.dtype), x.dtype)
-    found: Any = np.asarray(start, np.int32)
-    seen: list[tuple[jax.Array, np.ndarray | bool, np.ndarray | int]] = [(x, True, 0)]
-    for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
-        columns = zip(axis_map.present.T, axis_map.index.T, strict=True)
-        there = [(along(present, axis, x.ndim), along(index, axis, x.ndim)) for present, index in columns]
+    """Each window's maximum and `_first_maximum`, as one elementwise function of all the places in a window.
+
+    The position is kept as a place in the window, in a byte, and what it is in `x` is computed where it is read.
+    """
+    lead = x.ndim - len(maps)
+    first: np.ndarray | int = 0
+    seen: list[tuple[jax.Array, np.ndarray | bool]] = [(x, True)]
+    for axis, axis_map in enumerate(maps, lead):
+        first = first * axis_map.index.shape[1] + along(axis_map.present.argmax(axis=1), axis, x.ndim)
+        inside = [along(present, axis, x.ndim) for present in axis_map.present.T]
         seen = [
-            (value, inside & present, place * axis_map.extent + index)
-            for part, inside, place in seen
-            for value, (present, index) in zip(axis_map.taps(part, axis, best), there, strict=True)
+            (value, there & present)
+            for part, there in seen
+            for value, present in zip(axis_map.taps(part, axis, _lowest(x.dtype)), inside, strict=True)
         ]
-    for value, inside, place in seen:
-        better = inside & ((value > best) | (value != value))
-        best, found = jnp.where(better, value, best), jnp.where(better, np.asarray(place, np.int32), found)
-    return best, found
+    best: Any = np.asarray(_lowest(x.dtype), x.dtype)
+    found: Any = np.asarray(first, np.int8)
+    for tap, (value, there) in enumerate(seen):
+        better = there & ((value > best) | (value != value))
+        best, found = jnp.where(better, value, best), jnp.where(better, np.int8(tap), found)
+    rest, taps = lax.optimization_barrier(found).astype(np.int32), []
+    for axis_map in reversed(maps):
+        taps.append(rest % axis_map.index.shape[1])
+        rest = rest // axis_map.index.shape[1]
+    position: Any = 0
+    for axis, (axis_map, tap) in enumerate(zip(maps, reversed(taps), strict=True), lead):
+        (_, dilation), start = axis_map.stride, axis_map.index[:, 0].astype(np.int32)
+        position = position * axis_map.extent + along(start, axis, x.ndim) + tap * dilation
+    return best, position
 
 
 def scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
@@ -142,7 +151,7 @@ def _max_pool(
     rank: int,
 ) -> tuple[jax.Array, jax.Array]:
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding, dilation)
-    if platform == "gpu" and math.prod(axis_map.index.shape[1] for axis_map in maps) <= _AT_ONCE:
+    if platform == "gpu" and x.size and math.prod(axis_map.index.shape[1] for axis_map in maps) <= _AT_ONCE:
         return _maximum_at_once(x, maps)
     x = up(x)
     return _reduced(x, maps, _lowest(x.dtype), lax.max), _first_maximum(x, maps)
