@@ -35,17 +35,19 @@ class Form:
 _KERNEL_COLUMNS: Final = 1024
 """From this many columns on the TPU's kernel is used."""
 
-_LARGE: Final[Mapping[str, int]] = MappingProxyType({"cpu": 1 << 26, "gpu": 1 << 30, "tpu": 1 << 30})
-"""Platform -> bytes of one square matrix in opmath from which on rows are taken in blocks."""
+_LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
+)
+"""Platform -> rows, and bytes of one square matrix in opmath, from both of which on rows are taken in blocks.
 
-
-def _square_bytes(of: Attention) -> int:
-    batch, heads, rows, columns = of.shape
-    return batch * heads * rows * columns * opmath(of.dtype).itemsize
+CPU: from there on it is faster, too.  GPU and TPU: what a square matrix may take of their memory.
+"""
 
 
 def _is_large(of: Attention) -> bool:
-    return of.shape[2] > attention_blocked.BLOCK and _square_bytes(of) >= _LARGE[of.platform]
+    batch, heads, rows, columns = of.shape
+    least_rows, least_bytes = _LARGE[of.platform]
+    return rows >= least_rows and batch * heads * rows * columns * opmath(of.dtype).itemsize >= least_bytes
 
 
 FORMS: Final = (
@@ -61,7 +63,7 @@ FORMS: Final = (
         suits=_is_large,
         forward=attention_blocked.forward,
         backward=attention_blocked.backward,
-        why="memory linear in the length, where the square matrices outgrow caches (CPU) or take GiB (GPU, TPU)",
+        why="memory linear in the length, where square matrices outgrow the caches (CPU) or take GiB (GPU, TPU)",
     ),
     Form(
         name="square",

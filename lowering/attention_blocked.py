@@ -21,7 +21,7 @@ from xla_amp.lowering.attention_parts import Attention, grouped, largest, sum_to
 from xla_amp.lowering.contraction import Operand, materialize
 from xla_amp.lowering.operand import as_dtype, up
 
-BLOCK = 256
+BLOCK = 128
 """Rows at a time."""
 _SPANS = 4
 """Parts into which the rows of causal attention are cut.  Each leaves out the columns that none of its rows sees, which
