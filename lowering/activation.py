@@ -25,14 +25,14 @@ _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (
 def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
 
-    Of a gradient's tensors the first is the gradient that arrives; the others were kept by the forward pass.
+    Of a gradient's arguments the first is the gradient that arrives; other tensors were kept by the forward pass.
     """
-    kept = tensors if name.endswith("_backward") else 1
+    fresh = 1 if name.endswith("_backward") else tensors
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Any]:
         def lowering(*args: Any, platform: str = "cpu", **options: Any) -> Any:
-            given = [*args[:1], *(stored(x, platform) for x in args[1:kept]), *args[kept:tensors]]
-            values = [up(x) for x in given]
+            args = (*args[:fresh], *(stored(x, platform) if hasattr(x, "dtype") else x for x in args[fresh:]))
+            values = [up(x) for x in args[:tensors]]
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
@@ -130,8 +130,8 @@ def glu(x: jax.Array, dim: int = -1) -> jax.Array:
 
 
 @register("glu_backward")
-def glu_backward(grad: jax.Array, x: jax.Array, dim: int) -> jax.Array:
-    value, gate = jnp.split(up(x), 2, axis=dim)
+def glu_backward(grad: jax.Array, x: jax.Array, dim: int, *, platform: str = "cpu") -> jax.Array:
+    value, gate = jnp.split(up(stored(x, platform)), 2, axis=dim)
     grad, gate = up(grad), jax.nn.sigmoid(gate)
     return jnp.concatenate([grad * gate, grad * value * gate * (1 - gate)], axis=dim)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
-from harness import compare, row, run, sample, untested
+from harness import compare, lowering_of, row, run, sample, untested
 
 KINKS = torch.tensor(
     [-5.0, -4.0, -3.0, -2.0, -1.0, -0.5, -0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 40.0, -40.0, math.inf, math.nan]
@@ -127,3 +129,36 @@ def test_a_kink_moved_is_noticed() -> None:
     (moved,) = run("threshold_backward", gradient, x, 0.25, like=[gradient])
     with pytest.raises(AssertionError, match="moved kink"):
         compare(moved, torch.ops.aten.threshold_backward(gradient, x, 0.5), where="moved kink")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "low"),
+    [
+        (jnp.bfloat16, "tpu", True),
+        (jnp.float16, "gpu", True),
+        (jnp.bfloat16, "cpu", False),
+        (jnp.float32, "tpu", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("gelu_backward", ()),
+        ("elu_backward", (1.0, 1.0, 1.0, False)),
+        ("leaky_relu_backward", (0.1, False)),
+        ("glu_backward", (1,)),
+    ],
+)
+def test_what_a_gradient_widens_again_stays_low(
+    name: str, arguments: Any, dtype: Any, platform: str, low: bool
+) -> None:
+    lowering = lowering_of(name)
+    assert "platform" in lowering.supplies
+
+    def gradient(grad: Any, x: Any) -> Any:
+        given = (*arguments, x) if name == "elu_backward" else (x, *arguments)
+        return lowering.function(grad, *given, platform=platform)
+
+    sizes = [jax.ShapeDtypeStruct((4, n), dtype) for n in ((4, 8) if name == "glu_backward" else (8, 8))]
+    barriers = [e for e in jax.make_jaxpr(gradient)(*sizes).eqns if e.primitive.name == "optimization_barrier"]
+    assert [[x.aval.dtype for x in each.invars] for each in barriers] == [[dtype]] * low

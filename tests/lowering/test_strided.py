@@ -190,6 +190,22 @@ def test_a_divisible_window_needs_no_gather(name: str) -> None:
     assert "gather" not in text
 
 
+def test_heads_are_cut_before_the_axis_is_split() -> None:
+    batch, time, heads, width = 2, 5, 3, 8
+    qkv = jnp.arange(batch * time * 3 * heads * width).reshape(batch * time, -1)
+    strides = (time * 3 * heads * width, width, 3 * heads * width, 1)
+
+    def key(x: jax.Array) -> jax.Array:
+        view = strided.read(x, (batch, heads, time, width), strides, heads * width)
+        assert isinstance(view, Permuted)
+        return view.materialize()
+
+    (cut,) = [e for e in jax.make_jaxpr(key)(qkv).eqns if e.primitive.name == "slice"]
+    assert cut.outvars[0].aval.shape == (batch, time, heads * width)
+    want = qkv.reshape(batch, time, 3, heads, width)[:, :, 1].transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(key(qkv), want)
+
+
 def test_an_overlapping_window_needs_a_gather() -> None:
     """The twin of the test above."""
     shape, window = NAMED["sliding windows"]
