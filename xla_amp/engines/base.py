@@ -67,7 +67,8 @@ class Processes(Protocol):
 class Engine(Protocol):
     """An executor of torch operations on an XLA device: `xla_amp.engines.jax` and `xla_amp.engines.torch_xla`.
 
-    An engine is a module; the fronts call nothing else of it (`processes` and `memory_stats` below are optional).
+    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats` and `zeros_like` below are
+    optional).
     """
 
     DEVICE_TYPE: str
@@ -164,6 +165,19 @@ def select() -> Engine:
 def processes() -> Processes:
     """The processes of the engine in use."""
     return getattr(select(), "processes", _ALONE)
+
+
+def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """State for an optimizer: zeros on `device` of the shapes, dtypes and strides of `tensors`, which may be anywhere.
+
+    Where the engine can, they are no part of the step: the first step is then the same program as the next ones.
+    """
+    make: Any = getattr(sys.modules.get(f"xla_amp.engines.{device.type}"), "zeros", None)
+    if make is not None and tensors and all(x.is_contiguous() for x in tensors):
+        made: list[torch.Tensor] | None = make([(x.shape, x.dtype) for x in tensors])
+        if made is not None:
+            return made
+    return [torch.zeros_like(x, device=device, memory_format=torch.preserve_format) for x in tensors]
 
 
 def fail() -> None:

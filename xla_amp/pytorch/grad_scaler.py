@@ -108,6 +108,11 @@ class GradScaler(torch.amp.GradScaler):
             return super().scale(outputs)
         return tree_map(lambda value: super(GradScaler, self).scale(value) if _is_tensor(value) else value, outputs)
 
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(torch.device("cpu") if dev.type == "jax" else dev)
+        if dev.type == "jax":  # made by the step, they would make the first one a program of its own
+            self._scale, self._growth_tracker = map(devices.engine().to_device, (self._scale, self._growth_tracker))
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.
 

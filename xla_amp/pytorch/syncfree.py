@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xla_amp.engines import base
 from xla_amp.pytorch import devices
 from xla_amp.pytorch.skippable import flag_of
 from xla_amp.pytorch.skippable import wrap as wrap
@@ -153,8 +154,8 @@ class SGD(_SyncFree, torch.optim.SGD):
         buffers: list[Tensor] = []
         if momentum:
             fresh = [p for p in parameters if self.state[p].get("momentum_buffer") is None]
-            for parameter in fresh:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            for parameter, zeros in zip(fresh, base.zeros_like(fresh, parameters[0].device), strict=True):
+                self.state[parameter]["momentum_buffer"] = zeros
             buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
             if dampening:
                 for parameter in fresh:
@@ -276,7 +277,8 @@ class Adam(_SyncFree, torch.optim.Adam):
 
     def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
         amsgrad = group["amsgrad"]
-        states = [self._state_of(parameter, amsgrad) for parameter in parameters]
+        self._make_states(parameters, amsgrad)
+        states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
         # torch's kernels want the count with this step in it, and never take it back themselves.
@@ -302,15 +304,17 @@ class Adam(_SyncFree, torch.optim.Adam):
         if scaling.found_inf is not None:
             torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
 
-    def _state_of(self, parameter: Tensor, amsgrad: bool) -> dict[str, Any]:
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if amsgrad and "max_exp_avg_sq" not in state:
-            state["max_exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
+    def _make_states(self, parameters: list[Tensor], amsgrad: bool) -> None:
+        fresh = [parameter for parameter in parameters if "step" not in self.state[parameter]]
+        count = torch.empty((), dtype=torch.float32, device="meta")
+        needed = {"step": fresh, "exp_avg": fresh, "exp_avg_sq": fresh}
+        if amsgrad:
+            needed["max_exp_avg_sq"] = [p for p in parameters if "max_exp_avg_sq" not in self.state[p]]
+        likes = [count if name == "step" else owner for name, owners in needed.items() for owner in owners]
+        zeros = iter(base.zeros_like(likes, parameters[0].device))
+        for name, owners in needed.items():
+            for owner in owners:
+                self.state[owner][name] = next(zeros)
 
 
 class AdamW(Adam):

@@ -4,6 +4,7 @@ from xla_amp.engines.jax import processes
 from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.device import device, is_started
+from xla_amp.engines.jax.fresh import zeros
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.random import get_rng_state, manual_seed, set_rng_state
 from xla_amp.engines.jax.runtime import platform
@@ -26,4 +27,5 @@ __all__ = [
     "step_begins",
     "sync",
     "to_device",
+    "zeros",
 ]
