@@ -67,7 +67,7 @@ class Processes(Protocol):
 class Engine(Protocol):
     """An executor of torch operations on an XLA device: `xla_amp.engines.jax` and `xla_amp.engines.torch_xla`.
 
-    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats` and `zeros_like` below are
+    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats` and `zeros` below are
     optional).
     """
 
