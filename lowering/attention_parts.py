@@ -83,7 +83,7 @@ class Attention:
             scores = jnp.where(column <= row + first, scores, -jnp.inf)
         return scores
 
-    def low(self, x: jax.Array) -> jax.Array:
+    def low(self, x: jax.Array) -> Operand:
         """A matrix of weights in the operands' dtype, grouped for a product."""
         return grouped(as_dtype(x, self.dtype), self.groups)
 
