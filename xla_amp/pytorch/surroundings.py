@@ -61,7 +61,8 @@ class Surroundings:
         spaces = [(label, space) for label, space in self._namespaces if _is_module(space)]
         self._tables = [space[name] for _, space in spaces for name in _TABLES]
         self._hooks = [space[name] for _, space in spaces for name in _HOOKS]
-        self._versioned = [*(space for _, space in spaces), *self._tables, *filter(None, self._hooks)]
+        versioned = [*(space for _, space in spaces), *self._tables, *filter(None, self._hooks)]
+        self._versioned = sorted(versioned, key=id)  # in the order of memory, which is what looking costs
         self._seen_at: tuple[int, int] | None = None
         self._of_modules: list[Any] = []
         members = [(space[table], name) for _, space in spaces for table in _MEMBERS for name in space[table]]
