@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
+import jax
 import pytest
 import torch
 from harness import Row, check, lowering_of, row, sample, untested
@@ -44,6 +45,7 @@ ONE: dict[str, str] = {
     "special_log_ndtr": "fd",  # torch has these two for float32 and float64 only
     "special_ndtri": "fd",
     **dict.fromkeys(elementwise.SAME, "fbiu"),
+    "relu": "fbiu",
     "_conj_physical": "fbc",
     "bitwise_not": "iut",
     "sgn": "fbitc",
@@ -63,6 +65,18 @@ def test_one_operand(name):
         Row(name, "fi", lambda d: (SPECIAL if d.is_floating_point else torch.tensor([1, 2, 0]),)).check()
     elif name not in NO_SPECIAL_VALUES:
         check(name, SPECIAL)
+
+
+def test_relu_keeps_a_half_result_on_gpu() -> None:
+    x = sample(5, 7, dtype=torch.bfloat16)
+    check("relu", x, platform="gpu")
+
+    def barriers(dtype: str, platform: str) -> int:
+        x = jax.ShapeDtypeStruct((4,), dtype)
+        return str(jax.make_jaxpr(lambda x: elementwise.relu(x, platform=platform))(x)).count("optimization_barrier")
+
+    assert barriers("bfloat16", "gpu") == barriers("float16", "gpu") == 1
+    assert barriers("float32", "gpu") == barriers("bfloat16", "tpu") == barriers("bfloat16", "cpu") == 0
 
 
 def test_float16_and_booleans_take_the_same_ways():
