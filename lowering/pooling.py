@@ -125,8 +125,9 @@ def _maximum_at_once(x: jax.Array, maps: Sequence[AxisMap]) -> tuple[jax.Array, 
         rest = rest // axis_map.index.shape[1]
     position: Any = 0
     for axis, (axis_map, tap) in enumerate(zip(maps, reversed(taps), strict=True), lead):
-        (_, dilation), start = axis_map.stride, axis_map.index[:, 0].astype(np.int32)
-        position = position * axis_map.extent + along(start, axis, x.ndim) + tap * dilation
+        _, dilation = axis_map.stride or (1, 1)  # a window's places are regular
+        start = along(axis_map.index[:, 0].astype(np.int32), axis, x.ndim)
+        position = position * axis_map.extent + start + tap * dilation
     return best, position
 
 
