@@ -83,7 +83,7 @@ def train(make_optimizer, precision, device, compiled):
     losses = []
     for x, y in batches(device) if precision == "fp16" else list(batches(device))[:OVERFLOWS]:
         losses.append(step(x, y))
-        if not compiled:  # ends where a captured step does; a program that drops the gradients first may round otherwise
+        if not compiled:  # ends where a captured step does: one that drops the gradients first may round otherwise
             xla_amp.sync()
         training.schedule.step()
     return [loss.detach().cpu() for loss in losses], training.tensors(), step
