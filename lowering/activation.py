@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, stored, up
+from xla_amp.lowering.operand import as_dtype, stored, up, written
 from xla_amp.lowering.registry import register
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -22,10 +22,11 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (2016)
 
 
-def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _define(name: str, tensors: int = 1, *, shared: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
 
     Of a gradient's arguments the first is the gradient that arrives; other tensors were kept by the forward pass.
+    The result is `written` where more than one product or sum reads it (`shared`).
     """
     fresh = 1 if name.endswith("_backward") else tensors
 
@@ -36,7 +37,8 @@ def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Calla
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
-            return formula(*values, *numbers, **options)
+            result = formula(*values, *numbers, **options)
+            return written(result, args[0].dtype, platform) if shared else result
 
         # No `functools.wraps`: the signature in which `register` finds the platform is the wrapper's.
         lowering.__name__, lowering.__qualname__, lowering.__doc__ = name, name, formula.__doc__
@@ -215,7 +217,7 @@ def threshold(x: Any, limit: Any, value: Any) -> Any:
     return jnp.where(x <= limit, value, x)
 
 
-@_define("threshold_backward", 2)
+@_define("threshold_backward", 2, shared=True)  # a normalization's sums and its gradient
 def threshold_backward(grad: Any, x: Any, limit: Any) -> Any:
     return jnp.where(x <= limit, 0, grad)
 

@@ -8,6 +8,7 @@ the same library would skip masked blocks too, but keeps residuals of its own th
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -36,14 +37,24 @@ def suits(of: Attention) -> bool:
         and of.value.shape[-1] == features
         and (features <= LANES or features % LANES == 0)
         and all(extent % LANES == 0 for extent in of.shape[2:])
+        and _library() is not None
     )
+
+
+@functools.cache
+def _library() -> Any:
+    """JAX's module; None in a JAX that lacks it or its forward and backward functions, which are private names."""
+    try:
+        from jax.experimental.pallas.ops.tpu import flash_attention
+    except ImportError:
+        return None
+    needed = ("BlockSizes", "_flash_attention", "_flash_attention_bwd")
+    return flash_attention if all(hasattr(flash_attention, name) for name in needed) else None
 
 
 def forward(of: Attention) -> tuple[jax.Array, jax.Array]:
     """(output, logsumexp)."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as library
-
-    query, key, value = _operands(of)
+    library, (query, key, value) = _library(), _operands(of)
     with _tracing(of):
         output, total, top = library._flash_attention(
             query, key, value, None, None, True, of.causal, float(of.scale), _sizes(library, of), False
@@ -55,9 +66,7 @@ def backward(
     of: Attention, grad: Operand, output: Operand, logsumexp: Operand, bias_wanted: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """Gradients of query, key and value."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as library
-
-    query, key, value = _operands(of)
+    library, (query, key, value) = _library(), _operands(of)
     top = as_dtype(materialize(logsumexp), np.float32)
     with _tracing(of):
         kept = (query, key, value, None, None, materialize(output), jnp.ones_like(top), top)

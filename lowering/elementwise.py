@@ -28,7 +28,7 @@ from jax import lax
 from jax.scipy import special
 
 from xla_amp.lowering import arithmetic  # noqa: F401  (the other half of this family; fills the table)
-from xla_amp.lowering.operand import as_dtype, is_half, opmath, up
+from xla_amp.lowering.operand import as_dtype, opmath, up, written
 from xla_amp.lowering.registry import register
 
 Unary = Callable[[jax.Array], jax.Array]
@@ -156,13 +156,8 @@ for _table, _wrap in ((FLOAT, _in_float), (SAME, _in_same), (ROUNDING, _unless_i
 
 @register("relu")
 def relu(x: jax.Array, *, platform: str) -> jax.Array:
-    """The larger of `x` and zero.
-
-    On GPU a half result is kept as such: the next product, the gradient's mask and the stream around a residual block
-    all read it, and XLA would have them share a second copy in float32, or compute it again.
-    """
-    y = jnp.maximum(up(x), 0)
-    return lax.optimization_barrier(as_dtype(y, x.dtype)) if platform == "gpu" and is_half(x.dtype) else y
+    """The larger of `x` and zero: the next product, the gradient's mask and a residual block's sum all read it."""
+    return written(jnp.maximum(x, jnp.zeros((), x.dtype)), x.dtype, platform)
 
 
 @register("logit")

@@ -46,6 +46,14 @@ def stored(x: jax.Array, platform: str) -> jax.Array:
     return lax.optimization_barrier(x) if platform != "cpu" and is_half(x.dtype) else x
 
 
+def written(x: jax.Array, dtype: Any, platform: str) -> jax.Array:
+    """`x` in `dtype`; on GPU a half result is what is written.
+
+    Several kernels read it, and XLA would else have them share a second copy in float32, or compute it again in each.
+    """
+    return lax.optimization_barrier(as_dtype(x, dtype)) if platform == "gpu" and is_half(dtype) else as_dtype(x, dtype)
+
+
 def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """torch's ``dim`` argument as non-negative axes; ``None`` and ``[]`` mean all of them."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):

@@ -190,6 +190,7 @@ def test_an_overflow_skips_the_step_exactly(optimizer: str, dtype: torch.dtype, 
 
 # ---- dtypes of the compiled program ----------------------------------------------------------------------------------
 
+
 def contraction_operands(hlo: str) -> set[tuple[str, ...]]:
     """(left, right) element types of every dot of an optimized HLO module."""
     types = dict(re.findall(r"%?([\w.-]+) = (\w+)\[", hlo))
