@@ -140,32 +140,39 @@ def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: str) -> tuple[jax.Array, jax.Array]:
     """Mean and biased variance of each channel of `x`, which is of an opmath dtype.
 
-    On GPU and TPU both come from one read: sums of differences from a value near the channel's mean, and of their
-    squares.  The variance loses to cancellation that value's distance from the mean, in deviations, squared, times a
+    On GPU and TPU both come from one read: a sum of `x`, and of squared differences from a value near the channel's
+    mean.  The variance loses to cancellation that value's distance from the mean, in deviations, squared, times a
     rounding error of a sum (1e-7); that the mean is far from zero costs nothing by itself.
 
     =========  ==============================================================================================
     platform   value near the mean
     =========  ==============================================================================================
     gpu        one of the channel's own, from the middle of the batch: a few deviations off
-    tpu        the running mean, so that the convolution that makes `x` can sum on the fly.  It is as good once
-               it has followed the mean (a share of `momentum` each step); before, a channel whose mean is 1e3
-               deviations from it gets its variance to one digit.  Flax and PyTorch/XLA subtract nothing, ever.
+    tpu        the running mean or zero, whichever is nearer, so that the convolution that makes `x` can sum on the
+               fly.  Where both are 1e3 deviations off (the running mean has not followed yet, or has met an
+               infinity), the variance is right to one digit.  Flax and PyTorch/XLA have zero only.
                Without a running mean, and for features without places (raw inputs), two passes.
     cpu        two passes: they are as fast
     =========  ==============================================================================================
     """
     axes, shape = _over_channels(x)
+
+    def squares(y: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(y), axis=axes)
+
     if platform == "gpu" and x.size:
         near = x[(x.shape[0] // 2, slice(None), *(n // 2 for n in x.shape[2:]))]
-    elif platform == "tpu" and x.ndim > 2 and running_mean is not None:
+        difference = x - near.reshape(shape)
+        apart = jnp.mean(difference, axis=axes)
+        return near + apart, jnp.maximum(squares(difference) - jnp.square(apart), 0)
+    if platform == "tpu" and x.ndim > 2 and running_mean is not None:
         near = as_dtype(running_mean, x.dtype)
-    else:
-        mean, variance = _statistics(x, axes)
-        return mean.reshape(-1), variance.reshape(-1)
-    difference = x - near.reshape(shape)
-    mean, square = jnp.mean(difference, axis=axes), jnp.mean(jnp.square(difference), axis=axes)
-    return near + mean, jnp.maximum(square - jnp.square(mean), 0)
+        mean = jnp.mean(x, axis=axes)
+        apart = mean - near
+        from_near, from_zero = squares(x - near.reshape(shape)) - jnp.square(apart), squares(x) - jnp.square(mean)
+        return mean, jnp.maximum(jnp.where(jnp.abs(apart) < jnp.abs(mean), from_near, from_zero), 0)
+    mean, variance = _statistics(x, axes)
+    return mean.reshape(-1), variance.reshape(-1)
 
 
 def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Array | None:

@@ -51,6 +51,14 @@ def test_statistics_on_tpu_before_the_running_mean_follows(mean: float, error: f
     assert statistics_in_error(off_center(mean), torch.zeros(4), "tpu")[1] < error
 
 
+@pytest.mark.parametrize("running", [1e6, 1e30, float("inf"), float("nan")])
+def test_a_running_mean_that_has_met_an_overflow_does_no_harm_on_tpu(running: float) -> None:
+    """In training torch's statistics are those of the batch alone: they recover with the next good batch."""
+    center, variance = statistics_in_error(off_center(1.0), torch.full((4,), running), "tpu")
+    assert center < 1e-5
+    assert variance < 1e-5
+
+
 def test_differences_of_plain_squares_would_fail() -> None:
     """The twin: with nothing subtracted, as on a TPU whose running mean has not followed."""
     assert statistics_in_error(off_center(1e3), torch.zeros(4), "tpu")[1] > 1e-2
