@@ -63,14 +63,14 @@ def test_users_replace_and_add(monkeypatch, flags, ours, expected):
 
 
 class Block(nn.Module):
-    """A residual block of ResNet."""
+    """A residual block; `torch.relu` would keep its results low by itself."""
 
     def __init__(self, width):
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 
     def forward(self, x):
-        return torch.relu(self.norm(self.convolution(x)) + x)
+        return nn.functional.leaky_relu(self.norm(self.convolution(x)) + x)
 
 
 SHAPE = (8, 32, 14, 14)
@@ -107,11 +107,10 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     with targets.Compilers() as compilers:
         wide = compilers.compile(text, "h100")
         low = compilers.compile(text, "h100", compile_options.of("gpu"))
-    # What stays float32 is inside the gradient of batch norm; the stream between the blocks is not.
-    assert 2 * between_kernels(low.hlo)["f32"] < between_kernels(wide.hlo)["f32"]
-    assert between_kernels(low.hlo)["bf16"] > between_kernels(wide.hlo)["bf16"]
+    # What stays float32 is inside the gradients of batch norm; the stream between the blocks is not.
+    assert between_kernels(low.hlo)["f32"] < between_kernels(wide.hlo)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
-    assert low.peak_memory <= wide.peak_memory
+    assert low.peak_memory < 0.9 * wide.peak_memory
 
 
 def test_an_option_that_a_compiler_does_not_know_is_an_error_that_names_it():

@@ -32,9 +32,9 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
             "xla_allow_excess_precision": Option(
                 "False",
                 "Allowed, XLA leaves out a rounding between two float32 computations.  What one kernel hands to the "
-                "next is then stored in float32 although the policy's casts made it low: twice the bytes, and for "
-                "a residual network half as much time again.",
-                "xla/xla.proto, DebugOptions; benchmarks/targets_table.py",
+                "next is then stored in float32 although the policy's casts made it low: for a residual network "
+                "with leaky ReLU a third more bytes.",
+                "xla/xla.proto, DebugOptions; tests/training/test_compile_options.py",
             ),
         },
         "tpu": {},
