@@ -293,8 +293,9 @@ def test_a_schedule_compiles_nothing():
     params = parameters(device)
     optimizer = syncfree.AdamW(params, lr=0.05, weight_decay=0.1)
     schedule = StepLR(optimizer, 1, gamma=0.5)
-    for step in range(6):
-        if step == 1:  # the first step's program, which finds the state made, serves them all
+    first = 1 if device.type == "jax" else 2  # on torch_xla the first step makes the state, another program
+    for step in range(first + 5):
+        if step == first:
             before = xla_amp.metrics()
         set_gradients(params, 0)
         optimizer.step(found_inf=torch.zeros((), device=device))
