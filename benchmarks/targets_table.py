@@ -109,8 +109,13 @@ def measure(compilers: targets.Compilers, model: str, target: str, variant: str,
         bytes_accessed=compiled.bytes_accessed,
         peak_memory=compiled.peak_memory,
         contractions=kinds,
-        layers=options.layers,
+        layers=_layers(model, options),
     )
+
+
+def _layers(model: str, options: argparse.Namespace) -> int:
+    """What `options` say of the depth of `model`; 0 where there is nothing to say."""
+    return options.layers if model == "GPT-2" else 0
 
 
 HEADINGS = (
@@ -168,7 +173,7 @@ def main() -> None:
                         "model": model,
                         "target": target,
                         "variant": variant,
-                        "layers": options.layers,
+                        "layers": _layers(model, options),
                     }
                     have = [row for row in rows if key.items() <= row.items()]
                     if have and not options.again:
