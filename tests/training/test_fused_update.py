@@ -28,10 +28,10 @@ FUSED = {
 """Optimizer -> how many buffers of a parameter's size it reads and writes, the parameter among them."""
 
 
-def steady_step(make):
+def steady_step(make, shapes=SHAPES):
     """The program of one step of update alone, with gradients that are given and dropped."""
     device = xla_amp.xla_device()
-    params = [nn.Parameter(torch.randn(shape).to(device)) for shape in SHAPES]
+    params = [nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
     optimizer = make(params)
     scaler = GradScaler(device)
     scaler.scale(torch.ones((), device=device))
@@ -180,19 +180,7 @@ def distinct(hlo):
 
 def counts_of(number):
     """The same of a scaled Adam step for so many parameters of one shape."""
-    device = xla_amp.xla_device()
-    params = [nn.Parameter(torch.ones(4, 8).to(device)) for _ in range(number)]
-    optimizer = syncfree.Adam(params, lr=0.1)
-    scaler = GradScaler(device)
-    scaler.scale(torch.ones((), device=device))
-    for _ in range(2):
-        for parameter in params:
-            parameter.grad = torch.ones(parameter.shape).to(device)
-        xla_amp.sync()
-        scaler.step(optimizer)
-        scaler.update()
-        xla_amp.sync()
-    return distinct(cut.programs()[-1].optimized_hlo())
+    return distinct(steady_step(lambda p: syncfree.Adam(p, lr=0.1), [(4, 8)] * number).optimized_hlo())
 
 
 def test_the_program_grows_by_the_same_for_each_parameter_and_its_kernels_do_not():
