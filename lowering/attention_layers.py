@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from xla_amp.lowering.attention_parts import Attention
 from xla_amp.lowering.attention_square import Weights
 from xla_amp.lowering.contraction import contract
+from xla_amp.lowering.normalization import native_layer_norm
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
@@ -70,10 +69,7 @@ def multi_head_attention(
 
 
 def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    wide = up(x)
-    centered = wide - jnp.mean(wide, -1, keepdims=True)
-    normal = centered * lax.rsqrt(jnp.mean(centered * centered, -1, keepdims=True) + np.asarray(eps, wide.dtype))
-    return as_dtype(normal * up(weight) + up(bias), x.dtype)
+    return as_dtype(native_layer_norm(x, x.shape[-1:], weight, bias, eps)[0], x.dtype)
 
 
 @register("_transformer_encoder_layer_fwd")

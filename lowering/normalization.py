@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, is_half, opmath, up
+from xla_amp.lowering.operand import as_dtype, opmath, up, written
 from xla_amp.lowering.registry import register
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -294,10 +294,7 @@ def native_batch_norm_backward(
 ) -> Gradients:
     """Two sums over the batch, the gradients of bias and weight, are all that the gradient of `x` needs of it."""
     axes, shape = _over_channels(x)
-    if platform == "gpu" and is_half(grad.dtype):
-        # Two kernels read it, and XLA would have each compute it again from the wider values that it was rounded from.
-        grad = lax.optimization_barrier(grad)
-    grad, x = up(grad), up(x)
+    grad, x = up(written(grad, grad.dtype, platform)), up(x)
     mean = as_dtype(save_mean if train else running_mean, x.dtype)
     rstd = as_dtype(save_invstd, x.dtype) if train else lax.rsqrt(as_dtype(running_var, x.dtype) + eps)
     centered = x - mean.reshape(shape)

@@ -107,7 +107,7 @@ def _run() -> None:
     try:
         spent = _spent(arrays, held)
         layouts = NO_LAYOUTS
-        if mesh.active is not None and not mesh.replicas:
+        if mesh.is_partitioned():
             # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
             spent = tuple(index for index in spent if leaves[index].number != tape.leaf_numbers[index])
             layouts = Layouts(tuple(array.sharding for array in arrays), mesh.output_layouts(targets, len(overwritten)))

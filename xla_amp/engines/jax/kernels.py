@@ -142,7 +142,7 @@ class _Operation:
             if "replicas" in lowering.supplies:
                 supplies["replicas"] = context.replicas
             if "partitioned" in lowering.supplies:
-                supplies["partitioned"] = mesh.active is not None and not mesh.replicas
+                supplies["partitioned"] = mesh.is_partitioned()
             if "rng" in lowering.supplies:
                 supplies["rng"] = rng
             positional, keywords = [], {}

@@ -60,6 +60,11 @@ def use_processes() -> None:
     replicas = True
 
 
+def is_partitioned() -> bool:
+    """Whether XLA splits programs over the devices of the mesh: not without one, nor among processes."""
+    return active is not None and not replicas
+
+
 def describe(mesh: Mesh) -> str:
     """``{'data': 4, 'model': 2}``."""
     return str(dict(mesh.shape))

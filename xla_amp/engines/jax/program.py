@@ -14,6 +14,7 @@ from xla_amp.engines.jax import compat, compile_options, mesh
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
+from xla_amp.lowering.contraction import materialize
 
 
 class Layouts(NamedTuple):
@@ -206,17 +207,13 @@ def _interpret(
         next_float += instruction.floats
         next_int += instruction.ints
         values.extend(results)
-    return [_materialize(values[number]) for number in wanted]
-
-
-def _materialize(value: Any) -> Any:
-    return value.materialize() if isinstance(value, Permuted) else value
+    return [materialize(values[number]) for number in wanted]
 
 
 def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
     try:
         if not instruction.permuted:
-            inputs = [_materialize(x) for x in inputs]
+            inputs = [materialize(x) for x in inputs]
         results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
         return [
             None if spec is None else result if isinstance(result, Permuted) else _conform(result, spec)

@@ -182,7 +182,7 @@ class Replay:
         assert inputs is not None  # noqa: S101  (collected)
         for place, index in self._arguments:
             inputs[place] = given[index]
-        if self._mesh is not None and not mesh.replicas:
+        if mesh.is_partitioned():
             places = [place for place, _ in self._arguments]
             if not all(_lies(inputs[place], self._layouts[place]) for place in places):
                 return None
@@ -231,7 +231,7 @@ class Replay:
         inputs: list[Any] = [None] * len(self._layouts)
         for place, array in (*self._constants, *zip((place for place, _ in self._state), arrays, strict=True)):
             inputs[place] = array
-        if mesh.active is not None and not mesh.replicas:
+        if mesh.is_partitioned():
             here = [(array, layout) for array, layout in zip(inputs, self._layouts, strict=True) if array is not None]
             if not all(_lies(*pair) for pair in here):
                 return False
