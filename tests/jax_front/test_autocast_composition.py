@@ -342,3 +342,25 @@ def test_a_constant_beyond_the_range_of_float16_keeps_float32(x, w):
 
     out = autocast(function, dtype=jnp.float16)(x)  # every place is masked
     np.testing.assert_allclose(out, np.full((4, 8), 1 / 8), rtol=1e-3)
+
+
+@pytest.mark.skipif(not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="backward rules log since JAX 0.11.2")
+@pytest.mark.parametrize("driver", ["jaxpr", "trace"])
+def test_what_a_backward_rule_logs_arrives(driver, x, w):
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        return x @ w, (x, w)
+
+    def backward(kept, dy):
+        x, w = kept
+        return (dy @ w.T, x.T @ dy), {"norm": jnp.sum(jnp.square(dy))}
+
+    product.defvjp_with_logs(forward, backward)
+    y, pull = jax.vjp(autocast(product, driver=driver), x, w)
+    (dx, dw), logs = pull.with_logs(jnp.ones_like(y))
+    assert y.astype(jnp.bfloat16).astype(y.dtype).tolist() == y.tolist()  # it was rounded
+    assert dx.dtype == dw.dtype == jnp.float32
+    assert logs == {"norm": y.size}

@@ -61,6 +61,24 @@ def slice_aval(aval: Any, length: int) -> Any:
     return extended.mapped_aval(length, 0, aval)
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants a ``scan`` equation has, and how many values it carries; the arrays of steps follow them."""
+    if "ft_in" in params:  # JAX 0.11
+        constants, carried, _ = params["ft_in"].unpack()
+        return len(constants), len(carried)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_params(params: dict[str, Any], body: ClosedJaxpr, constants: int) -> dict[str, Any]:
+    """The parameters of a ``scan`` equation with another body, which takes `constants` constants."""
+    if "ft_in" not in params:
+        return {**params, "jaxpr": body, "num_consts": constants}
+    from jax._src import flattree
+
+    _, carried, steps = params["ft_in"].unpack()
+    return {**params, "jaxpr": body, "ft_in": flattree.pack((flattree.nones(constants), carried, steps))}
+
+
 @contextlib.contextmanager
 def equation(eqn: Any) -> Any:
     """Inside, what is bound has the name scopes, source line and context of `eqn`."""
@@ -130,11 +148,22 @@ def evaluate(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     return list(core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
 
 
-def linearizations() -> dict[Any, Any]:
-    """JAX's table of rules that linearize a primitive."""
+def def_linearization(primitive: Any, rule: Callable[..., tuple[Any, Any, Any, Callable[..., Any]]]) -> None:
+    """Says how `primitive` is linearized.
+
+    Args:
+        primitive: with one result.
+        rule: ``rule(is_vjp, nonzero, *primals, **params)`` gives the result, whether its tangent is nonzero, residuals,
+            and a function from residuals and tangents to the result's tangent.
+    """
     from jax._src.interpreters import ad as private
 
-    return private.primitive_linearizations
+    def structured(*args: Any, **params: Any) -> tuple[Any, Any, Any, None, Callable[..., Any]]:
+        out, nonzero, residuals, linear = rule(*args, **params)
+        return out, nonzero, residuals, None, lambda residuals, _, *tangents: linear(residuals, *tangents)
+
+    # Since 0.11.1 rules return structured residuals too.
+    private.primitive_linearizations[primitive] = structured if jax.__version_info__ >= (0, 11, 1) else rule
 
 
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
@@ -151,13 +180,13 @@ def custom_jvp_rule(params: dict[str, Any], primitive: Any) -> Callable[..., Seq
 
 def custom_vjp_rules(
     params: dict[str, Any], primitive: Any
-) -> tuple[Callable[..., Sequence[Any]], Callable[..., Sequence[Any]], Callable[[], Any]]:
+) -> tuple[Callable[..., Sequence[Any]], Callable[..., tuple[list[Any], Any]], Callable[[], Any]]:
     """The rules of a ``custom_vjp`` equation.
 
     Returns:
         The forward rule (values, each followed by whether it is differentiated, to residuals and results), the backward
-        rule (residuals and cotangents to cotangents), and what gives the number of residuals that the forward rule
-        returns and, for each residual, the argument that it is, or None.
+        rule (residuals and cotangents to cotangents and what is logged), and what gives the number of residuals that
+        the forward rule returns and, for each residual, the argument that it is, or None.
     """
     _, forward, backward = primitive.get_bind_params(params)["subfuns"]
 
@@ -165,7 +194,30 @@ def custom_vjp_rules(
         _, tree, forwarded = params["out_trees"]()
         return tree.num_leaves - sum(index is not None for index in forwarded), forwarded
 
-    return forward.call_wrapped, backward.call_wrapped, residuals
+    return forward.call_wrapped, lambda *values: rule_results(backward.call_wrapped(*values)), residuals
+
+
+_LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
+"""Whether backward rules of ``custom_vjp`` return a dict of what they log beside the cotangents: JAX 0.11.2."""
+
+
+def rule_results(returned: Any) -> tuple[list[Any], dict[str, Any] | None]:
+    """Cotangents, and what is logged, of what a flat backward rule of ``custom_vjp`` returned."""
+    cotangents, logs = returned if _LOGS else (returned, None)
+    return list(cotangents), logs
+
+
+def rule_returns(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:
+    """What a flat backward rule of ``custom_vjp`` returns."""
+    return (cotangents, logs) if _LOGS else cotangents
+
+
+def defvjp(function: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, Any]]) -> None:
+    """``function.defvjp`` with a backward rule that returns cotangents and what is logged."""
+    if _LOGS:
+        function.defvjp_with_logs(forward, backward)
+    else:
+        function.defvjp(forward, lambda *values: backward(*values)[0])
 
 
 def is_zero(cotangent: Any) -> bool:

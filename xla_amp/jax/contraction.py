@@ -82,11 +82,12 @@ def _copy() -> Primitive:
     copy.def_abstract_eval(lambda aval, *, low: compat.with_dtype(aval, low))
     ad.primitive_jvps[copy] = lambda primals, tangents, *, low: (copy.bind(*primals, low=low), zero(primals[0], low))
     ad.primitive_transposes[copy] = lambda cotangent, value, *, low: [ad.Zero(value.aval)]
-    compat.linearizations()[copy] = lambda is_vjp, nonzero, value, *, low: (
-        copy.bind(value, low=low),
-        False,
-        (),
-        lambda residuals, *tangents: zero(value, low),
+    compat.def_linearization(
+        copy,
+        lambda is_vjp, nonzero, value, *, low: (
+            *(copy.bind(value, low=low), False, ()),
+            lambda residuals, *tangents: zero(value, low),
+        ),
     )
     batching.defvectorized(copy)
     mlir.register_lowering(copy, mlir.lower_fun(emit, multiple_results=False))
@@ -123,7 +124,7 @@ def form(primitive: Any) -> Primitive:
     ours.def_impl(functools.partial(_run, ours))
     ours.def_effectful_abstract_eval(functools.partial(_abstract, primitive))
     ad.primitive_jvps[ours] = functools.partial(_jvp, primitive)
-    compat.linearizations()[ours] = functools.partial(_linearize, primitive)
+    compat.def_linearization(ours, functools.partial(_linearize, primitive))
     ad.primitive_transposes[ours] = functools.partial(_transpose, primitive)
     batching.primitive_batchers[ours] = functools.partial(_batch, primitive)
     for platform in ("cpu", None):

@@ -17,13 +17,14 @@ from xla_amp.jax.rules import F32, dtype_of, is_float
 def scan(call: Call) -> list[Any]:
     """``lax.scan``."""
     params = call.params
-    constants, carried = params["num_consts"], params["num_consts"] + params["num_carry"]
+    constants, carry = compat.scan_counts(params)
+    carried = constants + carry
     closed: compat.ClosedJaxpr = params["jaxpr"]
     steps = [compat.slice_aval(compat.typeof(x), params["length"]) for x in call.operands[carried:]]
     consts, copies, places = _hoisted(call, call.operands[:constants], closed.jaxpr)
-    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * params["num_carry"], *call.flags()[carried:])
-    results = closed.jaxpr.outvars[params["num_carry"] :]
-    wanted = (*(True,) * params["num_carry"], *(call.wanted[params["num_carry"] :] or (False,) * len(results)))
+    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * carry, *call.flags()[carried:])
+    results = closed.jaxpr.outvars[carry:]
+    wanted = (*(True,) * carry, *(call.wanted[carry:] or (False,) * len(results)))
 
     def body(carry_types: Sequence[Any]) -> Callable[..., list[Any]]:
         def walked(*values: Any) -> list[Any]:
@@ -46,11 +47,8 @@ def scan(call: Call) -> list[Any]:
         ),
         lambda values, types: _free_results(call, closed, [*consts], copies, places, weights, values, steps),
     )
-    new = {**params, "jaxpr": traced, "num_consts": constants + len(copies)}
-    if traced.consts:
-        new["jaxpr"] = compat.ClosedJaxpr(compat.without_constants(traced), ())
-        new["num_consts"] += len(traced.consts)
     operands = [*traced.consts, *consts, *copies, *start, *call.operands[carried:]]
+    new = compat.scan_params(params, _closed(traced), len(traced.consts) + constants + len(copies))
     return compat.bind(call.primitive, operands, new)
 
 

@@ -136,20 +136,24 @@ def _custom_vjp(call: Call) -> list[Any]:
         kept = iter(outs[:count])
         return outs[count:], [next(kept) if place is None else values[place] for place in forwarded]
 
-    def bwd(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+    def bwd(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         zeros: list[bool] = []
+        log_trees: list[Any] = []
 
         def rule(*values: Any) -> list[Any]:
-            outs = backward(*values)
+            outs, logs = backward(*values)
             zeros[:] = [compat.is_zero(out) or dtype_of(out) == jax.dtypes.float0 for out in outs]
-            return [out for out, zero in zip(outs, zeros, strict=True) if not zero]
+            logged, tree = jax.tree.flatten(logs)
+            log_trees[:] = [tree]
+            return [*(out for out, zero in zip(outs, zeros, strict=True) if not zero), *logged]
 
         outs = iter(walk(rule, [*kept, *cotangents], back=True))
-        return tuple(
+        gradients = tuple(
             None if zero else call.cast(next(outs), aval.dtype) for zero, aval in zip(zeros, avals, strict=True)
         )
+        return gradients, jax.tree.unflatten(log_trees[0], outs)
 
-    function.defvjp(fwd, bwd)
+    compat.defvjp(function, fwd, bwd)
     return list(function(*call.walker.typed(call.operands, avals)))
 
 

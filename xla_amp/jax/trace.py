@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from xla_amp.errors import DriverError
@@ -72,12 +73,12 @@ class RegionTrace(compat.Trace):
         dtypes: list[Any] = []
 
         def body(*values: Any) -> list[Any]:
-            outs = self._walked(function, values)
+            outs = self._walked(function.call_wrapped, function.debug_info, values)
             dtypes[:] = map(dtype_of, outs)
             return outs
 
         def derivative(*values: Any) -> list[Any]:
-            outs = self._walked(rule, values)
+            outs = self._walked(rule.call_wrapped, rule.debug_info, values)
             primal, tangent = outs[: len(outs) // 2], outs[len(outs) // 2 :]
             types = dtypes or [dtype_of(out) for out in primal]
             return [cast_like(out, dtype) for out, dtype in zip((*primal, *tangent), (*types, *types), strict=True)]
@@ -89,8 +90,18 @@ class RegionTrace(compat.Trace):
     def process_custom_vjp_call(
         self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        def derivative(*values: Any) -> list[Any]:
-            return self._walked(backward, values, back=True)
+        def derivative(*values: Any) -> Any:
+            log_trees: list[Any] = []
+
+            def rule(*given: Any) -> list[Any]:
+                cotangents, logs = compat.rule_results(backward.call_wrapped(*given))
+                logged, tree = jax.tree.flatten(logs)
+                log_trees[:] = [tree]
+                return [*cotangents, *logged]
+
+            outs = self._walked(rule, backward.debug_info, values, back=True)
+            split = len(outs) - log_trees[0].num_leaves
+            return compat.rule_returns(outs[:split], jax.tree.unflatten(log_trees[0], outs[split:]))
 
         functions = [compat.fun(self._inside(each.call_wrapped), each) for each in (function, forward)]
         functions.append(compat.fun(derivative, backward))
@@ -110,11 +121,14 @@ class RegionTrace(compat.Trace):
 
         return inside
 
-    def _walked(self, function: Any, values: Sequence[Any], *, back: bool = False) -> list[Any]:
+    def _walked(
+        self, function: Callable[..., Sequence[Any]], debug_info: Any, values: Sequence[Any], *, back: bool = False
+    ) -> list[Any]:
         """A function of a custom derivative, traced as it is, then walked.
 
         Args:
-            function: as JAX passes it.
+            function: flat values to flat values.
+            debug_info: what JAX tells of it in errors.
             values: its arguments, symbolic zeros among them.
             back: whether it is a backward rule: its results keep the dtypes that it gave them.
         """
@@ -122,12 +136,12 @@ class RegionTrace(compat.Trace):
 
         def nonzero(*given: Any) -> list[Any]:
             rest = iter(given)
-            outs = function.call_wrapped(*(value if compat.is_zero(value) else next(rest) for value in values))
+            outs = function(*(value if compat.is_zero(value) else next(rest) for value in values))
             zeros[:] = [out if compat.is_zero(out) else None for out in outs]
             return [out for out in outs if not compat.is_zero(out)]
 
         given = [value for value in values if not compat.is_zero(value)]
-        text = compat.trace(nonzero, [compat.typeof(value) for value in given], function.debug_info)
+        text = compat.trace(nonzero, [compat.typeof(value) for value in given], debug_info)
         outs = Walker(self.rules, backward=back).run(text, given, weights=[False] * len(given))
         if back:
             outs = [cast_like(out, aval.dtype) for out, aval in zip(outs, text.out_avals, strict=True)]
