@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, stored, up, written
+from xla_amp.lowering.operand import as_dtype, opmath, stored, up, written
 from xla_amp.lowering.registry import register
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -22,11 +22,10 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (2016)
 
 
-def _define(name: str, tensors: int = 1, *, shared: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
 
     Of a gradient's arguments the first is the gradient that arrives; other tensors were kept by the forward pass.
-    The result is `written` where more than one product or sum reads it (`shared`).
     """
     fresh = 1 if name.endswith("_backward") else tensors
 
@@ -37,8 +36,7 @@ def _define(name: str, tensors: int = 1, *, shared: bool = False) -> Callable[[C
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
-            result = formula(*values, *numbers, **options)
-            return written(result, args[0].dtype, platform) if shared else result
+            return formula(*values, *numbers, **options)
 
         # No `functools.wraps`: the signature in which `register` finds the platform is the wrapper's.
         lowering.__name__, lowering.__qualname__, lowering.__doc__ = name, name, formula.__doc__
@@ -217,9 +215,15 @@ def threshold(x: Any, limit: Any, value: Any) -> Any:
     return jnp.where(x <= limit, value, x)
 
 
-@_define("threshold_backward", 2, shared=True)  # a normalization's sums and its gradient
-def threshold_backward(grad: Any, x: Any, limit: Any) -> Any:
-    return jnp.where(x <= limit, 0, grad)
+@register("threshold_backward")
+def threshold_backward(grad: jax.Array, x: jax.Array, limit: jax.Array, *, platform: str) -> jax.Array:
+    """The result is `written`: a normalization's sums and its gradient read it.
+
+    What was kept is compared and not computed with, so it need not be `stored`: XLA:TPU makes a ReLU's result again
+    from what a convolution wrote rather than write it too.
+    """
+    passed = jnp.where(up(x) <= as_dtype(limit, opmath(x.dtype)), jnp.zeros((), grad.dtype), grad)
+    return written(passed, grad.dtype, platform)
 
 
 @_define("hardshrink")

@@ -216,8 +216,8 @@ def native_batch_norm(
     else:
         mean, variance = as_dtype(running_mean, x.dtype), as_dtype(running_var, x.dtype)
     rstd = lax.rsqrt(variance + eps)
-    per_channel = (None if a is None else a.reshape(shape) for a in (weight, bias))
-    y = _affine((x - mean.reshape(shape)) * rstd.reshape(shape), *per_channel)
+    factor = rstd if weight is None else rstd * as_dtype(weight, x.dtype)
+    y = _affine(x - mean.reshape(shape), factor.reshape(shape), None if bias is None else bias.reshape(shape))
     if math.prod(outs[1].shape) == 0:  # torch's CPU kernel saves nothing in evaluation, its meta kernel does
         mean, rstd = mean[:0], rstd[:0]
     return [y, mean, rstd, *(a for a in (running_mean, running_var) if a is not None)]
