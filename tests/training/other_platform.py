@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import math
+import re
+
 from xla_amp.engines.jax import compat, cut
 from xla_amp.engines.jax.program import build, steps
 
@@ -20,3 +24,13 @@ def text_for(platform):
         program = build(key, list(leaves), list(leaves.values()), numbers, 1, platform)
         name = {"gpu": "cuda"}.get(platform, platform)
         return program.call.trace(*program.abstract).lower(lowering_platforms=(name,)).as_text()
+
+
+def between_kernels(hlo, shape):
+    """Number of activations of `shape` that kernels write, by dtype."""
+    found = collections.Counter()
+    for line in hlo[hlo.index("\nENTRY") :].splitlines():
+        made = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.*?) (fusion|custom-call)\(", line)
+        for dtype, extents in re.findall(r"\b(bf16|f32)\[([\d,]+)\]", made[1] if made else ""):
+            found[dtype] += math.prod(map(int, extents.split(","))) == math.prod(shape)
+    return found
