@@ -22,16 +22,20 @@ _SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (2016)
 
 
-def _define(name: str, tensors: int = 1) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _define(
+    name: str, tensors: int = 1, *, compared: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
 
     Of a gradient's arguments the first is the gradient that arrives; other tensors were kept by the forward pass.
+    Where they are only `compared`, XLA:TPU may make them again, from what a convolution wrote, instead of keeping them.
     """
     fresh = 1 if name.endswith("_backward") else tensors
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Any]:
         def lowering(*args: Any, platform: str = "cpu", **options: Any) -> Any:
-            args = (*args[:fresh], *(stored(x, platform) if hasattr(x, "dtype") else x for x in args[fresh:]))
+            if not (compared and platform == "tpu"):
+                args = (*args[:fresh], *(stored(x, platform) if hasattr(x, "dtype") else x for x in args[fresh:]))
             values = [up(x) for x in args[:tensors]]
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
@@ -165,7 +169,7 @@ def leaky_relu(x: Any, negative_slope: Any = 0.01) -> Any:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
-@_define("leaky_relu_backward", 2)
+@_define("leaky_relu_backward", 2, compared=True)
 def leaky_relu_backward(grad: Any, x: Any, negative_slope: Any, self_is_result: bool) -> Any:
     return jnp.where(x > 0, grad, grad * negative_slope)
 
@@ -185,7 +189,7 @@ def hardtanh(x: Any, min_val: Any = -1, max_val: Any = 1) -> Any:
     return jnp.minimum(jnp.maximum(x, min_val), max_val)
 
 
-@_define("hardtanh_backward", 2)
+@_define("hardtanh_backward", 2, compared=True)
 def hardtanh_backward(grad: Any, x: Any, min_val: Any, max_val: Any) -> Any:
     return jnp.where((x <= min_val) | (x >= max_val), 0, grad)
 
@@ -205,7 +209,7 @@ def hardsigmoid(x: Any) -> Any:
     return jnp.clip(x + 3, 0, 6) / 6
 
 
-@_define("hardsigmoid_backward", 2)
+@_define("hardsigmoid_backward", 2, compared=True)
 def hardsigmoid_backward(grad: Any, x: Any) -> Any:
     return jnp.where((x > -3) & (x < 3), grad / 6, 0)
 
@@ -217,11 +221,7 @@ def threshold(x: Any, limit: Any, value: Any) -> Any:
 
 @register("threshold_backward")
 def threshold_backward(grad: jax.Array, x: jax.Array, limit: jax.Array, *, platform: str) -> jax.Array:
-    """The result is `written`: a normalization's sums and its gradient read it.
-
-    What was kept is compared and not computed with, so it need not be `stored`: XLA:TPU makes a ReLU's result again
-    from what a convolution wrote rather than write it too.
-    """
+    """What was kept is only compared, see `_define`; the result is read by a normalization's sums and its gradient."""
     passed = jnp.where(up(x) <= as_dtype(limit, opmath(x.dtype)), jnp.zeros((), grad.dtype), grad)
     return written(passed, grad.dtype, platform)
 

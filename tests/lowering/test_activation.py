@@ -145,7 +145,7 @@ def test_a_kink_moved_is_noticed() -> None:
     [
         ("gelu_backward", ()),
         ("elu_backward", (1.0, 1.0, 1.0, False)),
-        ("leaky_relu_backward", (0.1, False)),
+        ("silu_backward", ()),
         ("glu_backward", (1,)),
     ],
 )
@@ -162,3 +162,21 @@ def test_what_a_gradient_widens_again_stays_low(
     sizes = [jax.ShapeDtypeStruct((4, n), dtype) for n in ((4, 8) if name == "glu_backward" else (8, 8))]
     barriers = [e for e in jax.make_jaxpr(gradient)(*sizes).eqns if e.primitive.name == "optimization_barrier"]
     assert [[x.aval.dtype for x in each.invars] for each in barriers] == [[dtype]] * low
+
+
+@pytest.mark.parametrize(("platform", "barriers"), [("cpu", 0), ("gpu", 1), ("tpu", 0)])
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("hardsigmoid_backward", 0), ("hardtanh_backward", 2), ("leaky_relu_backward", 1), ("threshold_backward", 1)],
+)
+def test_a_tpu_may_make_again_what_a_gradient_only_compares(
+    name: str, numbers: int, platform: str, barriers: int
+) -> None:
+    flags = (False,) if name == "leaky_relu_backward" else ()
+
+    def gradient(grad: Any, x: Any, *numbers: Any) -> Any:
+        return lowering_of(name).function(grad, x, *numbers, *flags, platform=platform)
+
+    sizes = [jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)] * 2 + [jax.ShapeDtypeStruct((), jnp.float32)] * numbers
+    found = [e.primitive.name for e in jax.make_jaxpr(gradient)(*sizes).eqns]
+    assert found.count("optimization_barrier") == barriers
