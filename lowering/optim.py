@@ -23,6 +23,12 @@ from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
 Arrays = Sequence[jax.Array]
+Keep = Callable[[jax.Array, jax.Array], jax.Array]
+"""Of an old and a new value, the one that a state has after the step."""
+
+
+def _new(old: jax.Array, new: jax.Array) -> jax.Array:
+    return new
 
 
 def _double(value: Any) -> jax.Array:
@@ -33,11 +39,6 @@ def _double(value: Any) -> jax.Array:
 def _is_zero(value: Any) -> bool:
     """Whether `value` is the Python number zero; of data that is never known."""
     return isinstance(value, (int, float)) and value == 0
-
-
-def _unscaled(grad: jax.Array, grad_scale: jax.Array | None, dtype: Any) -> jax.Array:
-    grad = as_dtype(grad, dtype)
-    return grad if grad_scale is None else grad / as_dtype(grad_scale, dtype).reshape(())
 
 
 def _decayed(grad: jax.Array, param: jax.Array, weight_decay: Any) -> jax.Array:
@@ -60,12 +61,14 @@ def sgd_step(
     nesterov: bool = False,
     maximize: bool = False,
     first: bool | jax.Array = False,
+    keep: Keep = _new,
 ) -> tuple[jax.Array, jax.Array | None]:
     """One SGD step of one tensor, as `torch.optim.SGD`.
 
     Args:
         param, grad, buffer: one shape; `buffer` is the momentum, or ``None`` for none.
         first: whether `buffer` holds nothing yet; may be data, for a first step that may have been skipped.
+        keep: what becomes of the buffer; the parameter moves by what it gives.
 
     Returns:
         The new parameter and buffer, in the opmath dtype of `param`.
@@ -79,7 +82,7 @@ def sgd_step(
         if first is not True:
             moved = share * as_dtype(buffer, dtype) + as_dtype(1 - _double(dampening), dtype) * grad
             moved = moved if first is False else jnp.where(first, grad, moved)
-        buffer = moved
+        buffer = keep(as_dtype(buffer, dtype), moved)
         grad = grad + share * buffer if nesterov else buffer
     return param - as_dtype(lr, dtype) * grad, buffer
 
@@ -123,6 +126,7 @@ def adam_step(
     eps: Any = 1e-8,
     maximize: bool = False,
     decoupled: bool = False,
+    keep: Keep = _new,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """One Adam step of one tensor, as `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad of Reddi et al. 2018).
 
@@ -130,6 +134,7 @@ def adam_step(
         param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: one shape; the last is ``None`` without AMSGrad.
         corrections: of this step, from `adam_corrections`.
         decoupled: weight decay acts on the parameter (AdamW, Loshchilov and Hutter 2019), not on the gradient.
+        keep: what becomes of averages and maximum; the parameter moves by what it gives.
 
     Returns:
         The new parameter, averages and maximum, in the opmath dtype of `param`.
@@ -144,11 +149,12 @@ def adam_step(
         grad = _decayed(grad, param, weight_decay)
     elif not _is_zero(weight_decay):
         param = param * as_dtype(1 - lr * _double(weight_decay), dtype)
-    exp_avg = exp_avg + as_dtype(1 - beta1, dtype) * (grad - exp_avg)
-    exp_avg_sq = as_dtype(beta2, dtype) * exp_avg_sq + as_dtype(1 - beta2, dtype) * grad * grad
-    second = exp_avg_sq
+    exp_avg = keep(exp_avg, exp_avg + as_dtype(1 - beta1, dtype) * (grad - exp_avg))
+    squares = as_dtype(beta2, dtype) * exp_avg_sq + as_dtype(1 - beta2, dtype) * grad * grad
+    second = exp_avg_sq = keep(exp_avg_sq, squares)
     if max_exp_avg_sq is not None:
-        second = max_exp_avg_sq = jnp.maximum(as_dtype(max_exp_avg_sq, dtype), exp_avg_sq)
+        maximum = as_dtype(max_exp_avg_sq, dtype)
+        second = max_exp_avg_sq = keep(maximum, jnp.maximum(maximum, exp_avg_sq))
     param = param - step_size * exp_avg / (jnp.sqrt(second) / correction + as_dtype(eps, dtype))
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
@@ -170,8 +176,11 @@ def adagrad_step(
     weight_decay: Any = 0.0,
     eps: Any = 1e-10,
     maximize: bool = False,
+    keep: Keep = _new,
 ) -> tuple[jax.Array, jax.Array]:
     """One Adagrad step of one tensor, as `torch.optim.Adagrad` (Duchi et al. 2011); `rate` from `adagrad_rates`.
+
+    `keep` says what becomes of the sum; the parameter moves by what it gives.
 
     Returns:
         The new parameter and sum of squares, in the opmath dtype of `param`.
@@ -179,7 +188,8 @@ def adagrad_step(
     dtype = opmath(param.dtype)
     param, grad = up(param), as_dtype(grad, dtype)
     grad = _decayed(-grad if maximize else grad, param, weight_decay)
-    state_sum = as_dtype(state_sum, dtype) + grad * grad
+    state_sum = as_dtype(state_sum, dtype)
+    state_sum = keep(state_sum, state_sum + grad * grad)
     return param - rate * grad / (jnp.sqrt(state_sum) + as_dtype(eps, dtype)), state_sum
 
 
@@ -195,7 +205,7 @@ def _stepped(
     """`step` on each entry of the lists.
 
     Args:
-        step: (param, grad, states, factors of its step count) -> the new parameter and states.
+        step: (param, grad, states, factors of its step count, what becomes of states) -> the new parameter and states.
         states: per state a list of arrays, empty where the optimizer keeps none.
         factors: per parameter, what follows from its step count.
 
@@ -204,20 +214,25 @@ def _stepped(
     """
     skip = None if found_inf is None else found_inf.reshape(()) != 0
 
+    # It is applied to the gradient before that moves the states, and by the step to these before they move the
+    # parameter.  Were a value made from what another would have become, it would need the old one, and XLA:CPU, where a
+    # kernel has one result, keeps a copy of each.
     def unless_skipped(old: jax.Array, new: jax.Array) -> jax.Array:
         return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
 
     states = [list(state) for state in states]
     columns: list[list[jax.Array]] = [[], [], *([] for _ in states)]
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        unscaled = _unscaled(grad, grad_scale, opmath(param.dtype))
+        dtype = opmath(param.dtype)
+        if grad_scale is not None:
+            grad = unless_skipped(grad, as_dtype(grad, dtype) / as_dtype(grad_scale, dtype).reshape(()))
         old = [state[i] if state else None for state in states]
-        new_param, *new = step(param, unscaled, old, factors[i])
+        new_param, *new = step(param, as_dtype(grad, dtype), old, factors[i], unless_skipped)
         columns[0].append(unless_skipped(param, new_param))  # type: ignore[arg-type]
-        columns[1].append(grad if grad_scale is None else unless_skipped(grad, unscaled))
-        for column, before, after in zip(columns[2:], old, new, strict=True):
-            if before is not None and after is not None:
-                column.append(unless_skipped(before, after))
+        columns[1].append(grad)
+        for column, state in zip(columns[2:], new, strict=True):
+            if state is not None:
+                column.append(state)
     return [array for column in columns for array in column]
 
 
@@ -242,7 +257,9 @@ def fused_sgd(
     grad_scale: jax.Array | None = None,
     found_inf: jax.Array | None = None,
 ) -> list[jax.Array]:
-    def step(param: jax.Array, grad: jax.Array, states: list[Any], _: Any) -> tuple[jax.Array, jax.Array | None]:
+    def step(
+        param: jax.Array, grad: jax.Array, states: list[Any], _: Any, keep: Keep
+    ) -> tuple[jax.Array, jax.Array | None]:
         return sgd_step(
             param,
             grad,
@@ -254,6 +271,7 @@ def fused_sgd(
             nesterov=nesterov,
             maximize=maximize,
             first=is_first_step,
+            keep=keep,
         )
 
     if is_first_step:  # the buffers are uninitialized: whatever they hold is not kept
@@ -288,7 +306,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
         platform: str,
     ) -> list[jax.Array]:
         def step(
-            param: jax.Array, grad: jax.Array, states: list[Any], corrections: Any
+            param: jax.Array, grad: jax.Array, states: list[Any], corrections: Any, keep: Keep
         ) -> tuple[jax.Array | None, ...]:
             exp_avg, exp_avg_sq, maximum = states
             return adam_step(
@@ -305,6 +323,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
                 eps=eps,
                 maximize=maximize,
                 decoupled=decoupled,
+                keep=keep,
             )
 
         dtype = opmath(params[0].dtype) if params else None
@@ -340,7 +359,9 @@ def fused_adagrad(
     found_inf: jax.Array | None = None,
     platform: str,
 ) -> list[jax.Array]:
-    def step(param: jax.Array, grad: jax.Array, states: list[Any], rates: Any) -> tuple[jax.Array, jax.Array]:
+    def step(
+        param: jax.Array, grad: jax.Array, states: list[Any], rates: Any, keep: Keep
+    ) -> tuple[jax.Array, jax.Array]:
         return adagrad_step(
             param,
             grad,
@@ -349,6 +370,7 @@ def fused_adagrad(
             weight_decay=weight_decay,
             eps=eps,
             maximize=maximize,
+            keep=keep,
         )
 
     dtype = opmath(params[0].dtype) if params else None
