@@ -5,6 +5,7 @@ Parameters are float32, activations `dtype`; logits are float32 in the loss.  Im
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -45,6 +46,7 @@ class ResNet50(nn.Module):
 
     width: int = 64
     classes: int = 1000
+    blocks: Sequence[int] = (3, 4, 6, 3)
     dtype: Any = jnp.float32
 
     @nn.compact
@@ -52,8 +54,8 @@ class ResNet50(nn.Module):
         x = nn.Conv(self.width, (7, 7), 2, [(3, 3)] * 2, use_bias=False, dtype=self.dtype)(images)
         x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), [(1, 1)] * 2)
-        for stage, blocks in enumerate((3, 4, 6, 3)):
-            for block in range(blocks):
+        for stage, count in enumerate(self.blocks):
+            for block in range(count):
                 x = Bottleneck(self.width << stage, 2 if stage and not block else 1, not block, self.dtype)(x)
         return cross_entropy(nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2))), labels)
 

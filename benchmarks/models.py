@@ -6,6 +6,7 @@ Each takes what it learns from and returns the loss.  `flax_models.py` has the s
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -42,9 +43,10 @@ class ResNet50(nn.Module):
     Args:
         width: channels of the first stage (64 in the paper).
         classes: number of logits.
+        blocks: of each stage; fewer stages make the beginning of a ResNet-50.
     """
 
-    def __init__(self, width: int = 64, classes: int = 1000) -> None:
+    def __init__(self, width: int = 64, classes: int = 1000, blocks: Sequence[int] = (3, 4, 6, 3)) -> None:
         super().__init__()
         layers: list[nn.Module] = [
             nn.Conv2d(3, width, 7, 2, 3, bias=False),
@@ -53,8 +55,8 @@ class ResNet50(nn.Module):
             nn.MaxPool2d(3, 2, 1),
         ]
         inputs = width
-        for stage, blocks in enumerate((3, 4, 6, 3)):
-            for block in range(blocks):
+        for stage, count in enumerate(blocks):
+            for block in range(count):
                 layers.append(Bottleneck(inputs, width << stage, 2 if stage and not block else 1))
                 inputs = 4 * (width << stage)
         self.features = nn.Sequential(*layers)

@@ -33,6 +33,8 @@ from xla_amp.stablehlo import targets
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
     "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
+    # libtpu 0.0.42 ends with a signal on the whole Flax model.
+    "ResNet-50, first stage": lambda options: Workload(name="ResNet-50", **resnet(64, 224, blocks=(3,))),
 }
 
 
@@ -171,7 +173,7 @@ def main() -> None:
         for model in options.models:
             for target in options.targets:
                 for variant in options.variants:
-                    if "batch_norm" in variant and model != "ResNet-50":
+                    if "batch_norm" in variant and not model.startswith("ResNet-50"):
                         continue  # it has none
                     if time.monotonic() - started > options.budget:
                         break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import models
@@ -76,12 +76,14 @@ def _vit(batch: int, **sizes: Any) -> dict[str, Any]:
     return _row("ViT", config, f"{batch} images of {config.side} px", data)
 
 
-def resnet(batch: int, side: int, width: int = 64, classes: int = 1000) -> dict[str, Any]:
+def resnet(
+    batch: int, side: int, width: int = 64, classes: int = 1000, blocks: Sequence[int] = (3, 4, 6, 3)
+) -> dict[str, Any]:
     """A workload but for its name: ResNet-50 on square images."""
     return {
         "model": "ResNet50",
         "shape": f"{batch} images of {side} px, width {width}",
-        "options": {"width": width, "classes": classes},
+        "options": {"width": width, "classes": classes, "blocks": tuple(blocks)},
         "data": _images(batch, side, classes),
         "optimizer": "sgd",
     }
