@@ -233,6 +233,23 @@ def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, other: Any, *rest: A
     return (torch.empty_like(x), torch.empty_like(other)) if isinstance(other, torch.Tensor) else torch.empty_like(x)
 
 
+@_of("_standard_gamma")  # torch 2.13 has meta kernels of these two
+@_of("_transformer_encoder_layer_fwd")
+def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@_of("_aminmax")
+def _aminmax(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.new_empty(()), x.new_empty(())
+
+
+@_of("_aminmax.dim")
+def _aminmax_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, ...]:
+    least = aten.amin(x, [dim], keepdim)
+    return least, torch.empty_like(least)
+
+
 # -- convolutions as composites ask for them on an out-of-tree device: torch._convolution ------------------------------
 
 
