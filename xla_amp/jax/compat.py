@@ -73,7 +73,7 @@ def scan_params(params: dict[str, Any], body: ClosedJaxpr, constants: int) -> di
     """The parameters of a ``scan`` equation with another body, which takes `constants` constants."""
     if "ft_in" not in params:
         return {**params, "jaxpr": body, "num_consts": constants}
-    from jax._src import flattree
+    from jax._src import flattree  # type: ignore[attr-defined, unused-ignore]  # JAX 0.11
 
     _, carried, steps = params["ft_in"].unpack()
     return {**params, "jaxpr": body, "ft_in": flattree.pack((flattree.nones(constants), carried, steps))}

@@ -179,7 +179,9 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 
 @_of("_logcumsumexp")
 @_of("_sample_dirichlet")
+@_of("_standard_gamma")  # torch 2.13 has a meta kernel of this and the last
 @_of("_standard_gamma_grad")
+@_of("_transformer_encoder_layer_fwd")
 def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -231,12 +233,6 @@ def _grid_sampler(image: torch.Tensor, grid: torch.Tensor, *codes: Any) -> torch
 @_of("fractional_max_pool3d_backward")
 def _like_the_operands(grad: torch.Tensor, x: torch.Tensor, other: Any, *rest: Any) -> Any:
     return (torch.empty_like(x), torch.empty_like(other)) if isinstance(other, torch.Tensor) else torch.empty_like(x)
-
-
-@_of("_standard_gamma")  # torch 2.13 has meta kernels of these two
-@_of("_transformer_encoder_layer_fwd")
-def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
-    return torch.empty_like(x)
 
 
 @_of("_aminmax")
