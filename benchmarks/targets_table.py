@@ -33,7 +33,7 @@ from xla_amp.stablehlo import targets
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
     "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
-    # libtpu 0.0.42 ends with a signal on the whole Flax model.
+    # libtpu 0.0.42 ends with a signal on the whole Flax model for a v6e.
     "ResNet-50, first stage": lambda options: Workload(name="ResNet-50", **resnet(64, 224, blocks=(3,))),
 }
 
