@@ -180,13 +180,13 @@ def custom_jvp_rule(params: dict[str, Any], primitive: Any) -> Callable[..., Seq
 
 def custom_vjp_rules(
     params: dict[str, Any], primitive: Any
-) -> tuple[Callable[..., Sequence[Any]], Callable[..., tuple[list[Any], Any]], Callable[[], Any]]:
+) -> tuple[Callable[..., Sequence[Any]], BackwardRule, Callable[[], Any]]:
     """The rules of a ``custom_vjp`` equation.
 
     Returns:
         The forward rule (values, each followed by whether it is differentiated, to residuals and results), the backward
-        rule (residuals and cotangents to cotangents and what is logged), and what gives the number of residuals that
-        the forward rule returns and, for each residual, the argument that it is, or None.
+        rule (residuals and cotangents to cotangents), and what gives the number of residuals that the forward rule
+        returns and, for each residual, the argument that it is, or None.
     """
     _, forward, backward = primitive.get_bind_params(params)["subfuns"]
 
@@ -194,17 +194,33 @@ def custom_vjp_rules(
         _, tree, forwarded = params["out_trees"]()
         return tree.num_leaves - sum(index is not None for index in forwarded), forwarded
 
-    return forward.call_wrapped, lambda *values: rule_results(backward.call_wrapped(*values)), residuals
+    return forward.call_wrapped, BackwardRule(backward), residuals
 
 
 _LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
 """Whether backward rules of ``custom_vjp`` return a dict of what they log beside the cotangents: JAX 0.11.2."""
 
 
-def rule_results(returned: Any) -> tuple[list[Any], dict[str, Any] | None]:
-    """Cotangents, and what is logged, of what a flat backward rule of ``custom_vjp`` returned."""
-    cotangents, logs = returned if _LOGS else (returned, None)
-    return list(cotangents), logs
+class BackwardRule:
+    """A flat backward rule of ``custom_vjp`` as a function to a list: the cotangents, then what is logged.
+
+    Args:
+        rule: as JAX passes it.
+    """
+
+    def __init__(self, rule: Any) -> None:
+        self._rule = rule
+        self._logs: Any = None
+
+    def __call__(self, *values: Any) -> list[Any]:
+        cotangents, logs = self._rule.call_wrapped(*values) if _LOGS else (self._rule.call_wrapped(*values), None)
+        logged, self._logs = jax.tree.flatten(logs)
+        return [*cotangents, *logged]
+
+    def split(self, outs: Sequence[Any]) -> tuple[list[Any], dict[str, Any] | None]:
+        """Cotangents, and the dict of what is logged, of a list such as the last call gave."""
+        count = len(outs) - self._logs.num_leaves
+        return list(outs[:count]), jax.tree.unflatten(self._logs, outs[count:])
 
 
 def rule_returns(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:

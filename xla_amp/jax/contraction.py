@@ -77,18 +77,15 @@ def _copy() -> Primitive:
     def zero(value: Any, low: Any) -> Any:
         return ad.Zero(compat.typeof_tangent(compat.with_dtype(compat.typeof(value), low)))
 
+    def linearize(is_vjp: bool, nonzero: Sequence[bool], value: Any, *, low: Any) -> tuple[Any, bool, tuple[()], Any]:
+        return copy.bind(value, low=low), False, (), lambda residuals, *tangents: zero(value, low)
+
     copy = Primitive("low_copy")
     copy.def_impl(emit)
     copy.def_abstract_eval(lambda aval, *, low: compat.with_dtype(aval, low))
     ad.primitive_jvps[copy] = lambda primals, tangents, *, low: (copy.bind(*primals, low=low), zero(primals[0], low))
     ad.primitive_transposes[copy] = lambda cotangent, value, *, low: [ad.Zero(value.aval)]
-    compat.def_linearization(
-        copy,
-        lambda is_vjp, nonzero, value, *, low: (
-            *(copy.bind(value, low=low), False, ()),
-            lambda residuals, *tangents: zero(value, low),
-        ),
-    )
+    compat.def_linearization(copy, linearize)
     batching.defvectorized(copy)
     mlir.register_lowering(copy, mlir.lower_fun(emit, multiple_results=False))
     return copy

@@ -138,20 +138,17 @@ def _custom_vjp(call: Call) -> list[Any]:
 
     def bwd(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         zeros: list[bool] = []
-        log_trees: list[Any] = []
 
-        def rule(*values: Any) -> list[Any]:
-            outs, logs = backward(*values)
+        def nonzero(*values: Any) -> list[Any]:
+            outs = backward(*values)
             zeros[:] = [compat.is_zero(out) or dtype_of(out) == jax.dtypes.float0 for out in outs]
-            logged, tree = jax.tree.flatten(logs)
-            log_trees[:] = [tree]
-            return [*(out for out, zero in zip(outs, zeros, strict=True) if not zero), *logged]
+            return [out for out, zero in zip(outs, zeros, strict=True) if not zero]
 
-        outs = iter(walk(rule, [*kept, *cotangents], back=True))
-        gradients = tuple(
-            None if zero else call.cast(next(outs), aval.dtype) for zero, aval in zip(zeros, avals, strict=True)
-        )
-        return gradients, jax.tree.unflatten(log_trees[0], outs)
+        outs = iter(walk(nonzero, [*kept, *cotangents], back=True))
+        gradients, logs = backward.split([None if zero else next(outs) for zero in zeros])
+        return tuple(
+            g if g is None else call.cast(g, aval.dtype) for g, aval in zip(gradients, avals, strict=True)
+        ), logs
 
     compat.defvjp(function, fwd, bwd)
     return list(function(*call.walker.typed(call.operands, avals)))

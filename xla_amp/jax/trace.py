@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from xla_amp.errors import DriverError
@@ -90,18 +89,10 @@ class RegionTrace(compat.Trace):
     def process_custom_vjp_call(
         self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
+        rule = compat.BackwardRule(backward)
+
         def derivative(*values: Any) -> Any:
-            log_trees: list[Any] = []
-
-            def rule(*given: Any) -> list[Any]:
-                cotangents, logs = compat.rule_results(backward.call_wrapped(*given))
-                logged, tree = jax.tree.flatten(logs)
-                log_trees[:] = [tree]
-                return [*cotangents, *logged]
-
-            outs = self._walked(rule, backward.debug_info, values, back=True)
-            split = len(outs) - log_trees[0].num_leaves
-            return compat.rule_returns(outs[:split], jax.tree.unflatten(log_trees[0], outs[split:]))
+            return compat.rule_returns(*rule.split(self._walked(rule, backward.debug_info, values, back=True)))
 
         functions = [compat.fun(self._inside(each.call_wrapped), each) for each in (function, forward)]
         functions.append(compat.fun(derivative, backward))
