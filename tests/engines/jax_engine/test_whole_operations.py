@@ -264,3 +264,10 @@ def test_a_padded_encoder_in_inference(device):
         want = encoder(TOKENS, src_key_padding_mask=PADDING)
         got = copy.deepcopy(encoder).to(device)(TOKENS.to(device), src_key_padding_mask=PADDING.to(device)).cpu()
     torch.testing.assert_close(got[~PADDING], want[~PADDING], **EXACT)  # at padding torch's nested tensors give 0
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), (0, True)])
+@pytest.mark.filterwarnings("ignore:_aminmax is deprecated")
+def test_an_operation_without_a_meta_kernel_in_any_torch(arguments, device):
+    x = torch.randn(3, 4)
+    check(lambda where: torch._aminmax(x.to(where), *arguments))
