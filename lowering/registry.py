@@ -66,6 +66,8 @@ class Lowering:
     """Arguments that the operation writes; a list argument stands for all its tensors."""
     permuted: bool
     """Whether tensor operands may arrive as `Permuted` (a transpose that the function folds into itself)."""
+    minor: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Platform -> tensor argument -> its dimensions that lie closest together in memory, the closest last."""
 
 
 _table: dict[str, Lowering] = {}
@@ -79,6 +81,7 @@ def register(
     lifted: Iterable[str] = (),
     mutates: Iterable[str] = (),
     permuted: bool = False,
+    minor: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType({}),
     override: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: makes a JAX function the lowering of the operations `names`.
@@ -91,6 +94,9 @@ def register(
         lifted: ``float`` arguments that arrive as data (``Scalar`` arguments do so by themselves).
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
         permuted: the function accepts `xla_amp.lowering.Permuted` operands.
+        minor: platform -> argument -> dimensions that should lie closest together in memory where the argument is
+            kept between steps (a weight), the closest last; XLA else keeps it as it would any array of its shape and
+            copies it into the order that the operation wants in each step.
         override: replace an existing lowering instead of raising.
 
     Raises:
@@ -125,6 +131,7 @@ def register(
                 lifted=frozenset(lifted),
                 mutates=tuple(mutates),
                 permuted=permuted,
+                minor=minor,
             )
             for listener in listeners:
                 listener(_table[name])

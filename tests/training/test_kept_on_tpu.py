@@ -29,3 +29,23 @@ def test_a_normalized_relu_is_made_again_and_not_kept():
         hlo = compilers.compile(text_for("tpu"), "v6e").hlo
     # A fourth in bfloat16 would be the ReLU's result; the one in float32 is the gradient in `x`.
     assert between_kernels(hlo, SHAPE) == {"bf16": 3, "f32": 1}
+
+
+@pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
+def test_no_weight_is_copied():
+    cut.forget_programs()
+    device = xla_amp.xla_device()
+    model = nn.Sequential(nn.Conv2d(256, 256, 1, bias=False), nn.ReLU(), nn.Conv2d(256, 256, 3, bias=False)).to(device)
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x = torch.randn(8, 256, 14, 14).to(device)
+    for _ in range(2):
+        with xla_amp.autocast(device, dtype=torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        xla_amp.sync()
+    hlo = targets.compile_for(text_for("tpu"), "v5p").hlo
+    entry = hlo[hlo.index("\nENTRY") :]
+    assert [line for line in entry.splitlines() if " copy(" in line and "f32[256,256," in line] == []
+    assert "f32[256,256,1,1]{0,1,3,2" in entry

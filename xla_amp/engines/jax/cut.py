@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from xla_amp.engines.jax import compat, mesh, progress, random, runtime
+from xla_amp.engines.jax import arrangement, compat, mesh, progress, random, runtime
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.program import NO_LAYOUTS, Key, Layouts, Program, build
 from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, new_weakref, reclaim, tape
@@ -123,6 +123,8 @@ def _run() -> None:
                 program = build(key, tape.leaf_numbers, specs, numbers, len(streams), runtime.platform())
             floats = np.array(tape.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
+            for leaf, _, order in program.arranged:
+                arrays[leaf] = leaves[leaf].array = arrangement.put(arrays[leaf], order)
             if admit is not None and is_new:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
                 admit(program, key.code, (donated, kept, floats, ints))

@@ -99,6 +99,7 @@ class _Operation:
         plan = _Plan()
         slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         outs = fresh + written
+        places = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
         return Instruction(
             self.name,
             self._emitter(slots, outs, infer.common_dtype(values)),
@@ -109,6 +110,10 @@ class _Operation:
             random="rng" in self.lowering.supplies,
             permuted=self.lowering.permuted,
             collective="replicas" in self.lowering.supplies,
+            minor={
+                platform: {places[name]: dims for name, dims in wanted.items() if name in places}
+                for platform, wanted in self.lowering.minor.items()
+            },
         )
 
     def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:

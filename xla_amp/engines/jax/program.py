@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.engines.jax import compat, compile_options, mesh
+from xla_amp.engines.jax import arrangement, compat, compile_options, mesh
+from xla_amp.engines.jax.arrangement import Arranged
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lowering import Permuted
@@ -48,7 +49,7 @@ class Program:
     call: Any
     """``call(donated, kept, floats, ints)`` gives the outputs.  Not inside another program: see `nested`."""
     nested: Any
-    """`call` without options for XLA, which JAX refuses to take for a part of a program."""
+    """`call` without options for XLA and orders in memory, which JAX refuses to take for a part of a program."""
     donated: tuple[int, ...]
     """Leaves handed over for the outputs to live in."""
     kept: tuple[int, ...]
@@ -57,6 +58,8 @@ class Program:
     operations: int
     abstract: tuple[Any, ...]
     """What `call` takes, as `jax.ShapeDtypeStruct`."""
+    arranged: tuple[Arranged, ...] = ()
+    """Inputs of `call` that must lie in memory in an order of their own."""
 
     def lower(self) -> Any:
         """The program in JAX's ahead-of-time form (`jax.stages.Lowered`), for looking at its text."""
@@ -140,8 +143,19 @@ def build(
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
     chosen = compile_options.of(platform)
+    # Over several devices the order is left to XLA.
+    orders = {} if options or mesh.replicas else arrangement.orders(steps(key.code), platform)
+    arranged: list[Arranged] = []
+    if orders:
+        given = list(arrangement.shardings(leaf_specs, orders))
+        taken, others = ([given[index] for index in part] for part in (donated, kept))
+        options["in_shardings"] = taken, others, None, None
+        options["out_shardings"] = list(arrangement.shardings((specs[number] for number in computed), orders))
+        places = enumerate((*donated, *kept))
+        arranged = [Arranged(leaf, place, given[leaf]) for place, leaf in places if leaf_specs[leaf] in orders]
+    alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
     return Program(
-        call=jax.jit(step, donate_argnums=0, compiler_options=chosen, **options) if chosen else nested,
+        call=alone if chosen or orders else nested,
         nested=nested,
         donated=tuple(donated),
         kept=kept,
@@ -153,6 +167,7 @@ def build(
             jax.ShapeDtypeStruct((numbers[0],), np.float64),
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),
+        arranged=tuple(arranged),
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_amp.engines.jax import compat, cut, mesh, random, runtime
+from xla_amp.engines.jax import arrangement, compat, cut, mesh, random, runtime
 from xla_amp.engines.jax.capture import NotReplayable, Reference, Run, first_difference
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, new_weakref
@@ -193,6 +193,9 @@ class Replay:
         program = self.program
         try:
             with compat.x64():
+                for _, place, order in program.arranged:
+                    part, at = (donated, place) if place < self._donations else (kept, place - self._donations)
+                    part[at] = arrangement.put(part[at], order)
                 outputs = cut.dispatch(program, donated, kept, floats, self._whole_numbers(seed, offset))
         except Exception as error:
             raise self._failed(arguments, error) from error

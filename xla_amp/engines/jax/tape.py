@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import jax
@@ -90,6 +91,7 @@ class Instruction:
         "id",
         "inputs",
         "ints",
+        "minor",
         "name",
         "outs",
         "permuted",
@@ -108,6 +110,7 @@ class Instruction:
         random: bool = False,
         permuted: bool = False,
         collective: bool = False,
+        minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.emit = emit
@@ -121,6 +124,8 @@ class Instruction:
         """Whether `emit` takes `Permuted` inputs; else they come transposed."""
         self.collective = collective
         """Whether processes that train together meet here."""
+        self.minor = minor
+        """Platform -> place among the inputs -> dimensions that lie closest together in memory (`arrangement`)."""
         if outs and outs[0] is not None:
             self.shape = outs[0].shape
             self.dtype = outs[0].dtype
