@@ -57,7 +57,7 @@ def _alike(outs: Sequence[Spec | None], source: Spec | None) -> bool:
 
 
 def shardings(specs: Iterable[Spec | None], found: dict[Spec, Numbers]) -> Iterator[Any]:
-    """What ``jax.jit`` takes as ``in_shardings`` for arrays of `specs`: the device, and the order where one is wanted."""
+    """``in_shardings`` of ``jax.jit`` for arrays of `specs`: the device, and the order where one is wanted."""
     home = jax.sharding.SingleDeviceSharding(runtime.jax_device())
     for spec in specs:
         yield home if spec not in found else Format(Layout(found[spec]), home)  # type: ignore[index]
