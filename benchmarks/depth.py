@@ -4,7 +4,8 @@
 
 A GPT of width 64 on 8 tokens with AdamW, so that nothing but the number of operations and tensors grows.  Recording is
 the step's Python; the key is what finds its program again (hashing and comparing the tape, running nothing); compiling
-is JAX's tracing and XLA:CPU.  Written to benchmarks/results/depth.{json,md,png}.
+is JAX's tracing and XLA:CPU, and beside it XLA:CPU's time for the same step by hand in Flax.  Written to
+benchmarks/results/depth.{json,md,png}.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from absent import recorded
+from flax_peer import step_of
 from models import GPT, GPTConfig
 from results import plot, write_json, write_markdown
+from workloads import Workload, language
 
 import xla_amp
 from xla_amp.engines.jax import compat
@@ -81,7 +86,19 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
             start = time.perf_counter()
             lowered.compile()
             row["compile"] = time.perf_counter() - start
+        lowered = by_hand(layers)
+        start = time.perf_counter()
+        lowered.compile()
+        row["compile Flax"] = time.perf_counter() - start
     return row
+
+
+def by_hand(layers: int) -> Any:
+    """The same step in Flax and optax, lowered."""
+    sizes = language(2, 8, vocabulary=64, context=8, width=64, heads=4, layers=layers)
+    workload = Workload(name="GPT", **sizes)
+    step, state = step_of(workload, jnp.bfloat16, abstract=True)
+    return step.lower(*state, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in workload.flax_batch()))
 
 
 def main() -> None:
@@ -97,7 +114,7 @@ def main() -> None:
         rows.append(measure(layers, options.rounds, not options.no_compile))
         print(rows[-1], flush=True)
     write_json("depth", {"rows": rows})
-    names = [name for name in ("record", "key", "trace", "compile") if name in rows[0]]
+    names = [name for name in ("record", "key", "trace", "compile", "compile Flax") if name in rows[0]]
     cells = [
         (
             *(str(row[name]) for name in ("layers", "tensors", "operations")),

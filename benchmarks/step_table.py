@@ -2,11 +2,12 @@
 
     python benchmarks/step_table.py                                  # sizes for two cores, every peer that is there
     python benchmarks/step_table.py --workloads GPT-2 --peers "lazy bf16" "torch autocast" --rounds 9
-    python benchmarks/step_table.py --size tiny --name host          # the host's time, without arithmetic
+    python benchmarks/step_table.py --size tiny --turn 5 --name host   # the host's time, without arithmetic
     python benchmarks/step_table.py --size full                      # published sizes, for one GPU
 
 Each contestant is a process of its own, in its own environment where it needs one (docs/benchmarks.md); they take
-turns, one step each, so that a machine that drifts drifts for all.  Printed and written to
+turns, so that a machine that drifts drifts for all.  A turn is one step, or `--turn` of them whose first is not
+counted: it finds the caches full of the last contestant's data, and threads of its that still spin.  Written to
 benchmarks/results/steps.{json,md} (and .png): medians, with the date, the machine and the versions.
 """
 
@@ -145,7 +146,8 @@ def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[s
         samples: dict[str, list[dict[str, Any]]] = {name: [] for name in running}
         for _ in range(options.rounds):
             for name, contestant in running.items():
-                samples[name].append(contestant.ask("step"))
+                turn = [contestant.ask("step") for _ in range(options.turn)]
+                samples[name] += turn[1:] or turn
         for name, contestant in running.items():
             records[name] |= {
                 key: None if samples[name][0][key] is None else statistics.median(s[key] for s in samples[name])
@@ -182,7 +184,8 @@ def main() -> None:
     )
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS["small"]), default=list(WORKLOADS["small"]))
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
-    parser.add_argument("--rounds", type=int, default=7, help="timed steps of each contestant")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
+    parser.add_argument("--turn", type=int, default=1, help="steps of a turn; the first of several is not counted")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores that all are pinned to")
     parser.add_argument("--name", default="steps", help="of the files in benchmarks/results")
     parser.add_argument(

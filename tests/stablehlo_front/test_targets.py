@@ -185,3 +185,8 @@ def test_kernels_are_added_up():
     assert hlo_text.kernel_seconds(KERNELS + product + other + unknown, 1e12) == pytest.approx(5e-6)
     assert hlo_text.kernel_seconds(KERNELS + product, 1e9) == pytest.approx(9e-6)
     assert hlo_text.kernel_seconds(KERNELS, 1e9) is None
+
+
+def test_row_kernels_in_triton_take_what_the_memory_needs():
+    rows = kernel("r", ("sol", 0.01, 0)).replace('{"reification_cost"', '{"kind":"__triton","reification_cost"')
+    assert hlo_text.kernel_seconds(KERNELS + rows, 1e9) == pytest.approx(9e-6)

@@ -23,6 +23,7 @@ _BYTES: Final = MappingProxyType({"pred": 1, "bf16": 2, "c64": 8, "c128": 16, "s
 
 _PRODUCT: Final = "experimental-gemm-cost-model"
 _SPEED_OF_LIGHT: Final = "sol"
+_ROWS: Final = '"kind":"__triton"'
 
 
 class Instruction(NamedTuple):
@@ -84,7 +85,7 @@ def kernel_seconds(hlo: str, bandwidth: float) -> float | None:
     A kernel with a matrix product takes what the matrix units need for its tiles, or the memory at `bandwidth` (bytes
     per second) for its operands and result, whichever is longer: XLA's tables of measured products lack many dtypes
     and batched forms, and what it takes for those is off by tens.  Other kernels take what its speed-of-light model
-    says.  Loops count once.
+    says; row kernels in Triton, for which that says next to nothing, the memory's time.  Loops count once.
     """
     total, sizes, known = 0.0, dict[str, int](), False
     for each in instructions(hlo):
@@ -94,9 +95,11 @@ def kernel_seconds(hlo: str, bandwidth: float) -> float | None:
             continue
         known = True
         costs = {cost["name"]: cost for cost in json.loads(found[1])}
+        by_memory = (each.bytes + sum(sizes.get(operand, 0) for operand in each.operands)) / bandwidth
         if _PRODUCT in costs:
-            moved = each.bytes + sum(sizes.get(operand, 0) for operand in each.operands)
-            total += max(costs[_PRODUCT]["compute_time_us"] * 1e-6, moved / bandwidth)
+            total += max(costs[_PRODUCT]["compute_time_us"] * 1e-6, by_memory)
+        elif _ROWS in each.rest:
+            total += by_memory
         elif _SPEED_OF_LIGHT in costs:
             total += costs[_SPEED_OF_LIGHT]["exec_time_us"] * 1e-6
     return total if known else None
