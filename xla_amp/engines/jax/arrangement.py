@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.layout import Format, Layout
 
-from xla_amp.engines.jax import runtime
+from xla_amp.engines.jax import compat, runtime
 from xla_amp.engines.jax.tape import Instruction, Numbers, Spec
 
 
@@ -63,9 +63,15 @@ def shardings(specs: Iterable[Spec | None], found: dict[Spec, Numbers]) -> Itera
         yield home if spec not in found else Format(Layout(found[spec]), home)  # type: ignore[index]
 
 
+def copy(array: jax.Array) -> jax.Array:
+    """A copy in the same order, which JAX's own is not."""
+    return put(array.copy(), array.format)
+
+
 def put(array: jax.Array, wanted: Format) -> jax.Array:
     """`array` in the order of `wanted`."""
     layout = array.format.layout
     if layout is not None and layout.major_to_minor == wanted.layout.major_to_minor:  # type: ignore[union-attr]
         return array
-    return jax.device_put(array, wanted)
+    with compat.x64():
+        return jax.device_put(array, wanted)

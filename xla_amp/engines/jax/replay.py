@@ -69,6 +69,7 @@ class Replay:
             self._classify(place, leaf, earlier, later, position)
         self._connect(position)
         self._layouts = [struct.sharding for part in program.abstract[:2] for struct in part]
+        self._orders = {each.place: each.format for each in program.arranged}
         self._inputs: list[Any] | None = None
         """The arrays of the inputs, with gaps for the arguments; None while the state is in its buffers."""
         self._mesh: Any = None
@@ -181,7 +182,7 @@ class Replay:
         inputs = self._inputs
         assert inputs is not None  # noqa: S101  (collected)
         for place, index in self._arguments:
-            inputs[place] = given[index]
+            inputs[place] = self._arranged(place, given[index])
         if mesh.is_partitioned():
             places = [place for place, _ in self._arguments]
             if not all(_lies(inputs[place], self._layouts[place]) for place in places):
@@ -193,9 +194,6 @@ class Replay:
         program = self.program
         try:
             with compat.x64():
-                for _, place, order in program.arranged:
-                    part, at = (donated, place) if place < self._donations else (kept, place - self._donations)
-                    part[at] = arrangement.put(part[at], order)
                 outputs = cut.dispatch(program, donated, kept, floats, self._whole_numbers(seed, offset))
         except Exception as error:
             raise self._failed(arguments, error) from error
@@ -233,21 +231,26 @@ class Replay:
             return False
         inputs: list[Any] = [None] * len(self._layouts)
         for place, array in (*self._constants, *zip((place for place, _ in self._state), arrays, strict=True)):
-            inputs[place] = array
+            inputs[place] = self._arranged(place, array)
         if mesh.is_partitioned():
             here = [(array, layout) for array, layout in zip(inputs, self._layouts, strict=True) if array is not None]
             if not all(_lies(*pair) for pair in here):
                 return False
         counts = cut.reference_counts(arrays)
-        for (place, _), array, count in zip(self._state, arrays, counts, strict=True):
+        for (place, _), count in zip(self._state, counts, strict=True):
             # Beside the two lists and its buffer somebody holds it: a copy of the tensor, a read under way.
             if place < self._donations and count > cut.ALONE + 2:
-                inputs[place] = array.copy()
+                inputs[place] = arrangement.copy(inputs[place])
         for buffer in dict.fromkeys(buffers):
             del buffer.array  # type: ignore[union-attr]
         self._inputs, self._mesh = inputs, mesh.active
         borrowers.append(self)
         return True
+
+    def _arranged(self, place: int, array: jax.Array) -> jax.Array:
+        """`array` in the order of the input `place`; what the program itself gives is in it."""
+        order = self._orders.get(place)
+        return array if order is None else arrangement.put(array, order)
 
     def give_back(self) -> None:
         """Puts the state into its buffers."""
@@ -263,10 +266,10 @@ class Replay:
         for place, _ in self._arguments:
             # Two lists and the tensor's own buffer hold it, and the list that is made for counting.
             if place < self._donations and cut.reference_counts(donated[place : place + 1])[0] > cut.ALONE + 3:
-                donated[place] = donated[place].copy()
+                donated[place] = arrangement.copy(donated[place])
         for place in self._shared:
             if cut.reference_counts(donated[place : place + 1])[0] > cut.ALONE + 2:
-                donated[place] = donated[place].copy()
+                donated[place] = arrangement.copy(donated[place])
 
     def _newest(self) -> list[Any]:
         """What the last run gave, as far as somebody still has it."""
