@@ -166,6 +166,18 @@ def test_a_captured_step(pair):
     assert order(there.model[0].weight) == TPUS
 
 
+def test_a_captured_step_of_a_weight_that_somebody_holds(pair):
+    here, there = pair
+    step = xla_amp.compile(there.step)
+    for x in images(5):
+        close(here.step(x), step(x.to(there.device)))
+    held = storage.buffer_of(there.model[0].weight).array
+    expected = here.model[0].weight.detach().clone()
+    close(here.step(x), step(x.to(there.device)))
+    close(expected, torch.from_numpy(np.array(held)))
+    assert order(there.model[0].weight) == TPUS
+
+
 def test_a_captured_step_of_a_weight_that_is_an_argument(as_on_tpu):
     device = xla_amp.xla_device()
     run = xla_amp.compile(lambda x, weight: nn.functional.conv2d(x, weight) * 2)
