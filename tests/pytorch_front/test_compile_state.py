@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import xla_amp
-from xla_amp.engines.jax import storage, tape
+from xla_amp.engines.jax import arrangement, storage, tape
 from xla_amp.pytorch import surroundings
 from xla_amp.pytorch.surroundings import Surroundings
 
@@ -214,3 +214,18 @@ def test_modules_are_read_again_only_when_touched(monkeypatch):
     model[1].running_mean = torch.ones(2)  # buffers may be bound anew
     assert around.values() == before
     assert len(reads) == 2
+
+
+def test_nothing_is_copied_that_nobody_holds(device, monkeypatch):
+    """State goes into the program and out of it; only what is kept elsewhere must stay as it is."""
+    copied = []
+    real = arrangement.copy
+    monkeypatch.setattr(arrangement, "copy", lambda array: copied.append(array.shape) or real(array))
+    counter = Counter(device)
+    assert counter.total.sum().item()  # brings the state back, to be collected anew
+    counter.step()
+    assert not copied
+    kept = counter.total.clone()
+    counter.step()
+    assert copied == [(3,)]
+    assert torch.equal(kept + 1, counter.total)

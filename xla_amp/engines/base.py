@@ -67,8 +67,8 @@ class Processes(Protocol):
 class Engine(Protocol):
     """An executor of torch operations on an XLA device: `xla_amp.engines.jax` and `xla_amp.engines.torch_xla`.
 
-    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats` and `zeros` below are
-    optional).
+    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats`, `zeros` and `uncast` below
+    are optional).
     """
 
     DEVICE_TYPE: str
@@ -165,6 +165,11 @@ def select() -> Engine:
 def processes() -> Processes:
     """The processes of the engine in use."""
     return getattr(select(), "processes", _ALONE)
+
+
+def uncast(device_type: str) -> Any:
+    """Which operands an engine casts by itself (`xla_amp.engines.jax.uncast`), or None."""
+    return getattr(sys.modules.get(f"xla_amp.engines.{device_type}"), "uncast", None)
 
 
 def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

@@ -81,13 +81,15 @@ class _SyncFree(Optimizer):
         with torch.no_grad():
             scaling = _Scaling(getattr(self, "grad_scale", None), flag_of(self, found_inf))
             for group in self.param_groups:
-                for device, parameters in _by_device_and_dtype(self, group):
+                for device, parameters, gradients in _by_device_and_dtype(self, group):
                     if devices.is_xla(device.type):
                         devices.engine()  # brings the fused kernels, where nothing else of ours was used before
-                    self._step_group(group, parameters, scaling.on(device))
+                    self._step_group(group, parameters, gradients, scaling.on(device))
         return loss
 
-    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
         raise TypeError(f"{type(self).__name__} is no optimizer of its own; use syncfree.SGD, Adam or AdamW")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,16 +149,18 @@ class SGD(_SyncFree, torch.optim.SGD):
         """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
 
-    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
         momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
-        gradients = _gradients(parameters)
         grad_scale, found_inf = scaling
         buffers: list[Tensor] = []
         if momentum:
-            fresh = [p for p in parameters if self.state[p].get("momentum_buffer") is None]
+            states = [self.state[parameter] for parameter in parameters]
+            fresh = [p for p, s in zip(parameters, states, strict=True) if s.get("momentum_buffer") is None]
             for parameter, zeros in zip(fresh, base.zeros_like(fresh, parameters[0].device), strict=True):
                 self.state[parameter]["momentum_buffer"] = zeros
-            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+            buffers = [state["momentum_buffer"] for state in states]
             if dampening:
                 for parameter in fresh:
                     self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
@@ -275,7 +279,9 @@ class Adam(_SyncFree, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
 
-    def _step_group(self, group: dict[str, Any], parameters: list[Tensor], scaling: _Scaling) -> None:
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
         amsgrad = group["amsgrad"]
         self._make_states(parameters, amsgrad)
         states = [self.state[parameter] for parameter in parameters]
@@ -286,7 +292,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
             parameters,
-            _gradients(parameters),
+            gradients,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
@@ -359,31 +365,31 @@ class AdamW(Adam):
             group["decoupled_weight_decay"] = True
 
 
-def _by_device_and_dtype(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[tuple[torch.device, list[Tensor]]]:
-    """The group's parameters that have a gradient, as the fused kernels take them: one device and dtype at a time."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    name = f"syncfree.{type(optimizer).__name__}"
-    for parameter in group["params"]:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
+def _by_device_and_dtype(
+    optimizer: Optimizer, group: dict[str, Any]
+) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
+    """The group's parameters that have a gradient, with it, as fused kernels take them: one device and dtype a time."""
+    pairs = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
+    if not pairs:
+        return
+    name = type(optimizer).__name__
+    for parameter, gradient in pairs:
         if gradient.is_sparse:
             raise RuntimeError(
-                f"{name}: a gradient is sparse (parameter {tuple(parameter.shape)}), and the fused kernels take dense "
-                "ones; pass sparse=False to the embedding, or use torch.optim.SGD or torch.optim.SparseAdam"
+                f"syncfree.{name}: a gradient is sparse (parameter {tuple(parameter.shape)}), and the fused kernels "
+                "take dense ones; pass sparse=False to the embedding, or use torch.optim.SGD or torch.optim.SparseAdam"
             )
-        if not parameter.is_floating_point():
+    parameters, gradients = map(list, zip(*pairs, strict=True))
+    found: Any = Optimizer._group_tensors_by_device_and_dtype([parameters], with_indices=True)
+    for (_, dtype), (_, places) in found.items():
+        if not dtype.is_floating_point:
+            shape = tuple(parameters[places[0]].shape)
             raise RuntimeError(
-                f"{name}: expected floating parameters, got {parameter.dtype} (parameter {tuple(parameter.shape)}); "
-                f"use torch.optim.{type(optimizer).__name__}"
+                f"syncfree.{name}: expected floating parameters, got {dtype} (parameter {shape}); use "
+                f"torch.optim.{name}"
             )
-        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for (device, _), parameters in found.items():
-        yield device, parameters
-
-
-def _gradients(parameters: list[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for (device, _), (_, places) in found.items():
+        yield device, [parameters[place] for place in places], [gradients[place] for place in places]
 
 
 def _number(value: float | Tensor, device: torch.device) -> Any:

@@ -1,6 +1,6 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
-from xla_amp.engines.jax import processes
+from xla_amp.engines.jax import processes, uncast
 from xla_amp.engines.jax.boundary import step_begins
 from xla_amp.engines.jax.cut import sync
 from xla_amp.engines.jax.device import device, is_started
@@ -27,5 +27,6 @@ __all__ = [
     "step_begins",
     "sync",
     "to_device",
+    "uncast",
     "zeros",
 ]

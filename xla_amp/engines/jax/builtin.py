@@ -13,7 +13,7 @@ import torch
 from xla_amp.engines.jax import compat, infer, known, neighbours, storage, transfer
 from xla_amp.engines.jax.cut import bound
 from xla_amp.engines.jax.storage import DEVICE_TYPE
-from xla_amp.engines.jax.tape import Buffer, cast, spec, tape
+from xla_amp.engines.jax.tape import Buffer, cast, conversions, leaf, record, spec, tape
 from xla_amp.errors import DeviceError
 
 aten = torch.ops.aten
@@ -168,8 +168,29 @@ def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
 
 
 @_kernel("_to_copy")
-def _to_copy(self: torch.Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
-    dtype = dtype or self.dtype
+def _to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    # Four of ten operations of a mixed-precision step are casts of whole tensors, so that case has a short way.
+    if device is None and type(self) in storage.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
+        with tape.lock:
+            of = buffer.spec
+            found = conversions.get((of, dtype))
+            if found is not None and self.shape == of.shape and self.is_contiguous() and self.dtype is of.dtype:
+                bound()
+                number = record(found, buffer.number if buffer.number >= 0 else leaf(buffer))
+                return storage.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
+    return _copied(self, dtype or self.dtype, device)
+
+
+def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor:
     if device is not None and device.type != DEVICE_TYPE:
         if device.type == "meta":
             return torch.empty(self.shape, dtype=dtype, device="meta")

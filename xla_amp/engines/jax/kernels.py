@@ -9,16 +9,16 @@ looked up by name when it runs.  Only the first call with new specs takes the sl
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from xla_amp.engines.jax import checks, compat, infer, mesh, random, storage
+from xla_amp.engines.jax import checks, compat, infer, mesh, random, storage, uncast
 from xla_amp.engines.jax.cut import cut
 from xla_amp.engines.jax.dtypes import TO_NUMPY
 from xla_amp.engines.jax.program import Context
-from xla_amp.engines.jax.tape import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
+from xla_amp.engines.jax.tape import Buffer, Instruction, Spec, leaf, new_weakref, rounding_cast, spec, tape
 from xla_amp.lowering import Lowering
 
 Form = Literal["functional", "inplace", "out"]
@@ -88,9 +88,16 @@ class _Operation:
     def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
         """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
         storage.notice_foreign_autocast()
-        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        checks.check(self.name.partition(".")[0], named)
+        own, values = values, self._followed(values)
+        self._check(values)
         fresh = self._fresh(values)
+        rounded = {}
+        for name, place in self.lowering.gradients.items():
+            index = self._index(name)
+            if values[index] is not own[index] and (gradient := fresh[place]) is not None:
+                # As if it came in the argument's low dtype and were cast to the own one then.
+                rounded[place] = gradient.numpy_dtype
+                fresh = (*fresh[:place], spec(gradient.shape, own[index].dtype), *fresh[place + 1 :])
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
             for argument in self.mutated
@@ -100,9 +107,15 @@ class _Operation:
         slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         outs = fresh + written
         places = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
+        casts = {
+            places[argument.name]: TO_NUMPY[value.dtype]
+            for argument, value, given in zip(self.inputs, values, own, strict=True)
+            if value is not given
+        }
+        emit = self._emitter(slots, outs, infer.common_dtype(values))
         return Instruction(
             self.name,
-            self._emitter(slots, outs, infer.common_dtype(values)),
+            _casting(emit, casts, rounded) if casts else emit,
             outs,
             plan.inputs,
             plan.floats,
@@ -115,6 +128,27 @@ class _Operation:
                 for platform, wanted in self.lowering.minor.items()
             },
         )
+
+    def _index(self, name: str) -> int:
+        return next(index for index, argument in enumerate(self.inputs) if argument.name == name)
+
+    def _followed(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values with those that follow another's dtype cast to it, as far as shapes and dtypes go."""
+        followed = list(values)
+        for name, leader in self.lowering.follows.items():
+            index, dtype = self._index(name), values[self._index(leader)].dtype
+            if values[index].dtype is not dtype:
+                followed[index] = torch.empty(values[index].shape, dtype=dtype, device="meta")
+        return followed
+
+    def _check(self, values: Sequence[Any]) -> None:
+        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
+        checks.check(self.name.partition(".")[0], named)
+
+    def require_expected(self, *values: Any) -> None:
+        """Raises torch's error for arguments of several dtypes unless autocast left one as it was."""
+        if not uncast.is_expected():
+            self._check(values)
 
     def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
         """Specs of the results that are new tensors, checked by torch's own meta kernel where the operation has one."""
@@ -172,7 +206,7 @@ class _Operation:
         scope: dict[str, Any] = {
             "_cache": {},
             "_operation": self,
-            "_plain": frozenset((torch.Tensor, torch.nn.Parameter)),
+            "_plain": storage.PLAIN,
             "_lock": tape.lock,
             "_tape": tape,
             "_code": tape.code,
@@ -193,6 +227,7 @@ class _Operation:
             "_require_no_generator": storage.require_no_generator,
             "_bump": torch.autograd.graph.increment_version,
             "_write": storage.fill if self.name.split(".")[0] in ("fill_", "zero_") else storage.write,
+            "_write_all": storage.write_all,
             "_write_out": storage.write_out,
             "_new": storage.new_tensor,
             "_draw": random.draw,
@@ -202,6 +237,19 @@ class _Operation:
         scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
         exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
         return scope["kernel"]
+
+
+def _casting(emit: Callable[..., Any], casts: Mapping[int, Any], rounded: Mapping[int, Any]) -> Callable[..., Any]:
+    """`emit` with inputs cast first (place -> dtype), and results as they would be without it (place -> dtype)."""
+
+    def cast_first(context: Context, inputs: list[Any], *rest: Any) -> Any:
+        inputs = [rounding_cast(x, casts[place]) if place in casts else x for place, x in enumerate(inputs)]
+        results = emit(context, inputs, *rest)
+        return [
+            x.astype(rounded[place]) if place in rounded and x is not None else x for place, x in enumerate(results)
+        ]
+
+    return cast_first
 
 
 def number_key(value: Any) -> Any:
@@ -289,6 +337,15 @@ def _fill(slot: Any, inputs: list[Any], floats: list[Any], ints: list[Any]) -> A
     return list(value) if isinstance(value, list) else value
 
 
+def _new_tensor(variable: str, number: str) -> list[str]:
+    """Source of `storage.new_tensor` of the spec in ``_s``, written out."""
+    return [
+        f"{variable} = _create(_s.shape, _s.dtype)",
+        f"{variable}.untyped_storage()._xla_amp = _b = _Buffer(_s, {number})",
+        "_fresh.append(_ref(_b))",
+    ]
+
+
 class _Source:
     """Writes the source of one kernel."""
 
@@ -334,7 +391,7 @@ class _Source:
             "    else:",
             f"        {value}, {key} = _read_view({name}, _b{index})",
             f"        _b{index} = None",
-            *([f"elif {name} is None: {value} = -1; {key} = None"] if argument.optional else []),
+            *([f"elif {name} is None: {value} = -1; {key} = _b{index} = None"] if argument.optional else []),
             "else:",
             f"    {value}, {key} = _operand({name})",
             f"    _b{index} = None",
@@ -344,7 +401,10 @@ class _Source:
         self.lifts.append(f"if {value} < 0: _lift({name})")
 
     def _tensors(self, argument: Argument, index: int) -> None:
-        self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable})")
+        if argument in self.operation.mutated:
+            self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable}, _w{index} := [])")
+        else:
+            self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable})")
         self.keys.append(f"_k{index}")
         self.inputs.append((f"_v{index}", True))
 
@@ -387,6 +447,10 @@ class _Source:
         arguments = self.operation.inputs
         values = ", ".join(argument.variable for argument in arguments)
         keys = ", ".join(self.keys)
+        lowering = self.operation.lowering
+        for name, leader in () if lowering.gradients else lowering.follows.items():
+            own, other = (f"_k{self.operation._index(each)}.dtype" for each in (name, leader))
+            self.lines.append(f"if {own} is not {other}: _operation.require_expected({values})")
         self.lines += [
             f"_key = ({keys}{',' if len(self.keys) == 1 else ''})",
             "_i = _cache.get(_key)",
@@ -413,9 +477,8 @@ class _Source:
         if single and str(operation.returns[0].type) == "Tensor":
             self.lines += [
                 "_tape.count = _n + 1",
-                "_t = _create(_i.shape, _i.dtype)",
-                "_t.untyped_storage()._xla_amp = _b = _Buffer(_i.outs[0], _n)",
-                "_fresh.append(_ref(_b))",
+                "_s = _i.outs[0]",
+                *_new_tensor("_t", "_n"),
                 "return _t",
             ]
             return
@@ -429,23 +492,24 @@ class _Source:
             self.lines.append("return [_new(_s, _n + _j) for _j, _s in enumerate(_i.outs)]")
             return
         if fresh:
-            self.lines += [
-                f"_r = [_new(_s, _n + _j) if _s is not None else None for _j, _s in enumerate(_i.outs[:{len(fresh)}])]",
-                f"_n += {len(fresh)}",
-            ]
+            self.lines.append("_outs = _i.outs")
+            for place in range(len(fresh)):
+                self.lines += [f"if (_s := _outs[{place}]) is None: _r{place} = None", "else:"]
+                self.lines += [f"    {line}" for line in _new_tensor(f"_r{place}", f"_n + {place}")]
+            self.lines.append(f"_n += {len(fresh)}")
         for argument in operation.mutated:
             index = operation.arguments.index(argument)
             name = argument.variable
             if argument.kind == "tensors":
                 # PyTorch bumps the version of a written argument by itself; for the tensors of a list the kernel must.
-                self.lines += [f"if {name}: _bump({name})", f"for _t in {name} or (): _write(_t, _n); _n += 1"]
-            elif operation.mutated == (argument,):
+                self.lines.append(f"if {name}: _bump({name}); _write_all({name}, _w{index}, _n); _n += len({name})")
+            else:
                 self.lines += [
                     f"if _b{index} is not None: _b{index}.number = _n",
                     f"elif {name} is not None: _write({name}, _n)",
                 ]
-            else:
-                self.lines.append(f"if {name} is not None: _write({name}, _n); _n += 1")
+                if operation.mutated != (argument,):
+                    self.lines.append(f"if {name} is not None: _n += 1")
         self._return(fresh)
 
     def _return(self, fresh: list[Any]) -> None:
@@ -454,7 +518,7 @@ class _Source:
         if aliased:
             self.lines.append(f"return {operation.arguments[0].variable}")
         elif fresh:
-            self.lines.append("return _r[0]" if len(fresh) == 1 else "return tuple(_r)")
+            self.lines.append(f"return {', '.join(f'_r{place}' for place in range(len(fresh)))}")
         else:
             self.lines.append("return None")
 

@@ -6,7 +6,7 @@ is none of them is a reason not to replay.
 
 A step of a large model has hundreds of arrays of state, and touching each of them in Python costs as much as JAX's own
 dispatch.  So between two replays the state stays here, in the order of the program, and its buffers are empty; reading
-one of them brings everything back (`tape.Buffer`), and the next replay collects it anew.
+one of them brings everything back (`tape.Lent`), and the next replay collects it anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, call, itemgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 from xla_amp.engines.jax import arrangement, compat, cut, mesh, random, runtime
 from xla_amp.engines.jax.capture import NotReplayable, Reference, Run, first_difference
 from xla_amp.engines.jax.metrics import metrics
-from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, new_weakref
+from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, lend, new_weakref, take_back
 from xla_amp.errors import StepFailedError
 
 
@@ -230,22 +230,27 @@ class Replay:
         if not _all_there(arrays):
             return False
         inputs: list[Any] = [None] * len(self._layouts)
-        for place, array in (*self._constants, *zip((place for place, _ in self._state), arrays, strict=True)):
-            inputs[place] = self._arranged(place, array)
+        self._fill(inputs, self._constants)
+        self._fill(inputs, zip((place for place, _ in self._state), arrays, strict=True))
         if mesh.is_partitioned():
             here = [(array, layout) for array, layout in zip(inputs, self._layouts, strict=True) if array is not None]
             if not all(_lies(*pair) for pair in here):
                 return False
+            del here
         counts = cut.reference_counts(arrays)
         for (place, _), count in zip(self._state, counts, strict=True):
             # Beside the two lists and its buffer somebody holds it: a copy of the tensor, a read under way.
             if place < self._donations and count > cut.ALONE + 2:
                 inputs[place] = arrangement.copy(inputs[place])
         for buffer in dict.fromkeys(buffers):
-            del buffer.array  # type: ignore[union-attr]
+            lend(buffer)  # type: ignore[arg-type]
         self._inputs, self._mesh = inputs, mesh.active
         borrowers.append(self)
         return True
+
+    def _fill(self, inputs: list[Any], values: Iterable[tuple[int, jax.Array]]) -> None:
+        for place, array in values:  # in a function of its own: a name left behind would count as a holder
+            inputs[place] = self._arranged(place, array)
 
     def _arranged(self, place: int, array: jax.Array) -> jax.Array:
         """`array` in the order of the input `place`; what the program itself gives is in it."""
@@ -260,7 +265,7 @@ class Replay:
         if inputs is not None:
             for place, ref in self._state:
                 if (buffer := ref()) is not None:
-                    buffer.array = inputs[place]
+                    take_back(buffer, inputs[place])
 
     def _copy_shared(self, donated: list[Any]) -> None:
         for place, _ in self._arguments:

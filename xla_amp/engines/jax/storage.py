@@ -31,6 +31,8 @@ from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lowering import strided
 
 DEVICE_TYPE = "jax"
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors whose storage says all: subclasses go through `operand`."""
 
 
 def require_here(device: torch.device | None) -> None:
@@ -109,16 +111,25 @@ def read(tensor: torch.Tensor) -> tuple[int, Spec]:
     return read_view(tensor, buffer)
 
 
-def operands(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], tuple[Any, ...]]:
-    """Numbers and keys of a list of tensors."""
+def operands(
+    tensors: Iterable[torch.Tensor | None], wholes: list[Buffer | None] | None = None
+) -> tuple[list[int], tuple[Any, ...]]:
+    """Numbers and keys of a list of tensors.
+
+    Args:
+        wholes: gets for each tensor its buffer, or None where the tensor shows it in another way than as a whole: what
+            `write_all` wants to know.
+    """
     numbers, keys = [], []
     for tensor in tensors:
-        if type(tensor) in _PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
+        whole = None
+        if type(tensor) in PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
             of = buffer.spec
             if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
                 number = buffer.number
                 if number < 0:
                     number = leaf(buffer)
+                whole = buffer
             else:
                 number, of = read_view(tensor, buffer)
         elif tensor is None:
@@ -127,10 +138,11 @@ def operands(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], tuple[A
             number, of = operand(tensor)
         numbers.append(number)
         keys.append(of)
+        if wholes is not None:
+            wholes.append(whole)
     return numbers, tuple(keys)
 
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 _reads: dict[Any, Instruction] = {}
 _writes: dict[Any, Instruction] = {}
 
@@ -227,6 +239,15 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
         )
     old = buffer.number if buffer.number >= 0 else leaf(buffer)
     buffer.number = record(instruction, old, number)
+
+
+def write_all(tensors: Iterable[torch.Tensor], wholes: Iterable[Buffer | None], number: int) -> None:
+    """Gives tensors that were read just now the values from `number` on; `wholes` is what `operands` said of them."""
+    for value, (tensor, whole) in enumerate(zip(tensors, wholes, strict=True), number):
+        if whole is not None:
+            whole.number = value
+        else:
+            write(tensor, value)
 
 
 def fill(tensor: torch.Tensor, number: int) -> None:
@@ -382,4 +403,3 @@ def notice_foreign_autocast() -> None:
             UserWarning,
             stacklevel=2,
         )
-

@@ -85,7 +85,6 @@ class Instruction:
 
     __slots__ = (
         "collective",
-        "dtype",
         "emit",
         "floats",
         "id",
@@ -96,7 +95,6 @@ class Instruction:
         "outs",
         "permuted",
         "random",
-        "shape",
     )
 
     def __init__(
@@ -126,9 +124,6 @@ class Instruction:
         """Whether processes that train together meet here."""
         self.minor = minor
         """Platform -> place among the inputs -> dimensions that lie closest together in memory (`arrangement`)."""
-        if outs and outs[0] is not None:
-            self.shape = outs[0].shape
-            self.dtype = outs[0].dtype
         with _interning:
             self.id = len(instructions)
             instructions.append(self)
@@ -151,17 +146,35 @@ class Buffer:
         self.raw = False
         """Bytes from a checkpoint that take the dtype of the first tensor set on them."""
 
-    def __getattr__(self, name: str) -> Any:
-        """The array that a captured step holds between its replays, brought back.
 
-        A buffer whose array is lent has no `array`, which Python tells by calling this.
-        """
+class Lent(Buffer):
+    """A buffer whose array a captured step holds between its replays: it has none, and asking for it brings it back.
+
+    Buffers become this and back in place.  A class of its own, because Python reads every attribute of a class that
+    has a `__getattr__` several times slower, and kernels read those of buffers.
+    """
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
         if name != "array":
             raise AttributeError(f"a Buffer has no {name!r}")
         with tape.lock:
             for borrower in tuple(borrowers):
                 borrower.give_back()
             return object.__getattribute__(self, name)
+
+
+def lend(buffer: Buffer) -> None:
+    """Empties `buffer`, whose array the caller has."""
+    buffer.__class__ = Lent  # first: other threads may be reading
+    del buffer.array
+
+
+def take_back(buffer: Buffer, array: jax.Array | None) -> None:
+    """Ends `lend`."""
+    buffer.array = array
+    buffer.__class__ = Buffer
 
 
 class Borrower(Protocol):
@@ -282,16 +295,17 @@ def assign(buffer: Buffer, number: int) -> None:
     buffer.number = number
 
 
-_casts: dict[tuple[Spec, torch.dtype], Instruction] = {}
+conversions: dict[tuple[Spec, torch.dtype | None], Instruction] = {}
+"""(spec, another dtype) -> the instruction that converts the one to the other, for those that were asked for."""
 
 
 def cast(number: int, source: Spec, dtype: torch.dtype) -> tuple[int, Spec]:
     """Records a conversion of value `number` to `dtype`, rounding as an eager torch cast does."""
     if source.dtype is dtype:
         return number, source
-    instruction = _casts.get((source, dtype))
+    instruction = conversions.get((source, dtype))
     if instruction is None:
-        instruction = _casts[source, dtype] = _cast_instruction(spec(source.shape, dtype))
+        instruction = conversions[source, dtype] = _cast_instruction(spec(source.shape, dtype))
     return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
 
 

@@ -1,0 +1,202 @@
+"""Convolutions of what a ReLU gave, under autocast: they cast it themselves, and nobody can tell but by counting."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+from xla_amp.engines.jax import program
+from xla_amp.engines.jax.tape import tape
+
+LOW = torch.bfloat16
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+def relu(x):
+    """In place, as in most networks of convolutions: the policy has a rule for the other form."""
+    return x.clone().relu_()
+
+
+class Layers(nn.Module):
+    """An activation and a convolution of its result."""
+
+    def __init__(self, dims=2, activation=relu, bias=False):
+        super().__init__()
+        torch.manual_seed(dims)
+        self.convolution = CONVOLUTIONS[dims](4, 6, 3, padding=1, bias=bias)
+        self.activation = activation
+        self.x = nn.Parameter(torch.randn(2, 4, *[7] * dims))
+
+    def forward(self):
+        return self.convolution(self.activation(self.x))
+
+    def gradients(self):
+        return [each.grad.cpu() for each in self.parameters()]
+
+
+def on_device(**options):
+    layers = Layers(**options).to(xla_amp.xla_device())
+    xla_amp.sync()
+    return layers
+
+
+def region(low=LOW):
+    return xla_amp.autocast(xla_amp.xla_device(), dtype=low)
+
+
+def casts():
+    """How many casts have been recorded since the last cut."""
+    return Counter(instruction.name for instruction, _, _ in program.steps(tape.code))["_to_copy"]
+
+
+@pytest.mark.parametrize("activation", [relu, torch.sigmoid, torch.tanh])
+@pytest.mark.parametrize("dims", CONVOLUTIONS)
+def test_is_what_torch_gives(dims, activation):
+    ours, theirs = on_device(dims=dims, activation=activation), Layers(dims, activation)
+    with region():
+        y = ours()
+    assert casts() == 1, "the weight"
+    with torch.autocast("cpu", LOW):
+        z = theirs()
+    for loss in (y, z):
+        loss.float().square().sum().backward()
+    for one, other in zip((y.cpu(), *ours.gradients()), (z, *theirs.gradients()), strict=True):
+        assert one.dtype is other.dtype
+        # Rounding to bfloat16 is 2**-9 of a value; products of float32 would differ by several of these.
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_is_bitwise_what_casts_by_hand_give(low):
+    ours, theirs = on_device(), on_device()
+    with region(low):
+        y = ours()
+    x, convolution = theirs.activation(theirs.x), theirs.convolution
+    z = torch.conv2d(x.to(low), convolution.weight.to(low), padding=1)
+    for loss in (y, z):
+        (loss.float().square().sum() * 5000).backward()
+    # In float16 some of the gradients are beyond its range.
+    assert (low is torch.float16) == any(bool(gradient.isinf().any()) for gradient in ours.gradients())
+    for one, other in zip((y.cpu(), *ours.gradients()), (z.cpu(), *theirs.gradients()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def assert_as_torch(train, tolerance, **options):
+    """Gradients that ``train(layers, region)`` gives here and on the CPU, within a part of the largest of each."""
+    theirs = train(Layers(), torch.autocast("cpu", LOW, **options))
+    for one, other in zip(train(on_device(), region()), theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * other.abs().max().item())
+
+
+def test_one_result_for_several_convolutions():
+    def train(layers, region):
+        for step in range(2):
+            with region:
+                shared = layers.activation(layers.x)
+                y = layers.convolution(shared) + layers.convolution(shared * step) + layers.convolution(shared)
+            (y.float() + shared[:, :1]).square().sum().backward()
+        return layers.gradients()
+
+    assert_as_torch(train, 2**-6, cache_enabled=False)
+
+
+def test_gradient_of_a_gradient():
+    def penalty(layers, region):
+        with region:
+            y = layers()
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), layers.x, create_graph=True)
+        gradient.square().sum().backward()
+        return layers.gradients()
+
+    assert_as_torch(penalty, 2**-6)
+
+
+def test_weights_may_change_before_the_backward_pass():
+    """As torch: the convolution keeps its weight as it was cast, so that a step in between does no harm."""
+
+    def train(layers, region):
+        with region:
+            y = layers()
+        with torch.no_grad():
+            layers.convolution.weight.mul_(3)
+        y.float().square().sum().backward()
+        return layers.gradients()
+
+    assert_as_torch(train, 2**-7)
+
+
+def test_two_dtypes_are_an_error_outside():
+    layers = on_device()
+    with region():
+        layers()  # the same two dtypes, where they are right
+    x, weight = layers.activation(layers.x), layers.convolution.weight.to(LOW)
+    for given in (x, x.detach()):
+        with pytest.raises(RuntimeError, match=r"expected input and weight .*same dtype, but input is torch\.float32"):
+            torch.conv2d(given, weight)
+    with region(), pytest.raises(RuntimeError, match="same dtype"):
+        layers.convolution(relu(x.double()))  # float64 is never cast
+
+
+def shows_every_cast(run):
+    run()
+    return casts() == 2
+
+
+def test_hooks_are_shown_what_is_kept():
+    layers, seen = on_device(), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: seen.append(each.dtype) or each, lambda each: each)
+    with hooks, region():
+        assert shows_every_cast(layers)
+    assert Counter(seen) == {torch.float32: 1, LOW: 2}
+
+
+def test_explanation_shows_the_cast():
+    layers = on_device()
+    with xla_amp.explain() as told, region():
+        assert shows_every_cast(layers)
+    assert "bfloat16" in str(told)
+
+
+@pytest.mark.parametrize("activation", [torch.abs, nn.functional.silu, torch.detach])
+def test_what_nobody_else_keeps_is_kept_low(activation):
+    layers = on_device(activation=activation)
+    with region():
+        assert shows_every_cast(layers)
+
+
+def test_with_a_bias_everything_is_cast():
+    layers, theirs = on_device(bias=True), Layers(bias=True)
+    with region():
+        y = layers()
+    assert casts() == 3
+    with torch.autocast("cpu", LOW):
+        torch.testing.assert_close(y.cpu(), theirs(), rtol=2**-7, atol=2**-8)
+
+
+def test_transforms_see_torchs_operations():
+    def loss(x, weight):
+        return torch.conv2d(x.sigmoid(), weight, padding=1).float().square().sum()
+
+    def gradients(where, region):
+        torch.manual_seed(0)
+        x, weight = torch.randn(3, 2, 4, 7, 7).to(where), torch.randn(6, 4, 3, 3).to(where)
+        with region:
+            return torch.func.vmap(torch.func.grad(loss), (0, None))(x, weight).cpu()
+
+    theirs = gradients("cpu", torch.autocast("cpu", LOW))
+    ours = gradients(xla_amp.xla_device(), region())
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-6 * theirs.abs().max().item())
+
+
+def test_checkpoint_recomputes_the_same():
+    one, other = on_device(), on_device()
+    with region():
+        y = torch.utils.checkpoint.checkpoint(one, use_reentrant=False)
+        z = other()
+    for loss in (y, z):
+        loss.float().square().sum().backward()
+    assert all(map(torch.equal, one.gradients(), other.gradients()))
