@@ -97,9 +97,9 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
         PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
     """
     if cast == "low":
-        return _to(operands, device_type, None)
+        return _to(operands, device_type, cast, None)
     if cast == "fp32":
-        return _to(operands, device_type, torch.float32)
+        return _to(operands, device_type, cast, torch.float32)
     if cast == "promote":
         return _promote(operands, device_type)
     if cast == "fp32_out":
@@ -129,7 +129,7 @@ def _ban(operands: Operands) -> Prepare:
     return prepare
 
 
-def _to(operands: Operands, device_type: str, fixed: torch.dtype | None) -> Prepare:
+def _to(operands: Operands, device_type: str, kind: Cast, fixed: torch.dtype | None) -> Prepare:
     """Casts to `fixed`, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
     may have set another."""
     call = _entry(operands.operator)
@@ -140,23 +140,25 @@ def _to(operands: Operands, device_type: str, fixed: torch.dtype | None) -> Prep
         return call, *cast(arguments, keywords, low(device_type) if fixed is None else fixed)
 
     uncast = base.uncast(device_type)
-    if fixed is not None or uncast is None or operands.name not in uncast.PLACES:
+    row = uncast and uncast.ROWS.get(operands.name)
+    if not row or row.cast != kind:
         return prepare
-    place, leader, missing = uncast.PLACES[operands.name]
-    may_stay, call_uncast = uncast.may_stay, uncast.caller(call)
+    made_by, leader, missing, may_stay = row.made_by, row.leader, row.missing, uncast.may_stay
+    call_uncast = uncast.caller(row.call or call)
 
     def prepare_uncast(arguments: Arguments, keywords: Keywords) -> Prepared:
-        operand, target = arguments[place], low(device_type)
+        operand, target = arguments[0], low(device_type) if fixed is None else fixed
         if (
-            not may_stay(operand)
+            not may_stay(operand, made_by)
             or operand.dtype not in STALE[target]
-            or arguments[leader].dtype not in ELIGIBLE
-            or (len(arguments) > missing and arguments[missing] is not None)
+            or (missing is not None and len(arguments) > missing and arguments[missing] is not None)
             or record.sinks
         ):
             return prepare(arguments, keywords)
-        others, keywords = cast([*arguments[:place], None, *arguments[place + 1 :]], keywords, target)
-        return call_uncast, [*others[:place], operand, *others[place + 1 :]], keywords
+        others, keywords = cast([None, *arguments[1:]], keywords, target)
+        if getattr(others[leader], "dtype", None) is not target:
+            return prepare([operand, *others[1:]], keywords)
+        return call_uncast, [operand, *others[1:]], keywords
 
     return prepare_uncast
 

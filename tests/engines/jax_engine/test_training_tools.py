@@ -205,7 +205,7 @@ def a_schedule(where: str) -> Any:
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step\\(\\)`:UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_the_cpu(device: torch.device, name: str) -> None:
-    check(PROGRAMS[name], rtol=2e-5, atol=2e-6)
+    check(PROGRAMS[name], rtol=2e-5, atol=1e-5)  # rounding errors of two steps: 2e-6 on one kind of CPU
 
 
 def test_clipping_does_not_wait(device: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""Convolutions of what a ReLU gave, under autocast: they cast it themselves, and nobody can tell but by counting."""
+"""Convolutions of what a ReLU gave, and batch norms of what a convolution gave, under autocast: they cast it
+themselves, and nobody can tell but by counting."""
 
 from __future__ import annotations
 
@@ -200,3 +201,120 @@ def test_checkpoint_recomputes_the_same():
     for loss in (y, z):
         loss.float().square().sum().backward()
     assert all(map(torch.equal, one.gradients(), other.gradients()))
+
+
+# -- batch norm -------------------------------------------------------------------------------------------------------
+
+
+class Normalized(nn.Module):
+    """A convolution and a batch norm of its result."""
+
+    def __init__(self, dims=2, batch=5, **options):
+        super().__init__()
+        torch.manual_seed(dims)
+        self.convolution = CONVOLUTIONS[dims](4, 6, 3, padding=1)
+        self.norm = getattr(nn, f"BatchNorm{dims}d")(6, **options)
+        with torch.no_grad():
+            for parameter in self.norm.parameters():
+                parameter.uniform_(0.5, 2)
+        self.x = nn.Parameter(torch.randn(batch, 4, *[7] * dims))
+
+    def forward(self, by_hand=None):
+        if by_hand is None:
+            return self.norm(self.convolution(self.x))
+        low = self.x.to(by_hand), self.convolution.weight.to(by_hand), self.convolution.bias.to(by_hand)
+        return self.norm(getattr(torch, f"conv{self.x.dim() - 2}d")(*low, padding=1).float())
+
+    def everything(self):
+        return [each.grad.cpu() for each in self.parameters()] + [each.cpu() for each in self.buffers()]
+
+
+def normalized(**options):
+    layers = Normalized(**options).to(xla_amp.xla_device())
+    xla_amp.sync()
+    return layers
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dims", CONVOLUTIONS)
+def test_batch_norm_is_bitwise_what_a_cast_by_hand_gives(dims, training, low):
+    ours, theirs = normalized(dims=dims).train(training), normalized(dims=dims).train(training)
+    for _ in range(2):  # the second with running statistics
+        with region(low):
+            y = ours()
+        assert casts() == 3, "the convolution's operands"
+        z = theirs(by_hand=low)
+        assert y.dtype is torch.float32
+        for loss in (y, z):
+            (loss.square().sum() * 100).backward()
+        assert torch.equal(y.cpu(), z.cpu())
+    assert all(map(torch.equal, ours.everything(), theirs.everything()))
+
+
+def test_gradient_of_a_batch_norms_gradient():
+    def penalty(layers, region):
+        with region:
+            y = layers()
+        (gradient,) = torch.autograd.grad((y**3).sum(), layers.x, create_graph=True)
+        gradient.square().sum().backward()
+        # Not those of the biases, in which is nothing but rounding errors: what they add is taken off again.
+        return [each.grad.cpu() for each in (layers.x, layers.convolution.weight, layers.norm.weight)]
+
+    ours, theirs = penalty(normalized(), region()), penalty(Normalized(), torch.autocast("cpu", enabled=False))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("options", [{"affine": False}, {"batch": 0}])
+def test_batch_norm_casts_where_no_weight_says_the_dtype_and_where_nothing_is_there(options):
+    layers = normalized(**options)
+    with region():
+        y = layers()
+    assert (y.dtype, casts()) == (torch.float32, 4)
+    assert y.sum().item() == pytest.approx(0, abs=1e-3)
+
+
+def test_batch_norm_in_a_low_dtype_outside_keeps_it():
+    """What is another meaning of the same two dtypes: torch gives the input's."""
+    layers, theirs = normalized(), Normalized()
+    with region():
+        layers()  # the same two dtypes, where the result is float32
+    given = torch.randn(5, 6, 7, 7, dtype=LOW)
+    for norm in (layers.norm, theirs.norm):
+        norm.reset_running_stats()
+        x = given.to(norm.weight.device, copy=True).requires_grad_()
+        y = norm(x)
+        assert y.dtype is LOW
+        (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
+        found = [y.cpu(), gradient.cpu(), norm.running_var.cpu()]
+        if norm is layers.norm:
+            expected = found
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype is other.dtype
+        torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-8 * other.abs().max().item())
+
+
+def test_hooks_and_explanations_show_a_batch_norms_cast():
+    layers, seen = normalized(), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: seen.append(each.dtype) or each, lambda each: each)
+    with hooks, region():
+        layers()
+    assert casts() == 4
+    assert seen.count(LOW) == 2, "what the convolution keeps"
+    with xla_amp.explain(), region():
+        layers()
+    assert casts() == 8
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_batch_norm_says_what_size_is_wrong(name):
+    layers = normalized()
+    with torch.no_grad():
+        setattr(layers.norm, name, None)
+        wrong = torch.ones(4, device=xla_amp.xla_device())
+        setattr(layers.norm, name, nn.Parameter(wrong) if name in ("weight", "bias") else wrong)
+    for way in (region(), torch.no_grad()):
+        with way, pytest.raises(RuntimeError, match=f"{name} should contain 6 elements not 4"):
+            layers.norm(layers.convolution(layers.x))

@@ -38,6 +38,14 @@ INDEX: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
 }
 """Operation -> (argument, dtypes that it may have)."""
 
+PER_CHANNEL: Mapping[str, tuple[str, ...]] = dict.fromkeys(
+    ("_native_batch_norm_legit", "native_batch_norm"), ("running_mean", "running_var", "weight", "bias")
+)
+"""Operation -> arguments with one element per channel of ``input``; torch looks in ``batch_norm``, which calls it."""
+
+STATISTICS = ("running_mean", "running_var")
+"""Those of `PER_CHANNEL` that evaluation cannot do without."""
+
 VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
 """Operations whose ``index`` has one dimension, or none."""
 
@@ -49,7 +57,7 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         operation: ATen name without overload; the in-place form counts as the functional one.
 
     Raises:
-        RuntimeError: dtypes do not fit.
+        RuntimeError: dtypes do not fit, or sizes.
     """
     name = operation.removesuffix("_")
     if name in SAME_DTYPE:
@@ -67,6 +75,12 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         dtype = arguments[key].dtype
         if dtype not in legal:
             raise RuntimeError(f"{operation}: expected {key} to be {' or '.join(map(str, legal))}, but got {dtype}")
+    for key in PER_CHANNEL.get(name, ()):
+        channels, value = arguments["input"].shape[1], arguments[key]
+        if value is None and key in STATISTICS and not arguments["training"]:
+            raise RuntimeError(f"{key} must be defined in evaluation mode")
+        if value is not None and value.numel() != channels:
+            raise RuntimeError(f"{key} should contain {channels} elements not {value.numel()}")
     index = arguments.get("index")
     if name in VECTOR_INDEX and isinstance(index, torch.Tensor) and index.dim() > 1:
         raise IndexError(f"{operation}: expected index to be a vector, but got {list(index.shape)}")

@@ -82,13 +82,18 @@ class _Operation:
         )
         if form == "inplace":
             self.mutated = (self.arguments[0],)
+        mixes = self.name.partition(".")[0] not in checks.SAME_DTYPE
+        self.told = bool(lowering.follows) and not lowering.gradients and mixes
+        """Whether two dtypes mean something else unless a call says that autocast left one as it was."""
 
     # -- the slow path: a new combination of specs and constants ------------------------------------------------
 
     def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
         """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
         storage.notice_foreign_autocast()
-        own, values = values, self._followed(values)
+        own = values
+        if not self.told or keys[-1]:
+            values = self._followed(values)
         self._check(values)
         fresh = self._fresh(values)
         rounded = {}
@@ -96,8 +101,8 @@ class _Operation:
             index = self._index(name)
             if values[index] is not own[index] and (gradient := fresh[place]) is not None:
                 # As if it came in the argument's low dtype and were cast to the own one then.
-                rounded[place] = gradient.numpy_dtype
                 fresh = (*fresh[:place], spec(gradient.shape, own[index].dtype), *fresh[place + 1 :])
+                rounded[place] = gradient.numpy_dtype, TO_NUMPY[own[index].dtype]
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
             for argument in self.mutated
@@ -136,8 +141,8 @@ class _Operation:
         """The values with those that follow another's dtype cast to it, as far as shapes and dtypes go."""
         followed = list(values)
         for name, leader in self.lowering.follows.items():
-            index, dtype = self._index(name), values[self._index(leader)].dtype
-            if values[index].dtype is not dtype:
+            index, dtype = self._index(name), getattr(values[self._index(leader)], "dtype", None)
+            if dtype is not None and values[index].dtype is not dtype:
                 followed[index] = torch.empty(values[index].shape, dtype=dtype, device="meta")
         return followed
 
@@ -231,6 +236,7 @@ class _Operation:
             "_write_out": storage.write_out,
             "_new": storage.new_tensor,
             "_draw": random.draw,
+            "_is_called": uncast.is_called,
             "_number_key": number_key,
             "_lift": lift,
         }
@@ -239,15 +245,18 @@ class _Operation:
         return scope["kernel"]
 
 
-def _casting(emit: Callable[..., Any], casts: Mapping[int, Any], rounded: Mapping[int, Any]) -> Callable[..., Any]:
-    """`emit` with inputs cast first (place -> dtype), and results as they would be without it (place -> dtype)."""
+def _casting(
+    emit: Callable[..., Any], casts: Mapping[int, Any], rounded: Mapping[int, tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """`emit` with inputs cast first (place -> dtype), and results cast back (place -> dtype without casts, with)."""
 
     def cast_first(context: Context, inputs: list[Any], *rest: Any) -> Any:
         inputs = [rounding_cast(x, casts[place]) if place in casts else x for place, x in enumerate(inputs)]
-        results = emit(context, inputs, *rest)
-        return [
-            x.astype(rounded[place]) if place in rounded and x is not None else x for place, x in enumerate(results)
-        ]
+        results = list(emit(context, inputs, *rest))
+        for place, (given, own) in rounded.items():
+            if results[place] is not None:
+                results[place] = rounding_cast(results[place].astype(given), own)
+        return results
 
     return cast_first
 
@@ -449,10 +458,15 @@ class _Source:
         keys = ", ".join(self.keys)
         lowering = self.operation.lowering
         for name, leader in () if lowering.gradients else lowering.follows.items():
-            own, other = (f"_k{self.operation._index(each)}.dtype" for each in (name, leader))
-            self.lines.append(f"if {own} is not {other}: _operation.require_expected({values})")
+            own, other = (f"_k{self.operation._index(each)}" for each in (name, leader))
+            differs = f"{other} is not None and {own}.dtype is not {other}.dtype"
+            if self.operation.told:
+                self.lines.append(f"_follows = {differs} and _is_called()")
+                keys += ", _follows"
+            else:
+                self.lines.append(f"if {differs}: _operation.require_expected({values})")
         self.lines += [
-            f"_key = ({keys}{',' if len(self.keys) == 1 else ''})",
+            f"_key = ({keys}{',' if keys else ''})",
             "_i = _cache.get(_key)",
             f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},), _key)",
             *self.lifts,
