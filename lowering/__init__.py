@@ -35,7 +35,7 @@ from xla_amp.lowering import (  # noqa: F401  (importing a family fills the tabl
     shape,
     special,
 )
-from xla_amp.lowering.operand import Permuted
+from xla_amp.lowering.operand import OneHot, Permuted
 from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table
 
-__all__ = ["SUPPLIES", "Lowering", "Permuted", "find", "register", "table"]
+__all__ = ["SUPPLIES", "Lowering", "OneHot", "Permuted", "find", "register", "table"]

@@ -16,8 +16,8 @@ import numpy as np
 
 from xla_amp.lowering import attention_blocked, attention_square, attention_tpu
 from xla_amp.lowering.attention_parts import Attention
-from xla_amp.lowering.contraction import Operand, materialize
-from xla_amp.lowering.operand import as_dtype, opmath
+from xla_amp.lowering.contraction import Operand
+from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath
 from xla_amp.lowering.registry import register
 
 
@@ -81,7 +81,7 @@ def form_of(of: Attention) -> Form:
     return next(form for form in FORMS if form.suits(of))
 
 
-@register("_scaled_dot_product_fused_attention_overrideable", permuted=True)
+@register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))
 def attention(
     query: Operand,
     key: Operand,
@@ -114,7 +114,7 @@ def attention(
     return output, logsumexp, None, None, None, None, seed, None, None
 
 
-@register("_scaled_dot_product_fused_attention_overrideable_backward", permuted=True)
+@register("_scaled_dot_product_fused_attention_overrideable_backward", takes=(Permuted,))
 def attention_backward(
     grad: Operand,
     query: Operand,

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from xla_amp.lowering.attention_parts import Attention, grouped, largest, sum_to
-from xla_amp.lowering.contraction import Operand, materialize
-from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.contraction import Operand
+from xla_amp.lowering.operand import as_dtype, materialize, up
 
 BLOCK = 128
 """Rows at a time."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.contraction import Operand, contract, materialize
-from xla_amp.lowering.operand import as_dtype, opmath
+from xla_amp.lowering.contraction import Operand, contract
+from xla_amp.lowering.operand import as_dtype, materialize, opmath
 
 _BATCH = ((0, 1), (0, 1))
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from xla_amp.lowering.attention_parts import Attention, grouped, largest, sum_to
-from xla_amp.lowering.contraction import Operand, materialize
-from xla_amp.lowering.operand import Permuted, as_dtype, stored, up
+from xla_amp.lowering.contraction import Operand
+from xla_amp.lowering.operand import Permuted, as_dtype, materialize, stored, up
 
 _TO_TOKENS = (0, 2, 1, 3)
 """[batch, heads, rows, features] to [batch, rows, heads, features], and back."""

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention_parts import Attention
-from xla_amp.lowering.contraction import Operand, materialize
-from xla_amp.lowering.operand import as_dtype
+from xla_amp.lowering.contraction import Operand
+from xla_amp.lowering.operand import as_dtype, materialize
 
 _BLOCKS = (512, 256, 128)
 """Tile edges, best first; one has to divide the number of rows, one the number of columns."""

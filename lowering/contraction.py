@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.operand import Permuted, as_dtype, is_half, opmath, up
+from xla_amp.lowering.operand import Permuted, as_dtype, is_half, materialize, opmath, up
 from xla_amp.lowering.registry import register
 
 _BLOCKS = (64, 32, 16, 8)
@@ -106,11 +106,6 @@ def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Ar
     return lax.optimization_barrier(x[..., :rows, :depth]), (last,)
 
 
-def materialize(x: Operand) -> jax.Array:
-    """`x` as an array."""
-    return x.materialize() if isinstance(x, Permuted) else x
-
-
 def scaled(x: jax.Array, factor: Any) -> jax.Array:
     """``factor * x`` in the dtype of `x`; nothing for the Python number 1."""
     return x if isinstance(factor, (int, float)) and factor == 1 else as_dtype(factor, x.dtype) * x
@@ -127,22 +122,22 @@ def accumulate(start: Operand, product: jax.Array, beta: Any, alpha: Any, dtype:
     return start + product
 
 
-@register("mm", permuted=True)
+@register("mm", takes=(Permuted,))
 def mm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
     return contract(left, right, ((1,), (0,)), platform=platform)
 
 
-@register("bmm", permuted=True)
+@register("bmm", takes=(Permuted,))
 def bmm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
     return contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform)
 
 
-@register("mv", permuted=True)
+@register("mv", takes=(Permuted,))
 def mv(matrix: Operand, vector: Operand, *, platform: str) -> jax.Array:
     return contract(matrix, vector, ((1,), (0,)), platform=platform)
 
 
-@register("dot", permuted=True)
+@register("dot", takes=(Permuted,))
 def dot(left: Operand, right: Operand, *, platform: str) -> jax.Array:
     return contract(left, right, ((0,), (0,)), platform=platform)
 
@@ -152,26 +147,26 @@ def vdot(left: jax.Array, right: jax.Array, *, platform: str) -> jax.Array:
     return contract(jnp.conj(left), right, ((0,), (0,)), platform=platform)
 
 
-@register("addmm", permuted=True)
+@register("addmm", takes=(Permuted,))
 def addmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
     return accumulate(start, mm(left, right, platform=platform), beta, alpha, left.dtype)
 
 
-@register("addmv", permuted=True)
+@register("addmv", takes=(Permuted,))
 def addmv(
     start: Operand, matrix: Operand, vector: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
 ) -> jax.Array:
     return accumulate(start, mv(matrix, vector, platform=platform), beta, alpha, matrix.dtype)
 
 
-@register("baddbmm", permuted=True)
+@register("baddbmm", takes=(Permuted,))
 def baddbmm(
     start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str
 ) -> jax.Array:
     return accumulate(start, bmm(left, right, platform=platform), beta, alpha, left.dtype)
 
 
-@register("addbmm", permuted=True)
+@register("addbmm", takes=(Permuted,))
 def addbmm(start: Operand, left: Operand, right: Operand, *, beta: Any = 1, alpha: Any = 1, platform: str) -> jax.Array:
     products = contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform, wide=True)
     return accumulate(start, jnp.sum(products, axis=0, dtype=products.dtype), beta, alpha, left.dtype)
@@ -185,7 +180,7 @@ def addr(
     return accumulate(start, product, beta, alpha, common)
 
 
-@register("_addmm_activation", permuted=True)
+@register("_addmm_activation", takes=(Permuted,))
 def addmm_activation(
     start: Operand,
     left: Operand,

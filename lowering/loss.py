@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.operand import OneHot, as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
 _NONE, _MEAN, _SUM = range(3)
@@ -159,13 +159,12 @@ def nll_loss_backward(
     reduction: int,
     ignore_index: int,
     total_weight: jax.Array,
-) -> jax.Array:
+) -> OneHot:
     axis = 1 if x.ndim > 1 else 0
     weights, target = _class_weights(x, target, weight, ignore_index)
     grad = up(grad) / up(total_weight) if reduction == _MEAN else up(grad)
     slope = jnp.where(weights == 0, 0, -weights * grad)
-    classes = jnp.arange(x.shape[axis], dtype=target.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
-    return jnp.where(classes == jnp.expand_dims(target, axis), jnp.expand_dims(slope, axis), 0)
+    return OneHot(as_dtype(slope, x.dtype), target, axis, x.shape[axis])
 
 
 def _multi_margin(x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import as_dtype, opmath, up, written
+from xla_amp.lowering.operand import OneHot, as_dtype, materialize, opmath, up, written
 from xla_amp.lowering.registry import register
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -349,7 +349,11 @@ def softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: 
     return grad * output - output * _sum_along(grad * output, dim)
 
 
-@register("_log_softmax_backward_data")
-def log_softmax_backward(grad: jax.Array, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
-    grad = up(grad)
-    return grad - jnp.exp(up(output)) * _sum_along(grad, dim)
+@register("_log_softmax_backward_data", takes=(OneHot,))
+def log_softmax_backward(grad: jax.Array | OneHot, output: jax.Array, dim: int, input_dtype: np.dtype) -> jax.Array:
+    whole = up(materialize(grad))
+    if isinstance(grad, OneHot) and grad.axis == dim % output.ndim:
+        total = jnp.expand_dims(up(grad.values), grad.axis)
+    else:
+        total = _sum_along(whole, dim)
+    return whole - jnp.exp(up(output)) * total

@@ -64,8 +64,8 @@ class Lowering:
     """``float`` arguments that are data: a new value never compiles anew, e.g. a fused optimizer's learning rate."""
     mutates: tuple[str, ...]
     """Arguments that the operation writes; a list argument stands for all its tensors."""
-    permuted: bool
-    """Whether tensor operands may arrive as `Permuted` (a transpose that the function folds into itself)."""
+    takes: tuple[type, ...]
+    """Kinds of operands that may arrive as they are, not yet as arrays (`Permuted`, `OneHot`)."""
     minor: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Platform -> tensor argument -> its dimensions that lie closest together in memory, the closest last."""
     follows: Mapping[str, str]
@@ -84,7 +84,7 @@ def register(
     static: Iterable[str] = (),
     lifted: Iterable[str] = (),
     mutates: Iterable[str] = (),
-    permuted: bool = False,
+    takes: tuple[type, ...] = (),
     minor: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType({}),
     follows: Mapping[str, str] = MappingProxyType({}),
     gradients: Mapping[str, int] = MappingProxyType({}),
@@ -99,7 +99,8 @@ def register(
         static: number arguments that the function needs as Python constants.
         lifted: ``float`` arguments that arrive as data (``Scalar`` arguments do so by themselves).
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
-        permuted: the function accepts `xla_amp.lowering.Permuted` operands.
+        takes: kinds of operands that the function has a better use for than as arrays: `xla_amp.lowering.Permuted`,
+            `xla_amp.lowering.OneHot`.
         minor: platform -> argument -> dimensions that should lie closest together in memory where the argument is
             kept between steps (a weight), the closest last; XLA else keeps it as it would any array of its shape and
             copies it into the order that the operation wants in each step.
@@ -139,7 +140,7 @@ def register(
                 static=frozenset(static),
                 lifted=frozenset(lifted),
                 mutates=tuple(mutates),
-                permuted=permuted,
+                takes=takes,
                 minor=minor,
                 follows=follows,
                 gradients=gradients,

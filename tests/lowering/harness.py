@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from xla_amp.lowering import Lowering, find, table
+from xla_amp.lowering.operand import materialize
 
 DTYPES: dict[torch.dtype, np.dtype] = {
     torch.float64: np.dtype(np.float64),
@@ -194,7 +195,7 @@ class Call:
                 **{name: slot(inputs) for name, slot in kwargs.items()},
                 **supplies,
             )
-            return list(results) if isinstance(results, (tuple, list)) else [results]
+            return [materialize(x) for x in (results if isinstance(results, (tuple, list)) else [results])]
 
         return arrays, function
 

@@ -126,7 +126,7 @@ class _Operation:
             plan.floats,
             plan.ints,
             random="rng" in self.lowering.supplies,
-            permuted=self.lowering.permuted,
+            takes=self.lowering.takes,
             collective="replicas" in self.lowering.supplies,
             minor={
                 platform: {places[name]: dims for name, dims in wanted.items() if name in places}

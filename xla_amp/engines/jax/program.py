@@ -14,8 +14,7 @@ from xla_amp.engines.jax import arrangement, compat, compile_options, mesh
 from xla_amp.engines.jax.arrangement import Arranged
 from xla_amp.engines.jax.tape import Instruction, Spec, instructions
 from xla_amp.errors import StepFailedError, XlaAmpError
-from xla_amp.lowering import Permuted
-from xla_amp.lowering.contraction import materialize
+from xla_amp.lowering.operand import Deferred, materialize
 
 
 class Layouts(NamedTuple):
@@ -227,11 +226,10 @@ def _interpret(
 
 def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
     try:
-        if not instruction.permuted:
-            inputs = [materialize(x) for x in inputs]
+        inputs = [x if isinstance(x, instruction.takes) else materialize(x) for x in inputs]
         results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
         return [
-            None if spec is None else result if isinstance(result, Permuted) else _conform(result, spec)
+            None if spec is None else result if isinstance(result, Deferred) else _conform(result, spec)
             for spec, result in zip(instruction.outs, results, strict=True)
         ]
     except XlaAmpError:

@@ -93,8 +93,8 @@ class Instruction:
         "minor",
         "name",
         "outs",
-        "permuted",
         "random",
+        "takes",
     )
 
     def __init__(
@@ -106,7 +106,7 @@ class Instruction:
         floats: int = 0,
         ints: int = 0,
         random: bool = False,
-        permuted: bool = False,
+        takes: tuple[type, ...] = (),
         collective: bool = False,
         minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
     ) -> None:
@@ -118,8 +118,8 @@ class Instruction:
         self.floats = floats
         self.ints = ints
         self.random = random
-        self.permuted = permuted
-        """Whether `emit` takes `Permuted` inputs; else they come transposed."""
+        self.takes = takes
+        """Kinds of inputs that `emit` takes as they are; others come as arrays."""
         self.collective = collective
         """Whether processes that train together meet here."""
         self.minor = minor
@@ -316,7 +316,7 @@ def _cast_instruction(target: Spec) -> Instruction:
             return [Permuted(rounding_cast(x.base, target.numpy_dtype), x.permutation)]
         return [rounding_cast(x, target.numpy_dtype)]
 
-    return Instruction("_to_copy", emit, (target,), 1, permuted=True)
+    return Instruction("_to_copy", emit, (target,), 1, takes=(Permuted,))
 
 
 def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
