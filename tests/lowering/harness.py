@@ -55,6 +55,17 @@ _QUICK = {"xla_backend_optimization_level": 0}
 DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
 
 
+OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether torch is older than the one that the project pins."""
+_LATER = frozenset(("_foreach_clone", "_grid_sampler_2d_cpu_fallback_backward"))
+"""Operations that an older torch lacks, or composes of others."""
+
+
+def is_here(name: str) -> bool:
+    """Whether this torch has the operation `name`, as far as that is a question of its version."""
+    return not (OLD and name in _LATER)
+
+
 def operator(name: str) -> Any:
     """The torch operator of an ATen name with overload, or of ``"library::name.overload"``."""
     library, _, rest = name.rpartition("::")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from harness import check, operator, row, run, sample, untested
+from harness import OLD, check, operator, row, run, sample, untested
 
 
 def block(dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +45,7 @@ SUMS = [
     row("prod", "f", lambda d: (EMPTY,)),
     row("prod.dim_int", "fbit", lambda d: (block(d), 1, True)),
     row("prod.dim_int", "i", lambda d: (block(d), 1), dtype=torch.float32),
-    row("trace", "fbi", lambda d: (block(d)[0].contiguous(),)),
+    row("trace", "fi" if OLD else "fbi", lambda d: (block(d)[0].contiguous(),)),  # torch 2.11: none for bfloat16
 ]
 
 EXTREMES = [

@@ -125,8 +125,13 @@ def _network(
 
 
 _MODES = {"gru": aten.gru.input, "lstm": aten.lstm.input, "relu": aten.rnn_relu.input, "tanh": aten.rnn_tanh.input}
+# Not `decompose`, which takes torch's decomposition in Python: torch 2.11's gives the last states of an LSTM with
+# projections a dimension too many.
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 KERNELS: dict[str, Callable[..., Any]] = {
-    str(operator).removeprefix("aten."): functools.partial(_network, mode, operator.decompose)
+    str(operator).removeprefix("aten."): functools.partial(
+        _network, mode, functools.partial(operator._op_dk, _COMPOSITE)
+    )
     for mode, operator in _MODES.items()
 }
 """ATen name -> function for tensors of the device, with or without gradients."""
