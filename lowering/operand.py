@@ -108,8 +108,8 @@ class OneHot:
     """Of the axis."""
 
     @property
-    def ndim(self) -> int:
-        return self.values.ndim + 1
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[: self.axis], self.extent, *self.values.shape[self.axis :])
 
     @property
     def dtype(self) -> np.dtype:
@@ -117,7 +117,7 @@ class OneHot:
 
     def materialize(self) -> jax.Array:
         """The array."""
-        places = jnp.arange(self.extent, dtype=self.index.dtype).reshape(-1, *(1,) * (self.ndim - self.axis - 1))
+        places = jnp.arange(self.extent, dtype=self.index.dtype).reshape(-1, *(1,) * (self.values.ndim - self.axis))
         index, values = (jnp.expand_dims(x, self.axis) for x in (self.index, self.values))
         return jnp.where(places == index, values, 0)
 

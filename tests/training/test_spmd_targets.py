@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from xla_amp.stablehlo import targets
@@ -86,10 +87,11 @@ def test_sharded_parameters_are_gathered_and_their_gradients_scattered_on_h100(c
 
 
 def test_sharded_parameters_are_gathered_on_v5e(compiled):
-    """Where XLA:TPU likes to send parts around in a ring while it multiplies; libtpu 0.0.52 reduces and slices."""
+    """Where XLA:TPU likes to send parts around in a ring while it multiplies; with JAX 0.11 it reduces and slices."""
     kinds = {kind for kind, _ in collectives(compiled("v5e", "sharded").hlo)}
     assert "all-gather" in kinds
-    assert kinds & {"reduce-scatter", "collective-permute", "all-reduce"}
+    newer = {"all-reduce"} if jax.__version_info__ >= (0, 11) else set()
+    assert kinds & {"reduce-scatter", "collective-permute", *newer}
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -96,10 +96,8 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
     Raises:
         PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
     """
-    if cast == "low":
-        return _to(operands, device_type, cast, None)
-    if cast == "fp32":
-        return _to(operands, device_type, cast, torch.float32)
+    if cast in ("low", "fp32"):
+        return _to(operands, device_type, cast)
     if cast == "promote":
         return _promote(operands, device_type)
     if cast == "fp32_out":
@@ -129,9 +127,10 @@ def _ban(operands: Operands) -> Prepare:
     return prepare
 
 
-def _to(operands: Operands, device_type: str, kind: Cast, fixed: torch.dtype | None) -> Prepare:
-    """Casts to `fixed`, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
+def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
+    """Casts to float32, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
     may have set another."""
+    fixed = None if kind == "low" else torch.float32
     call = _entry(operands.operator)
     cast = _caster(operands, device_type)
     low = torch.get_autocast_dtype

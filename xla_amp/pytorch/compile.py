@@ -228,7 +228,7 @@ def _require_the_lazy_device() -> None:
     engine.device()
 
 
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, *PLAIN))
+_LEAVES = storage.PLAIN.union(PLAIN)
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:

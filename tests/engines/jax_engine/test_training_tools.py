@@ -205,7 +205,8 @@ def a_schedule(where: str) -> Any:
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step\\(\\)`:UserWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_same_as_the_cpu(device: torch.device, name: str) -> None:
-    check(PROGRAMS[name], rtol=2e-5, atol=1e-5)  # rounding errors of two steps: 2e-6 on one kind of CPU
+    # Two steps through an orthogonal matrix gather rounding errors of just over 2e-6 on one kind of CPU.
+    check(PROGRAMS[name], rtol=2e-5, atol=1e-5 if name == "parametrized_weights" else 2e-6)
 
 
 def test_clipping_does_not_wait(device: torch.device) -> None:

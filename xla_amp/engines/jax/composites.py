@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from xla_amp.engines.jax.storage import PLAIN
+
 aten = torch.ops.aten
 KERNELS: dict[str, Callable[..., Any]] = {}
 """ATen name -> function for tensors of the device, with or without gradients."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -34,7 +35,7 @@ def taken_apart(*tensors: torch.Tensor) -> bool:
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.autograd.forward_ad._current_level >= 0
-        or any(type(x) not in _PLAIN for x in tensors)
+        or any(type(x) not in PLAIN for x in tensors)
     )
 
 

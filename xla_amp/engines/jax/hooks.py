@@ -157,7 +157,7 @@ def _print_through_the_host() -> None:
     original = _tensor_str._str_intern
 
     def through_the_host(inp: Any, *, tensor_contents: Any = None) -> str:
-        plain = type(inp) in (torch.Tensor, torch.nn.Parameter)
+        plain = type(inp) in storage.PLAIN
         if tensor_contents is not None or not plain or inp.device.type != DEVICE_TYPE:
             return original(inp, tensor_contents=tensor_contents)
         text = original(inp.detach().cpu() if inp.is_sparse else storage.to_host(inp)).removesuffix(")")

@@ -103,4 +103,4 @@ def is_called() -> bool:
 
 def is_expected() -> bool:
     """Whether an operand of another dtype may be met now: such a call is under way, or the derivative of one."""
-    return _here.calling or _current_node() is not None
+    return is_called() or _current_node() is not None
