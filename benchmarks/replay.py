@@ -116,12 +116,12 @@ def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]]
         jax.block_until_ready(outputs)
         return elapsed
 
+    replay.program = dataclasses.replace(program, call=nothing)  # before its second run, which looks at the executable
+
     def replayed() -> float:
-        replay.program = dataclasses.replace(program, call=nothing)
         start = time.thread_time()
         compiled(*batch)
         elapsed = time.thread_time() - start
-        replay.program = program
         xla_amp.sync(wait=True)
         return elapsed
 

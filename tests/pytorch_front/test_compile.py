@@ -388,6 +388,38 @@ def test_an_audit_finds_what_was_hidden(device):
     assert compiled.replays == 8
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value"),
+    [(syncfree.AdamW, "maximize", True), (torch.optim.SGD, "weight_decay", 0.0), (torch.optim.SGD, "lr", 0.0)],
+)
+def test_options_that_change_when_an_audit_is_due(optimizer, option, value, device):
+    def train(wrap, is_due):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        options = optimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            options.step()
+            options.zero_grad()
+            return loss.detach()
+
+        function, losses, x, changed_at = wrap(step), [], torch.ones(3, 4, device=device), None
+        for number in range(16):
+            if changed_at is None and is_due(function, number):
+                options.param_groups[0][option] = value
+                changed_at = number
+            losses.append(function(x))
+        return function, changed_at, [loss.item() for loss in losses]
+
+    step, changed_at, losses = train(
+        lambda step: xla_amp.compile(step, strict=True), lambda step, number: step.replays == 8
+    )
+    assert losses == train(lambda step: step, lambda step, number: number == changed_at)[-1]
+    assert step.replays == 16 - changed_at - 2 + 8  # what was to be an audit began another capture
+
+
 def test_forms_are_bounded(device):
     step = xla_amp.compile(lambda x, n: x + n, limit=2)
     x = torch.zeros(2, device=device)
@@ -400,7 +432,12 @@ def test_forms_are_bounded(device):
     [
         (lambda: xla_amp.compile(3), TypeError, "compile.. expects a function, got 3"),
         (lambda: xla_amp.compile(len, limit=0), ValueError, "expected at least 1"),
-        (lambda: xla_amp.compile(abs)(torch.ones(2)), TypeError, r"expects tensors on 'jax', got one on cpu"),
+        (lambda: xla_amp.compile(abs)(torch.ones(2)), TypeError, r"expects dense tensors on 'jax', got one on cpu"),
+        (
+            lambda: xla_amp.compile(abs)(torch.ones(2).to_sparse().to(xla_amp.xla_device())),
+            TypeError,
+            r"expects dense tensors.*torch.sparse_coo.*call tensor.to_dense\(\)",
+        ),
     ],
 )
 def test_bad_input(call, kind, words):

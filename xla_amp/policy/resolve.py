@@ -56,7 +56,8 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         local = tuple(layer for layer in given.layers if layer.layer == "context")
     if context:
         local = (*local, _mapping_layer("context", _items(context)))
-    return _effective(base, _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local))
+    lists, above = _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local)
+    return _effective(base, lists, above) if above or lists[1] else base
 
 
 _NO_LISTS: Final[tuple[tuple[RuleLayer, ...], frozenset[Cast]]] = ((), frozenset())
@@ -69,8 +70,6 @@ def _effective(
     layers = base.layers
     if lists[1]:
         layers = tuple(level for layer in layers for level in _with_lists(layer, *lists))
-    if layers is base.layers and not above:
-        return base
     return Policy(
         name=base.name,
         low=base.low,

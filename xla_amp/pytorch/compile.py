@@ -23,7 +23,7 @@ from xla_amp.engines.jax import boundary, cut, mesh, runtime, storage
 from xla_amp.engines.jax.capture import NotReplayable, Watch
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.storage import DEVICE_TYPE
-from xla_amp.errors import CaptureError, EngineError
+from xla_amp.errors import CaptureError, DeviceError, EngineError
 from xla_amp.pytorch import devices
 from xla_amp.pytorch.optimizer_calls import Call
 from xla_amp.pytorch.plan import STALE, Plan
@@ -139,7 +139,9 @@ class Compiled:
         plan = self._plan(leaves, tree)
         if plan is None:
             return self._step(*args, **kwargs)
-        if plan.ready():
+        if plan.is_stale():
+            plan.forget()
+        elif plan.ready():
             with storage.tape.lock:  # not while recording: the backward pass may record on a thread of autograd's
                 result = plan.replay(leaves)
             if result is not STALE:
@@ -245,12 +247,14 @@ def _signature(leaves: list[Any]) -> Iterator[Any]:
         if not isinstance(leaf, torch.Tensor):
             yield type(leaf), leaf
             continue
-        if leaf.device.type != DEVICE_TYPE:
+        try:
+            buffer = storage.buffer_of(leaf)
+        except (DeviceError, NotImplementedError):  # the latter of one without a storage
+            remedy = "to_dense()" if leaf.device.type == DEVICE_TYPE else "to(xla_amp.xla_device())"
             raise TypeError(
-                f"a captured step expects tensors on {DEVICE_TYPE!r}, got one on {leaf.device} (shape "
-                f"{list(leaf.shape)}); move it with tensor.to(xla_amp.xla_device()) before the call"
-            )
-        buffer = storage.buffer_of(leaf)
+                f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {leaf.device} (shape "
+                f"{list(leaf.shape)}, {leaf.layout}); call tensor.{remedy} before"
+            ) from None
         yield (
             buffer.spec, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad,
             places.setdefault(id(buffer), index), mesh.active and mesh.layout_of(buffer),
@@ -269,5 +273,5 @@ def _modes() -> Iterator[Any]:
 
 
 @functools.cache
-def _default_policy() -> str:
-    return policies.default_name(runtime.platform())
+def _default_policy() -> policies.Policy:
+    return policies.load(policies.default_name(runtime.platform()))

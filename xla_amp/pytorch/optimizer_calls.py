@@ -93,6 +93,12 @@ class Call:
             hyper: functools.partial(_read, groups[hyper.group], hyper.name, hyper.place) for hyper in self.ledger.reads
         }
 
+    def options(self) -> tuple[list[int], list[Any]]:
+        """How many parameters and options each group has, and all options, one after the other."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        sizes = [size for group in groups for size in (len(group["params"]), len(group))]
+        return sizes, [value for group in groups for value in group.values()]
+
     def settings(self) -> list[Any]:
         """The other options of the groups, which a capture holds fixed."""
         return [

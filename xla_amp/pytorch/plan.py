@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xla_amp.engines.jax import capture, cut, storage
 from xla_amp.engines.jax.capture import Geometry, NotReplayable, Watch
-from xla_amp.engines.jax.replay import Replay, on_device
+from xla_amp.engines.jax.replay import Replay
 from xla_amp.engines.jax.storage import DEVICE_TYPE
 from xla_amp.pytorch.followed import Term, evaluate
 from xla_amp.pytorch.optimizer_calls import Call
@@ -20,7 +21,7 @@ from xla_amp.pytorch.surroundings import Surroundings
 AUDIT = 8
 """After 8, 64, 512, ... replays one call is recorded again and compared."""
 STALE = object()
-"""What a replay gives when what it was captured with has changed."""
+"""What a replay gives when it cannot be."""
 
 
 class Plan:
@@ -48,6 +49,7 @@ class Plan:
     def forget(self) -> None:
         """Drops the capture; the form goes on being recorded until there is one again."""
         self._replay = self._last = None
+        self.replays, self._audit_at = 0, AUDIT
 
     def last_run(self) -> capture.Run | None:
         """The run of the last recorded call, if it was one program."""
@@ -90,11 +92,12 @@ class Plan:
         arguments = [capture.argument_buffer(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         replay = Replay(earlier, run, watch.begin, watch.end, arguments)
         self._explain_numbers(earlier_call, earlier, call, run)
-        self._call, self._settings, self._reads = call, call.settings(), call.reads()
+        self._call, self._options, self._settings = call, call.options(), call.settings()
+        self._reads = call.reads()
         self._readers = list(self._reads.values())
         self._read: list[float] | None = None
-        self._ready: Any = None
-        self._is_uploaded = False
+        self._ready: np.ndarray | None = None
+        """`_numbers`; the same object while no hyperparameter changes."""
         self._scalers = [scaler for scaler in around.found if isinstance(scaler, torch.amp.GradScaler)]
         self._growth = [_growth(scaler) for scaler in self._scalers]
         self._grads = [(p, grad) for p, grad in changed if grad is not None]
@@ -142,17 +145,24 @@ class Plan:
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
+    def is_stale(self) -> bool:
+        """Whether options of optimizers or scalers have changed, so that another program is to be captured."""
+        if self._replay is None:
+            return False
+        if not self._has_its_settings() or [_growth(scaler) for scaler in self._scalers] != self._growth:
+            return True
+        now = [read() for read in self._readers]
+        if now != self._read:
+            self._read, self._ready = now, self._numbers()
+        return self._ready is None
+
     def replay(self, leaves: list[Any]) -> Any:
-        """Runs the captured program; `STALE` when what it was captured with has changed."""
-        reads = self._reads
-        if self._call.settings() != self._settings or [_growth(s) for s in self._scalers] != self._growth:
-            return STALE
-        if any(evaluate(test, reads) != outcome for test, outcome in self._call.ledger.conditions.items()):
-            return STALE
-        floats = self._numbers_to_run()
+        """Runs the captured program, which is not stale; `STALE` when values that it needs are gone."""
         cut.cut()
         arguments = [capture.argument_buffer(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        values = None if floats is None or self._replay is None else self._replay.run(arguments, floats)
+        values = None
+        if self._replay is not None and self._ready is not None:
+            values = self._replay.run(arguments, self._ready)
         if values is None:
             return STALE
         self.replays += 1
@@ -167,11 +177,23 @@ class Plan:
         outputs = [output.now(values, leaves) for output in self._outputs]
         return outputs[0] if self._is_leaf else tree_unflatten(outputs, self._tree)
 
+    def _has_its_settings(self) -> bool:
+        options = self._call.options()
+        if options[0] == self._options[0] and all(map(is_, options[1], self._options[1])):
+            return True
+        if self._call.settings() != self._settings:
+            return False
+        self._options = options
+        return True
+
     def _numbers(self) -> np.ndarray | None:
         """The lifted numbers with the hyperparameters as they are now.
 
-        None where it is unknown which is which: two formulas had one value when captured and have two now.
+        None where it is unknown which is which: two formulas had one value when captured and have two now; or where
+        Python now decides otherwise by them.
         """
+        if any(evaluate(test, self._reads) != outcome for test, outcome in self._call.ledger.conditions.items()):
+            return None
         floats = self._floats.copy()
         for ways, places in self._places.items():
             numbers = {evaluate(term, self._reads) for term in ways}
@@ -179,16 +201,6 @@ class Plan:
                 return None
             floats[places] = numbers.pop()
         return floats
-
-    def _numbers_to_run(self) -> Any:
-        """`_numbers` for the program; those of the last call, on the device, while no hyperparameter changes."""
-        now = [read() for read in self._readers]
-        if now != self._read:
-            self._read, self._ready = now, self._numbers()
-            self._is_uploaded = False
-        elif not self._is_uploaded and self._ready is not None:
-            self._ready, self._is_uploaded = on_device(self._ready), True
-        return self._ready
 
 
 def _growth(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:

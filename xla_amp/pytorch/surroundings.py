@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import types
 from collections.abc import Callable, Iterator
-from operator import attrgetter, call, is_, itemgetter
+from operator import call, itemgetter
 from typing import Any
 
 import torch
@@ -160,7 +159,7 @@ class Surroundings:
 
     def absent(self) -> list[bool]:
         """Which parameters have no gradient now."""
-        return list(map(is_, map(_grad, self.parameters), itertools.repeat(None)))
+        return [parameter.grad is None for parameter in self.parameters]
 
     def sizes(self) -> list[int]:
         """Lengths of the containers now."""
@@ -191,9 +190,6 @@ class Surroundings:
         yield from ((name, ()) for _, name in self._globals)
         yield from self._fields
         yield from self._structure
-
-
-_grad = attrgetter("grad")
 
 
 def _content(cell: Any) -> Any:

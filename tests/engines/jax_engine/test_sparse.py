@@ -65,6 +65,7 @@ OPERATIONS: dict[str, Callable[[Any], torch.Tensor]] = {
 def test_operations(device: torch.device, name: str) -> None:
     ours, theirs = OPERATIONS[name](device), OPERATIONS[name]("cpu")
     assert (ours.layout, ours.dtype, ours.shape) == (theirs.layout, theirs.dtype, theirs.shape)
+    assert ours.device == device
     ours = ours.cpu()
     if theirs.layout is torch.sparse_coo:
         assert ours.is_coalesced() == theirs.is_coalesced()

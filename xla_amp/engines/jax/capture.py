@@ -171,8 +171,9 @@ def argument_buffer(tensor: torch.Tensor) -> Buffer:
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its buffer."""
+    """How a tensor lies in its buffer, of shape and dtype `spec`."""
 
+    spec: Spec
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
@@ -181,14 +182,14 @@ class Geometry(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of `tensor`."""
-        shape = tuple(tensor.shape)
-        whole = shape == storage.buffer_of(tensor).spec.shape and tensor.is_contiguous()
-        return cls(shape, tensor.stride(), tensor.storage_offset(), whole)
+        spec, shape = storage.buffer_of(tensor).spec, tuple(tensor.shape)
+        whole = shape == spec.shape and tensor.is_contiguous()
+        return cls(spec, shape, tensor.stride(), tensor.storage_offset(), whole)
 
 
 def result(array: jax.Array, geometry: Geometry) -> torch.Tensor:
     """A fresh tensor over `array`."""
-    tensor = transfer.wrap(array)
+    tensor = transfer.wrap(array, geometry.spec)
     if geometry.whole:
         return tensor
     store = tensor.untyped_storage()

@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_amp.engines.jax import arrangement, compat, cut, mesh, random, runtime
+from xla_amp.engines.jax import arrangement, compat, cut, direct, mesh, random, runtime
 from xla_amp.engines.jax.capture import NotReplayable, Reference, Run, first_difference
+from xla_amp.engines.jax.direct import Direct
 from xla_amp.engines.jax.metrics import metrics
 from xla_amp.engines.jax.tape import Buffer, Lost, borrowers, lend, new_weakref, take_back
 from xla_amp.errors import StepFailedError
@@ -74,6 +75,13 @@ class Replay:
         """The arrays of the inputs, with gaps for the arguments; None while the state is in its buffers."""
         self._mesh: Any = None
         self._fresh_arrays: list[weakref.ref[jax.Array]] = []
+        self._rounds = 0
+        """Runs since the state came here; from the second one on it is what the program itself gave."""
+        self._executable: tuple[Direct | None] | None = None
+        """None before it was asked for."""
+        self._direct: Direct | None = None
+        """The executable, while what it reads lies as it reads it."""
+        self._floats: Any = None
         self._words: tuple[int, ...] | None = None
         seed, offset = begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
@@ -120,6 +128,7 @@ class Replay:
         if None in following:
             raise NotReplayable("it uses up a value that nothing replaces, so that a next call has none")
         self._following = _picker(following)
+        self._computed = {place: output for place, output in enumerate(following) if output < computed}
         self._left: list[tuple[int, Reference]] = []
         """(result, buffer) for buffers that get a value and are neither state nor argument."""
         self._overwritten: list[tuple[int, int]] = []
@@ -169,7 +178,7 @@ class Replay:
 
         Args:
             arguments: buffers of the tensor arguments.
-            floats: the lifted numbers, float64, of NumPy or `on_device`.
+            floats: the lifted numbers, float64; the same object as in the last run where they are the same.
 
         Raises:
             StepFailedError: a value that it needs was lost in a failed step.
@@ -191,14 +200,13 @@ class Replay:
         donated, kept = inputs[: self._donations], inputs[self._donations :]
         self._copy_shared(donated)
         seed, offset = random.state()
-        program = self.program
         try:
-            with compat.x64():
-                outputs = cut.dispatch(program, donated, kept, floats, self._whole_numbers(seed, offset))
+            outputs = self._dispatch(inputs, donated, kept, self._numbers(floats), self._whole_numbers(seed, offset))
         except Exception as error:
             raise self._failed(arguments, error) from error
+        self._rounds += 1
         metrics.executions += 1
-        metrics.operations += program.operations
+        metrics.operations += self.program.operations
         if self._advance:
             random.set_state(seed, offset + self._advance)
         results = [*outputs, *kept, None]
@@ -211,6 +219,24 @@ class Replay:
         self._fresh_arrays = [weakref.ref(results[place]) for place, _ in (*self._left, *self._overwritten)]
         cut.note(self._newest)
         return results
+
+    def _dispatch(self, inputs: list[Any], donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
+        if mesh.active is None and self._rounds:
+            if self._rounds == 1:
+                self._bind(donated, kept, floats, ints)
+            given = ((place, inputs[place]) for place, _ in self._arguments)
+            if self._direct is not None and direct.is_allowed() and self._direct.takes(given):
+                return self._direct(donated, kept, floats, ints)
+        with compat.x64():
+            return cut.dispatch(self.program, donated, kept, floats, ints)
+
+    def _bind(self, donated: list[Any], kept: list[Any], *numbers: Any) -> None:
+        """Finds out whether the runs to come can go directly: what is kept lies as the executable reads it."""
+        if self._executable is None:
+            self._executable = (direct.of(self.program, (donated, kept, *numbers), self._computed),)
+        (executable,), arguments = self._executable, {place for place, _ in self._arguments}
+        rest = [(place, array) for place, array in enumerate(kept, self._donations) if place not in arguments]
+        self._direct = executable if executable is not None and executable.takes(rest) else None
 
     def _collect(self) -> bool:
         """Takes the state out of its buffers unless it is here; False when something of it is missing."""
@@ -238,13 +264,15 @@ class Replay:
                 return False
             del here
         counts = cut.reference_counts(arrays)
-        for (place, _), count in zip(self._state, counts, strict=True):
-            # Beside the two lists and its buffer somebody holds it: a copy of the tensor, a read under way.
+        for (place, _), buffer, count in zip(self._state, buffers, counts, strict=True):
+            # Beside the two lists and its buffer somebody holds it: a copy of the tensor, a read under way, JAX.
             if place < self._donations and count > cut.ALONE + 2:
                 inputs[place] = arrangement.copy(inputs[place])
+                buffer.shared = None  # type: ignore[union-attr]
         for buffer in dict.fromkeys(buffers):
             lend(buffer)  # type: ignore[arg-type]
-        self._inputs, self._mesh = inputs, mesh.active
+        self._inputs, self._mesh, self._rounds = inputs, mesh.active, 0
+        self._floats = self._words = None  # they lie where the last state did
         borrowers.append(self)
         return True
 
@@ -283,15 +311,18 @@ class Replay:
             return [*self._inputs, *results]
         return [*(buffer.array for _, ref in self._state if (buffer := ref()) is not None), *results]
 
+    def _numbers(self, floats: np.ndarray) -> Any:
+        """The lifted numbers on the device."""
+        if floats is not self._floats:
+            self._floats, self._floats_there = floats, _uploaded(floats)
+        return self._floats_there
+
     def _whole_numbers(self, seed: int, offset: int) -> Any:
-        """The random streams and the lifted whole numbers; those of the last call where they are the same."""
+        """The random streams and the lifted whole numbers, on the device."""
         words = tuple(word for s, at in self._streams for word in ((seed, offset + at) if s is None else (s, at)))
         if words != self._words:
-            self._words, self._ints = words, np.array([*words, *self.ints], np.int64)
-            self._ints_here: Any = None
-        elif self._ints_here is None:
-            self._ints_here = on_device(self._ints)
-        return self._ints if self._ints_here is None else self._ints_here
+            self._words, self._ints_there = words, _uploaded(np.array([*words, *self.ints], np.int64))
+        return self._ints_there
 
     def _failed(self, arguments: Sequence[Buffer], error: Exception) -> StepFailedError:
         self.give_back()
@@ -330,16 +361,9 @@ def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
     return lambda items: list(getter(items))
 
 
-def on_device(numbers: np.ndarray) -> Any:
-    """Lifted numbers as an array of the device, for calls that have the same ones again; on a mesh as they are.
-
-    The array is not committed to the device: to JAX a committed one would be another kind of argument, and a reason to
-    compile again.
-    """
-    if mesh.active is not None:
-        return numbers
-    with compat.x64(), jax.default_device(runtime.jax_device()):
-        return jax.device_put(numbers)
+def _uploaded(numbers: np.ndarray) -> Any:
+    """Numbers for a program; over a mesh JAX brings them to each device."""
+    return numbers if mesh.active is not None else compat.upload_numbers(numbers, runtime.jax_device())
 
 
 def _changed(one: Sequence[Any], other: Sequence[Any]) -> str:

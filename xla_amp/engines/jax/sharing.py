@@ -7,40 +7,14 @@ outside may have other names for its memory (shards, views), and is never handed
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 import torch
 
 from xla_amp.engines.jax import compat, mesh, runtime, storage
 from xla_amp.engines.jax.dtypes import TO_TORCH
-from xla_amp.engines.jax.tape import Buffer, Spec, spec
+from xla_amp.engines.jax.tape import Shared, spec
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
-
-
-class SharedBuffer(Buffer):
-    """A buffer whose first array others may know: a second reference keeps it from being handed over."""
-
-    __slots__ = ("_shared",)
-
-    def __init__(self, of: Spec, array: jax.Array) -> None:
-        self._shared: jax.Array | None = array
-        super().__init__(of, array=array)
-
-    @property
-    def array(self) -> Any:  # type: ignore[override]
-        """As of any buffer."""
-        return _array.__get__(self)
-
-    @array.setter
-    def array(self, value: Any) -> None:
-        _array.__set__(self, value)
-        if value is not self._shared:
-            self._shared = None
-
-
-_array: Any = Buffer.__dict__["array"]
 
 
 def lend(tensor: torch.Tensor) -> jax.Array:
@@ -85,5 +59,5 @@ def adopt(array: jax.Array) -> torch.Tensor:
             array = jax.lax.convert_element_type(array, array.dtype)
     of = spec(tuple(array.shape), dtype)
     tensor = compat.create_tensor(of.shape, of.dtype)
-    tensor.untyped_storage()._xla_amp = SharedBuffer(of, array)
+    tensor.untyped_storage()._xla_amp = Shared(of, array)
     return tensor

@@ -253,10 +253,14 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> torch.Tensor:
-    """A copy in another dtype or on another device, where entries without a place are left behind."""
-    values = self._values().to(dtype=dtype or self.dtype, copy=True)
-    if device is None or device.type == DEVICE_TYPE:
-        return _make(self._indices().clone(), values, self.shape, self.is_coalesced())
+    """A copy in another dtype or on another device, where entries without a place are left behind.
+
+    Called for a tensor of the CPU too, when it goes to this device.
+    """
+    device = self.device if device is None else device
+    values = self._values().to(device=self.device, dtype=dtype or self.dtype, copy=True)
+    if device.type == DEVICE_TYPE:
+        return _make(self._indices().to(device, copy=True), values.to(device), self.shape, self.is_coalesced())
     indices, values = self._indices().cpu(), values.cpu()
     used = indices[0] < self.shape[0]
     made = torch.sparse_coo_tensor(

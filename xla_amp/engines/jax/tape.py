@@ -136,15 +136,45 @@ instructions: list[Instruction] = []
 class Buffer:
     """The value behind one storage."""
 
-    __slots__ = ("__weakref__", "array", "number", "raw", "spec")
+    __slots__ = ("__weakref__", "array", "number", "raw", "shared", "spec")
 
     def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
         self.spec = spec
+        self.shared: jax.Array | None = None
+        """`array` once more, where others may know it (`Shared`)."""
         self.number = number
         """Number of its value on the tape, or -1: then `array` is the value (``None``: memory never written)."""
         self.array = array
         self.raw = False
         """Bytes from a checkpoint that take the dtype of the first tensor set on them."""
+
+
+class Shared(Buffer):
+    """A buffer whose array others may know: a second reference keeps it from being handed over to a program.
+
+    With another array it becomes a buffer like any other.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, spec: Spec, array: jax.Array) -> None:
+        super().__init__(spec)
+        self.shared = self.array = array
+
+    @property
+    def array(self) -> Any:  # type: ignore[override]
+        """As of any buffer."""
+        return _array.__get__(self)
+
+    @array.setter
+    def array(self, value: Any) -> None:
+        _array.__set__(self, value)
+        if value is not self.shared:
+            self.shared = None
+            self.__class__ = Buffer  # type: ignore[assignment]
+
+
+_array: Any = Buffer.__dict__["array"]
 
 
 class Lent(Buffer):
@@ -174,7 +204,9 @@ def lend(buffer: Buffer) -> None:
 def take_back(buffer: Buffer, array: jax.Array | None) -> None:
     """Ends `lend`."""
     buffer.array = array
-    buffer.__class__ = Buffer
+    if buffer.shared is not array:
+        buffer.shared = None
+    buffer.__class__ = Buffer if buffer.shared is None else Shared
 
 
 class Borrower(Protocol):

@@ -11,7 +11,7 @@ import torch
 from xla_amp.engines.jax import compat, mesh
 from xla_amp.engines.jax.dtypes import TO_TORCH, to_numpy, to_torch
 from xla_amp.engines.jax.metrics import metrics
-from xla_amp.engines.jax.tape import Buffer, spec
+from xla_amp.engines.jax.tape import Buffer, Spec, spec
 from xla_amp.errors import StepFailedError
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
@@ -52,9 +52,10 @@ def download(array: jax.Array) -> torch.Tensor:
     return to_torch(value)
 
 
-def wrap(array: jax.Array) -> torch.Tensor:
-    """A device array as a tensor on the lazy device, without a copy."""
-    of = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
+def wrap(array: jax.Array, of: Spec | None = None) -> torch.Tensor:
+    """A device array as a tensor on the lazy device, without a copy; `of` spares a caller who knows the question."""
+    if of is None:
+        of = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
     tensor = compat.create_tensor(of.shape, of.dtype)
     tensor.untyped_storage()._xla_amp = Buffer(of, array=array)
     return tensor
