@@ -21,7 +21,7 @@ from xla_amp.pytorch.surroundings import Surroundings
 AUDIT = 8
 """After 8, 64, 512, ... replays one call is recorded again and compared."""
 STALE = object()
-"""What a replay gives when it cannot be."""
+"""What a replay gives when a value that it needs is gone."""
 
 
 class Plan:

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from xla_amp.engines import jax as engine
 
+COMPILED = "/jax/core/compile/backend_compile_duration"
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+
 
 def on_host(value: Any) -> Any:
     """`value` with tensors of any device as CPU tensors without a graph."""
@@ -53,6 +56,21 @@ def counted() -> Iterator[Counts]:
     yield counts
     after = engine.metrics()
     counts.values = {name: after[name] - before[name] for name in after}
+
+
+@contextlib.contextmanager
+def jax_events() -> Iterator[list[str]]:
+    """Names of the timed events that JAX reports meanwhile."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def array_behind(tensor: torch.Tensor) -> jax.Array | None:

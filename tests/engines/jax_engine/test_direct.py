@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import pytest
 import torch
 from jax.experimental.layout import Format, Layout
+from lazy_device import COMPILED, jax_events
 from torch import nn
 
 import xla_amp
@@ -42,7 +40,7 @@ class Trainer:
         self.optimizer = syncfree.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
 
-    def step(self, x, unread=None):
+    def step(self, x):
         with xla_amp.autocast(x.device):
             loss = self.model(x).square().mean()
         loss.backward()
@@ -71,35 +69,20 @@ def recorded(device, **options):
     return Trainer(device).train(batches(device), compiled=False, **options)
 
 
-@contextlib.contextmanager
-def compilations():
-    seen = []
-
-    def listener(event, *_, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-
-
 def test_from_the_second_replay_on_and_nothing_is_compiled_for_it(device, directly):
     trainer = Trainer(device)
     step = xla_amp.compile(trainer.step, strict=True)
     given = batches(device)
-    with compilations() as seen:
+    with jax_events() as events:
         step(*given[0])
-        assert seen  # the twin: what compiles is heard
+        assert COMPILED in events  # the twin: what compiles is heard
         for batch in given[1:3]:
             step(*batch)
         assert (step.replays, len(directly)) == (1, 0)
-        del seen[:]
+        events.clear()
         for batch in given[3:]:
             step(*batch)
-    assert (step.replays, len(directly), seen) == (6, 5, [])
+    assert (step.replays, len(directly), events.count(COMPILED)) == (6, 5, 0)
 
 
 def test_values_are_those_of_recording(device, directly):
@@ -156,12 +139,18 @@ def test_inputs_that_the_program_does_not_read(device, directly):
     assert directly[0]._pick is not None
 
 
-def test_checks_for_nan_are_left_to_jax(device, directly):
+def summing(device, calls):
+    """A captured sum of ones after so many calls, the function and its argument."""
     total = torch.zeros(3, device=device)
     step = xla_amp.compile(lambda x: total.add_(x), strict=True)
     x = torch.ones(3, device=device)
-    for _ in range(6):
+    for _ in range(calls):
         step(x)
+    return total, step, x
+
+
+def test_checks_for_nan_are_left_to_jax(device, directly):
+    total, step, x = summing(device, 6)
     before = len(directly)
     assert before
     with jax.debug_nans(True):
@@ -179,11 +168,7 @@ def test_where_jax_hides_its_executable(device, directly, monkeypatch):
 
 
 def test_a_failure_is_said_and_what_was_handed_over_is_lost(device, monkeypatch):
-    total = torch.zeros(3, device=device)
-    step = xla_amp.compile(lambda x: total.add_(x), strict=True)
-    x = torch.ones(3, device=device)
-    for _ in range(5):
-        step(x)
+    total, step, x = summing(device, 5)
 
     def fail(self, donated, *_):
         for array in donated:

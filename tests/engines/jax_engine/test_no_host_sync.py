@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from lazy_device import array_behind, counted
+from lazy_device import COMPILED, TRACED, array_behind, counted, jax_events
 from torch import nn
 
 from xla_amp.engines import jax as engine
 from xla_amp.engines.jax import transfer
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-TRACED = "/jax/core/compile/jaxpr_trace_duration"
-
-
-@contextlib.contextmanager
-def jax_events() -> Iterator[list[str]]:
-    """Names of the timed events that JAX reports meanwhile."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module", params=["sgd", "adam", "adamw, capturable"])

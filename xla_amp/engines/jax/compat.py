@@ -91,7 +91,11 @@ def without_preemption_notice() -> Iterator[None]:
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
-    """`jax.device_put` of a small array in its own dtype, uncommitted, in a tenth of the time."""
+    """`jax.device_put` of a small array in its own dtype, in a tenth of the time.
+
+    The array is not committed to the device: to JAX a committed one would be another kind of argument, and a reason to
+    compile again.
+    """
     from jax._src.lib import xla_client
 
     kind = jax.core.ShapedArray(numbers.shape, numbers.dtype)

@@ -258,7 +258,7 @@ def to_copy(
     Called for a tensor of the CPU too, when it goes to this device.
     """
     device = self.device if device is None else device
-    values = self._values().to(device=self.device, dtype=dtype or self.dtype, copy=True)
+    values = self._values().to(dtype=dtype or self.dtype, copy=True)
     if device.type == DEVICE_TYPE:
         return _make(self._indices().to(device, copy=True), values.to(device), self.shape, self.is_coalesced())
     indices, values = self._indices().cpu(), values.cpu()
