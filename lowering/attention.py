@@ -14,7 +14,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from xla_amp.lowering import attention_blocked, attention_square, attention_tpu
+from xla_amp.lowering import attention_blocked, attention_flash, attention_splash, attention_square
 from xla_amp.lowering.attention_parts import Attention
 from xla_amp.lowering.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath
@@ -33,7 +33,7 @@ class Form:
 
 
 _KERNEL_COLUMNS: Final = 1024
-"""From this many columns on the TPU's kernel is used."""
+"""From this many columns on a TPU's kernels are used."""
 
 _LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
@@ -52,11 +52,18 @@ def _is_large(of: Attention) -> bool:
 
 FORMS: Final = (
     Form(
-        name="kernel",
-        suits=lambda of: attention_tpu.suits(of) and of.shape[3] >= _KERNEL_COLUMNS,
-        forward=attention_tpu.forward,
-        backward=attention_tpu.backward,
+        name="splash",
+        suits=lambda of: attention_splash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS,
+        forward=attention_splash.forward,
+        backward=attention_splash.backward,
         why="on a TPU the square matrices are most of what a long sequence moves; for a short one they stay on chip",
+    ),
+    Form(
+        name="flash",
+        suits=lambda of: attention_flash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS,
+        forward=attention_flash.forward,
+        backward=attention_flash.backward,
+        why="the same where a scaled query would have to be rounded; it keeps each row's figures 128 times",
     ),
     Form(
         name="blocked",

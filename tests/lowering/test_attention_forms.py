@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -12,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp.lowering import attention, attention_blocked, attention_square, attention_tpu
+from xla_amp.lowering import (
+    attention,
+    attention_blocked,
+    attention_flash,
+    attention_splash,
+    attention_square,
+    attention_tpu,
+)
 from xla_amp.lowering.attention_parts import Attention
 from xla_amp.lowering.operand import Permuted
 
@@ -198,32 +204,41 @@ def test_memory_of_blocks_is_linear_in_the_length_and_that_of_the_square_is_not(
     assert temporary(attention_square, 2048) > 3.5 * temporary(attention_square, 1024)
 
 
-# -- the kernel -------------------------------------------------------------------------------------------------------
+# -- the kernels for TPUs ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """JAX's kernel computed by XLA:CPU instead of being compiled for a TPU."""
-    from jax.experimental.pallas.ops.tpu import flash_attention as library
+    """JAX's kernels computed by XLA:CPU instead of being compiled for a TPU."""
+    from jax.experimental import pallas
 
-    monkeypatch.setattr(library.pl, "pallas_call", functools.partial(library.pl.pallas_call, interpret=True))
+    compiled = pallas.pallas_call
+    monkeypatch.setattr(pallas, "pallas_call", lambda *args, **said: compiled(*args, **said | {"interpret": True}))
+    yield
+    for form in (attention_flash, attention_splash):
+        form._forward.clear_cache()
+        form._backward.clear_cache()
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "causal"),
+    ("form", "dtype", "shape", "causal", "scale"),
     [
-        (jnp.float32, (1, 2, 1, 256, 256, 64, 64), True),
-        (jnp.bfloat16, (2, 2, 2, 128, 256, 32, 32), False),
-        (jnp.bfloat16, (1, 1, 1, 256, 128, 64, 64), True),
+        (attention_splash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
+        (attention_splash, jnp.float32, (1, 2, 2, 128, 256, 24, 40), False, 0.3),
+        (attention_splash, jnp.bfloat16, (2, 4, 2, 256, 256, 64, 64), True, None),
+        (attention_splash, jnp.bfloat16, (1, 2, 1, 256, 128, 128, 128), False, -0.125),
+        (attention_flash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
+        (attention_flash, jnp.bfloat16, (2, 2, 2, 128, 256, 32, 32), False, None),
+        (attention_flash, jnp.bfloat16, (1, 1, 1, 256, 128, 128, 128), True, None),
     ],
 )
-def test_the_kernel_for_tpus(dtype, shape, causal, interpreted, monkeypatch):
-    monkeypatch.setattr(attention_tpu, "_BLOCKS", (128,))
+def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, monkeypatch):
+    monkeypatch.setattr(attention_tpu, "_EDGES", (128,))
     query, key, value, grad = made(dtype, *shape)
-    of = Attention(query=query, key=key, value=value, causal=causal, platform="tpu")
-    assert attention_tpu.suits(of)
-    want = exact((query, key, value, grad), None, causal, None)
-    agree(computed(attention_tpu, of, grad), want, TOLERANCES[dtype])
+    of = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
+    assert form.suits(of)
+    want = exact((query, key, value, grad), None, causal, scale)
+    agree(computed(form, of, grad), want, TOLERANCES[dtype])
 
 
 def call(**changes: Any) -> Attention:
@@ -238,18 +253,31 @@ _MASK = jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)
 _LONG = {"rows": 16384, "columns": 16384}
 
 
+def _features(number: int) -> dict[str, int]:
+    return {f"width_of_{name}": number for name in ("query", "key", "value")}
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "kernel"),
-        ({"causal": False}, "kernel"),
-        ({"dtype": jnp.float32}, "kernel"),
-        ({"rows": 128}, "kernel"),
-        (_LONG, "kernel"),
+        ({}, "splash"),
+        ({"causal": False}, "splash"),
+        ({"dtype": jnp.float32}, "splash"),
+        ({"rows": 128}, "splash"),
+        (_LONG, "splash"),
         ({"columns": 512}, "square"),
         ({"rows": 1000}, "square"),
-        ({"width_of_value": 32}, "square"),
-        ({"width_of_query": 192, "width_of_key": 192, "width_of_value": 192}, "square"),
+        ({"width_of_value": 32}, "splash"),
+        (_features(32), "flash"),  # a factor of 1 / sqrt(32) would round the query
+        ({**_features(32), "given_scale": 0.5}, "splash"),
+        ({**_features(32), "dtype": jnp.float32}, "splash"),
+        (_features(128), "flash"),
+        ({**_features(128), "width_of_value": 64}, "square"),
+        (_features(192), "square"),
+        (_features(256), "splash"),
+        ({**_features(256), "dtype": jnp.float32}, "splash"),
+        ({**_features(512), "dtype": jnp.float32}, "square"),
+        (_features(1024), "square"),
         ({"dtype": jnp.float16}, "square"),
         ({"bias": _MASK}, "square"),
         ({"rng": 0, "dropout": 0.1}, "square"),
@@ -290,15 +318,20 @@ def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
         np.testing.assert_allclose(x, want[name], rtol=1e-12, err_msg=name)
 
 
-def test_a_program_for_a_tpu_has_three_kernels_and_no_square_matrix():
-    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
-        of = Attention(query=query, key=key, value=value, causal=True, platform="tpu")
-        return tuple(computed(attention.form_of(of), of, grad).values())[:5]
+@pytest.mark.parametrize("features", [64, 128])
+def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_square_matrix(features):
+    def step(query: Any, key: Any, value: Any, grad: Any, layers: int) -> Any:
+        for _ in range(layers):
+            of = Attention(query=query, key=key, value=value, causal=True, platform="tpu")
+            results = computed(attention.form_of(of), of, grad)
+            query, key, value = (results[name] for name in ("query", "key", "value"))
+        return tuple(results.values())[:5]
 
-    def text(length: int) -> str:
-        arrays = [jax.ShapeDtypeStruct((1, 2, length, 64), jnp.bfloat16)] * 4
-        return str(jax.jit(step).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text())
+    def text(length: int, layers: int = 1) -> str:
+        arrays = [jax.ShapeDtypeStruct((1, 2, length, features), jnp.bfloat16)] * 4
+        traced = jax.jit(step, static_argnames="layers").trace(*arrays, layers=layers)
+        return str(traced.lower(lowering_platforms=("tpu",)).as_text())
 
-    assert text(2048).count("custom_call @tpu_custom_call") == 3
+    assert text(2048, 2).count("custom_call @tpu_custom_call") == 3
     assert "2048x2048" not in text(2048)
     assert "512x512" in text(512)
