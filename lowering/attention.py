@@ -32,8 +32,8 @@ class Form:
     why: str
 
 
-_KERNEL_COLUMNS: Final = 1024
-"""From this many columns on a TPU's kernels are used."""
+_KERNEL_COLUMNS: Final[Mapping[str, int]] = MappingProxyType({"splash": 512, "flash": 1024})
+"""Kernel for TPUs -> from this many columns on it is used; with fewer, the square matrices stay on chip."""
 
 _LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
@@ -53,14 +53,14 @@ def _is_large(of: Attention) -> bool:
 FORMS: Final = (
     Form(
         name="splash",
-        suits=lambda of: attention_splash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS,
+        suits=lambda of: attention_splash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS["splash"],
         forward=attention_splash.forward,
         backward=attention_splash.backward,
-        why="on a TPU the square matrices are most of what a long sequence moves; for a short one they stay on chip",
+        why="on a TPU the square matrices are most of what a long sequence moves",
     ),
     Form(
         name="flash",
-        suits=lambda of: attention_flash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS,
+        suits=lambda of: attention_flash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS["flash"],
         forward=attention_flash.forward,
         backward=attention_flash.backward,
         why="the same where a scaled query would have to be rounded; it keeps each row's figures 128 times",

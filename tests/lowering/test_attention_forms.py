@@ -265,7 +265,9 @@ def _features(number: int) -> dict[str, int]:
         ({"dtype": jnp.float32}, "splash"),
         ({"rows": 128}, "splash"),
         (_LONG, "splash"),
-        ({"columns": 512}, "square"),
+        ({"columns": 512}, "splash"),
+        ({"columns": 384}, "square"),
+        ({**_features(128), "columns": 512}, "square"),
         ({"rows": 1000}, "square"),
         ({"width_of_value": 32}, "splash"),
         (_features(32), "flash"),  # a factor of 1 / sqrt(32) would round the query
@@ -334,4 +336,4 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_square_
 
     assert text(2048, 2).count("custom_call @tpu_custom_call") == 3
     assert "2048x2048" not in text(2048)
-    assert "512x512" in text(512)
+    assert "256x256" in text(256)
