@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,12 @@ def suits(of: Attention) -> bool:
 
 @functools.cache
 def _library() -> Any:
-    """JAX's module; None in a JAX that lacks it or its backward function, which is a private name."""
+    """JAX's package; None in a JAX that lacks it or its backward function, which is a private name."""
     try:
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+        from jax.experimental.pallas.ops.tpu import splash_attention
     except ImportError:
         return None
-    return splash_attention_kernel if hasattr(splash_attention_kernel, "_splash_attention_bwd") else None
+    return splash_attention if hasattr(splash_attention.splash_attention_kernel, "_splash_attention_bwd") else None
 
 
 def forward(of: Attention) -> tuple[jax.Array, jax.Array]:
@@ -90,37 +90,37 @@ def _backward(
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kernel = _kernel(query, key, value, causal)
+    of_kernel = _library().splash_attention_kernel._splash_attention_bwd
     no_segments = no_sinks = None
     kept = (query, key, value, no_segments, no_sinks, output, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-    *_, dquery, dkey, dvalue, _, _ = _library()._splash_attention_bwd(**kernel.kwargs, res=kept, do=grad)
+    *_, dquery, dkey, dvalue, _, _ = of_kernel(**kernel.kwargs, res=kept, do=grad)
     return dquery, dkey, dvalue
 
 
-_TILES: Final = {
-    "q": ("block_q", "block_q_dkv", "block_q_dq"),
-    "kv": ("block_kv", "block_kv_dkv", "block_kv_dq"),
-}
-
-
 def _kernel(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
     library = _library()
-    rows, columns = query.shape[1], key.shape[1]
-    of_rows, of_columns = attention_tpu.edges(rows, columns)
+    shape = query.shape[1], key.shape[1]
+    rows, columns = attention_tpu.edges(*shape)
 
     def order(x: jax.Array) -> Any:
-        # Rows that do not fill the lanes are padded to them in memory, so they lie across.
-        fills = x.shape[-1] % attention_tpu.LANES == 0
-        return library.QKVLayout.HEAD_DIM_MINOR if fills else library.QKVLayout.SEQ_MINOR
+        # Features that do not fill the lanes are padded to them in memory, so the tokens come last.
+        fill = x.shape[-1] % attention_tpu.LANES == 0
+        return library.QKVLayout.HEAD_DIM_MINOR if fill else library.QKVLayout.SEQ_MINOR
 
     sizes = library.BlockSizes(
-        **dict.fromkeys(_TILES["q"], of_rows),
-        **dict.fromkeys(_TILES["kv"], of_columns),
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
         q_layout=order(query),
         k_layout=order(key),
         v_layout=order(value),
     )
-    mask = (splash_attention.CausalMask if causal else splash_attention.FullMask)((rows, columns))
-    heads = splash_attention.MultiHeadMask([mask])  # one serves all
-    return library.make_splash_mha_single_device(heads, block_sizes=sizes, save_residuals=True)
+    mask = (library.CausalMask if causal else library.FullMask)(shape)
+    return library.make_splash_mha_single_device(
+        library.MultiHeadMask([mask]),  # one serves all heads
+        block_sizes=sizes,
+        save_residuals=True,
+    )

@@ -21,6 +21,7 @@ from xla_amp.lowering import (
 )
 from xla_amp.lowering.attention_parts import Attention
 from xla_amp.lowering.operand import Permuted
+from xla_amp.stablehlo import targets
 
 RNG = np.random.default_rng(0)
 
@@ -337,3 +338,32 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_square_
     assert text(2048, 2).count("custom_call @tpu_custom_call") == 3
     assert "2048x2048" not in text(2048)
     assert "256x256" in text(256)
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    with targets.Compilers() as running:
+        yield running
+
+
+@pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")
+@pytest.mark.parametrize(
+    ("form", "dtype", "features", "scale"),
+    [
+        (attention_splash, jnp.bfloat16, 512, 0.5),
+        (attention_splash, jnp.float32, 256, None),
+        (attention_splash, jnp.bfloat16, 36, 0.5),
+        (attention_flash, jnp.float32, 256, None),
+        (attention_flash, jnp.bfloat16, 36, None),
+    ],
+)
+def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(form, dtype, features, scale, compilers):
+    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
+        of = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
+        assert form.suits(of)
+        return tuple(computed(form, of, grad).values())[:5]
+
+    arrays = [jax.ShapeDtypeStruct((1, heads, 1024, features), dtype) for heads in (2, 1, 1, 2)]
+    compiled = compilers.compile(targets.lower(step, *arrays, target="v5e"), "v5e")
+    assert 0 < compiled.bytes_accessed < 1 << 28
+    assert "1024,1024" not in compiled.hlo
