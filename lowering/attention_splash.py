@@ -90,10 +90,10 @@ def _backward(
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     kernel = _kernel(query, key, value, causal)
-    of_kernel = _library().splash_attention_kernel._splash_attention_bwd
+    of_library = _library().splash_attention_kernel._splash_attention_bwd
     no_segments = no_sinks = None
     kept = (query, key, value, no_segments, no_sinks, output, logsumexp, kernel.dq_mask_info, kernel.dkv_mask_info)
-    *_, dquery, dkey, dvalue, _, _ = of_kernel(**kernel.kwargs, res=kept, do=grad)
+    *_, dquery, dkey, dvalue, _, _ = of_library(**kernel.kwargs, res=kept, do=grad)
     return dquery, dkey, dvalue
 
 

@@ -226,6 +226,8 @@ def interpreted(monkeypatch):
     [
         (attention_splash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
         (attention_splash, jnp.float32, (1, 2, 2, 128, 256, 24, 40), False, 0.3),
+        (attention_splash, jnp.float32, (1, 1, 1, 128, 384, 16, 16), True, None),  # columns that no row sees
+        (attention_splash, jnp.float32, (1, 1, 1, 384, 128, 16, 16), True, None),
         (attention_splash, jnp.bfloat16, (2, 4, 2, 256, 256, 64, 64), True, None),
         (attention_splash, jnp.bfloat16, (1, 2, 1, 256, 128, 128, 128), False, -0.125),
         (attention_flash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
