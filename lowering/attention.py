@@ -30,10 +30,9 @@ class Form:
     forward: Callable[[Attention], tuple[jax.Array, jax.Array]]
     backward: Callable[..., tuple[jax.Array | None, ...]]
     why: str
+    least_columns: int = 0
+    """With fewer it is not used: on a TPU small square matrices stay on chip."""
 
-
-_KERNEL_COLUMNS: Final[Mapping[str, int]] = MappingProxyType({"splash": 512, "flash": 1024})
-"""Kernel for TPUs -> from this many columns on it is used; with fewer, the square matrices stay on chip."""
 
 _LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
@@ -53,14 +52,16 @@ def _is_large(of: Attention) -> bool:
 FORMS: Final = (
     Form(
         name="splash",
-        suits=lambda of: attention_splash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS["splash"],
+        suits=attention_splash.suits,
+        least_columns=512,
         forward=attention_splash.forward,
         backward=attention_splash.backward,
         why="on a TPU the square matrices are most of what a long sequence moves",
     ),
     Form(
         name="flash",
-        suits=lambda of: attention_flash.suits(of) and of.shape[3] >= _KERNEL_COLUMNS["flash"],
+        suits=attention_flash.suits,
+        least_columns=1024,
         forward=attention_flash.forward,
         backward=attention_flash.backward,
         why="the same where a scaled query would have to be rounded; it keeps each row's figures 128 times",
@@ -85,7 +86,7 @@ FORMS: Final = (
 
 def form_of(of: Attention) -> Form:
     """The form in which a call is computed."""
-    return next(form for form in FORMS if form.suits(of))
+    return next(form for form in FORMS if of.shape[3] >= form.least_columns and form.suits(of))
 
 
 @register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering import attention_tpu
@@ -60,7 +59,7 @@ def _operands(of: Attention) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _scaled(x: jax.Array, of: Attention) -> jax.Array:
-    return x * as_dtype(jnp.asarray(of.scale), of.dtype)
+    return x * of.scale.astype(of.dtype)
 
 
 def _joined(x: Operand) -> jax.Array:

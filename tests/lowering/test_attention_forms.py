@@ -271,6 +271,7 @@ def _features(number: int) -> dict[str, int]:
         ({"columns": 512}, "splash"),
         ({"columns": 384}, "square"),
         ({**_features(128), "columns": 512}, "square"),
+        ({"columns": 0}, "square"),
         ({"rows": 1000}, "square"),
         ({"width_of_value": 32}, "splash"),
         (_features(32), "flash"),  # a factor of 1 / sqrt(32) would round the query

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from lazy_device import array_behind
+from lazy_device import array_behind, jax_events
 from torch import nn
 
 from xla_amp import lowering
@@ -72,20 +72,16 @@ def test_the_device_has_64_bit_types_either_way(device: torch.device, x64: bool)
 def test_the_users_switch_builds_nothing_anew(device: torch.device) -> None:
     x = torch.ones(3, 19).to(device)
 
-    events: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if "trace" in event or "compile" in event:
-            events.append(event)
-
     def run() -> None:
         kept = (x * 2.5).sum(0)
         engine.sync()
         assert kept.shape == (19,)
 
+    def built(events: list[str]) -> list[str]:
+        return [event for event in events if "trace" in event or "compile" in event]
+
     run()
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with jax_events() as events:
         for switch in (
             jax.enable_x64(True),
             jax.enable_x64(False),
@@ -94,11 +90,9 @@ def test_the_users_switch_builds_nothing_anew(device: torch.device) -> None:
         ):
             with switch:
                 run()
-        assert events == []
+        assert built(events) == []
         jax.jit(lambda x: x + 1)(1.0)
-        assert events != []  # the twin: JAX reports what it builds
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        assert built(events) != []  # the twin: JAX reports what it builds
 
 
 def test_jitted_functions_of_the_user_stay_cached(device: torch.device) -> None:
