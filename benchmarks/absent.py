@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 import xla_amp
-from xla_amp.engines import jax as engine
-from xla_amp.engines.jax import compat, cut, runtime
-from xla_amp.engines.jax.program import Program
+from xla_amp import lazy as engine
+from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import execute, pjrt
+from xla_amp.lazy.runtime.compile import Program
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -25,21 +26,21 @@ def recorded(platform: Platform) -> Iterator[list[Program]]:
     anew in each block.
     """
     programs: list[Program] = []
-    originals = runtime.platform, engine.platform, cut.execute
+    originals = pjrt.platform, engine.platform, execute.execute
 
-    def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    def run(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
         programs.append(program)
-        with compat.x64():
+        with private_api.x64():
             return list(jax.eval_shape(program.call, *program.abstract))
 
     # The engine's own name too: it decides which rules are the default.
-    runtime.platform = engine.platform = lambda: platform  # type: ignore[assignment]
-    cut.execute = execute  # type: ignore[assignment]
+    pjrt.platform = engine.platform = lambda: platform  # type: ignore[assignment]
+    execute.execute = run  # type: ignore[assignment]
     try:
         yield programs
     finally:
         xla_amp.sync()
-        runtime.platform, engine.platform, cut.execute = originals  # type: ignore[assignment]
+        pjrt.platform, engine.platform, execute.execute = originals  # type: ignore[assignment]
 
 
 def module_of(step: Callable[[], Any], platform: Platform) -> str:
@@ -60,5 +61,5 @@ def module_of(step: Callable[[], Any], platform: Platform) -> str:
     if len(programs) != 1:
         raise RuntimeError(f"a step for {platform}: expected one program, it recorded {len(programs)}")
     name = {"gpu": "cuda"}.get(platform, platform)
-    with compat.x64():
+    with private_api.x64():
         return str(programs[0].call.trace(*programs[0].abstract).lower(lowering_platforms=(name,)).as_text())

@@ -26,8 +26,8 @@ from results import plot, write_json, write_markdown
 from workloads import Workload, language
 
 import xla_amp
-from xla_amp.engines.jax import compat
-from xla_amp.engines.jax.program import Program
+from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime.compile import Program
 
 
 def trainer(layers: int) -> tuple[Callable[[], None], int]:
@@ -80,7 +80,7 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
     row["operations"] = program.operations
     if compile_:
         start = time.process_time()
-        with compat.x64():
+        with private_api.x64():
             lowered = program.call.lower(*program.abstract)
             row["trace"] = time.process_time() - start
             start = time.perf_counter()

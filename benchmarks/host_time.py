@@ -20,7 +20,7 @@ from models import GPT, GPTConfig, ResNet50
 from timing import interleaved, machine
 
 import xla_amp
-from xla_amp.engines.jax import cut
+from xla_amp.lazy.runtime import execute
 
 
 def resnet() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]:
@@ -64,24 +64,24 @@ def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float
 
     def lazy() -> float:
         execution = 0.0
-        execute = cut.execute
+        original = execute.execute
 
         def timed(*args: Any) -> Any:
             nonlocal execution
             start = time.perf_counter()
             try:
-                return execute(*args)
+                return original(*args)
             finally:
                 execution += time.perf_counter() - start
 
-        cut.execute = timed
+        execute.execute = timed
         try:
             start = time.perf_counter()
             step()
             xla_amp.sync()
             elapsed = time.perf_counter() - start
         finally:
-            cut.execute = execute
+            execute.execute = original
         xla_amp.sync(wait=True)
         return elapsed - execution
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from xla_amp.jax import autocast
-from xla_amp.stablehlo import targets
+from xla_amp.stablehlo.tools import targets
 
 
 class Block(nn.Module):

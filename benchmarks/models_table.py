@@ -20,10 +20,10 @@ import transformers
 
 import xla_amp
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "models"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
-from training import STEPS, difference, train
 from zoo import ROWS, Row
+from zoo_training import STEPS, difference, train
 
 HEADINGS = ("model", "passes", "float32", "bfloat16", "executables", "host syncs", "fallbacks", "host answers")
 """Counts are per step."""

@@ -25,15 +25,15 @@ from host_time import gpt2, resnet
 from timing import interleaved, machine
 
 import xla_amp
-from xla_amp.engines.jax import compat
-from xla_amp.engines.jax.program import Program
-from xla_amp.engines.jax.replay import Replay
+from xla_amp.lazy import private_api
+from xla_amp.lazy.capture.replay import Replay
+from xla_amp.lazy.runtime.compile import Program
 
 
 def empty_program(program: Program) -> Any:
     """An executable with the inputs, donations and outputs of `program` that computes nothing."""
     donated, kept, floats, ints = program.abstract
-    with compat.x64():
+    with private_api.x64():
         outputs = jax.eval_shape(program.call, donated, kept, floats, ints)
 
     def nothing(donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
@@ -50,7 +50,7 @@ def empty_program(program: Program) -> Any:
 
 def successors(donated: list[Any], program: Program) -> list[int]:
     """Which output takes the place of each donated input in the next turn of the loop."""
-    with compat.x64():
+    with private_api.x64():
         spare = dict(enumerate(jax.eval_shape(program.call, *program.abstract)))
     places = []
     for array in donated:
@@ -101,14 +101,14 @@ def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]]
     replay = captured[0]
     program = replay.program
     nothing = empty_program(program)
-    with compat.x64():
+    with private_api.x64():
         zeros = [[jnp.zeros(of.shape, of.dtype) for of in part] for part in program.abstract[:2]]
         numbers = [np.zeros(of.shape, of.dtype) for of in program.abstract[2:]]
     places = successors(zeros[0], program)
     buffers = len(program.abstract[0]) + len(program.abstract[1])
 
     def floor() -> float:
-        with compat.x64():
+        with private_api.x64():
             start = time.thread_time()
             outputs = nothing(*zeros, *numbers)
             zeros[0] = [outputs[place] for place in places]

@@ -27,8 +27,8 @@ from results import RESULTS, stamp, write_markdown
 from workloads import Workload, language, resnet
 
 import xla_amp
-from xla_amp.engines.jax import compile_options
-from xla_amp.stablehlo import targets
+from xla_amp.lazy.runtime import compile_options
+from xla_amp.stablehlo.tools import targets
 
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),

@@ -3,39 +3,36 @@
 This folder is a leaf: it imports JAX and nothing of torch or of the rest of the package.
 """
 
-from xla_amp.lowering import (  # noqa: F401  (importing a family fills the table)
-    activation,
-    amp,
-    attention,
-    attention_layers,
+# ruff: noqa: F401 (importing a family registers its lowerings)
+
+from xla_amp.lowering.attention import fused_layers, sdpa
+from xla_amp.lowering.linalg import contraction, factorization, grouped
+from xla_amp.lowering.math import (
     bits,
     complex_numbers,
-    contraction,
-    convolution,
     counting,
-    ctc,
     distance,
     elementwise,
-    factory,
     foreach,
     fourier,
-    fractional_pooling,
-    grouped,
-    indexing,
-    linalg,
-    loss,
-    normalization,
-    optim,
-    pooling,
-    quantization,
-    random_numbers,
-    recurrent,
     reduction,
     segments,
-    shape,
     special,
+)
+from xla_amp.lowering.nn import (
+    activation,
+    convolution,
+    ctc,
+    fractional_pooling,
+    loss,
+    normalization,
+    pooling,
+    quantization,
+    recurrent,
 )
 from xla_amp.lowering.operand import OneHot, Permuted
 from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table
+from xla_amp.lowering.tensor import factory, indexing, random_numbers, shape
+from xla_amp.lowering.training import amp, optim
 
 __all__ = ["SUPPLIES", "Lowering", "OneHot", "Permuted", "find", "register", "table"]

@@ -1,11 +1,6 @@
-"""What the repository consists of: its Python modules, their imports, their layer and their Bazel target.
+"""The Python modules of the repository, their imports and their layers.
 
-Read by scripts/update_build.py, which writes BUILD, and by tests/repo, which holds the tree against these tables.
-Nothing here imports the package: sources are parsed, never executed.
-
-A Bazel target is a folder of the package (or a single file beside those folders), an example, a script, a benchmark,
-or a folder of tests.  `package` is `xla_amp/__init__.py` alone: it loads the public names on first use, so every module
-needs it and it needs none; `xla_amp` is what users depend on, the package with everything it can load.
+tests/repo checks the tree against these tables.  Nothing here imports the package: sources are parsed, not executed.
 """
 
 from __future__ import annotations
@@ -22,14 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything and is imported by nobody inside.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.vocab", "xla_amp.errors"),
-    ("xla_amp.config", "xla_amp.record", "xla_amp.scale"),
+    ("xla_amp.types", "xla_amp.errors"),
+    ("xla_amp.config", "xla_amp.events", "xla_amp.loss_scaling"),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
-    ("xla_amp.engines",),
+    ("xla_amp.backends",),
+    ("xla_amp.lazy",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),
-    ("xla_amp", "xla_amp.cli", "xla_amp.diagnose"),
+    ("xla_amp.diagnose",),
+    ("xla_amp", "xla_amp.cli"),
 )
+
+# Modules that load others by name when they are asked to: engines are selected at run time.
+LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
+    "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
+}
 
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
@@ -70,6 +72,22 @@ def module_name(path: str) -> str:
 def modules(root: Path = ROOT) -> dict[str, str]:
     """Module name -> path for the files that install as part of the package."""
     return {module_name(path): path for path in python_files(root) if path.startswith(("xla_amp/", "lowering/"))}
+
+
+def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """The sets of modules that import each other, directly or through others, each sorted."""
+    reached: dict[str, set[str]] = {}
+    for start in edges:
+        found: set[str] = set()
+        waiting = list(edges[start])
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found.add(module)
+                waiting.extend(edges.get(module, ()))
+        reached[start] = found
+    groups = {tuple(sorted({a, *(b for b in reached[a] if a in reached.get(b, ()))})) for a in edges if a in reached[a]}
+    return [list(group) for group in sorted(groups)]
 
 
 def imports(source: str, package: str) -> Iterator[Import]:
@@ -122,48 +140,3 @@ def layer(module: str) -> tuple[int, str] | None:
     exact = [(level, prefix) for level, prefix in rows if module == prefix]
     inside = [(level, prefix) for level, prefix in rows if prefix != "xla_amp" and module.startswith(f"{prefix}.")]
     return next(iter(exact + inside), None)
-
-
-def target(path: str) -> str:
-    """The name of the Bazel target that `path` belongs to."""
-    folder, *inside, last = path.split("/")
-    stem = last.removesuffix(".py")
-    if folder == "xla_amp":
-        first = inside[0] if inside else stem
-        return {"__init__": "package", "errors": "vocab"}.get(first, first)
-    if folder == "tests":
-        if last in ("conftest.py", "run_pytest.py"):
-            return "tests_support"
-        return "_".join([folder, *(inside or ["top"])])
-    return {"lowering": "lowering", "examples": stem}.get(folder, f"{folder}_{stem}")
-
-
-def targets(root: Path = ROOT) -> dict[str, list[str]]:
-    """Target name -> its Python files."""
-    found: dict[str, list[str]] = {}
-    for path in python_files(root):
-        found.setdefault(target(path), []).append(path)
-    return found
-
-
-def dependencies(name: str, paths: list[str], root: Path = ROOT) -> set[str]:
-    """The targets whose modules the files `paths` of target `name` load, `name` itself left out."""
-    if name == "package":
-        return set()
-    known = modules(root)
-    # Examples, scripts and tests import their neighbours by bare name; tests have scripts/ on their path as well.
-    beside = {path.rpartition("/")[2].removesuffix(".py"): path for path in python_files(root) if "/test_" not in path}
-    found = {"package"} if paths[0] in known.values() else set()
-    if paths[0].startswith("tests/"):
-        found.add("tests_support")
-    for item in (item for path in paths for item in file_imports(path, root) if item.runtime):
-        module = resolve(item.name, known)
-        if module == "xla_amp":
-            found.add("xla_amp")
-        elif module is not None:
-            found.add(target(known[module]))
-        elif item.name.partition(".")[0] in beside and not paths[0].startswith(("xla_amp/", "lowering/")):
-            neighbour = beside[item.name.partition(".")[0]]
-            if neighbour.startswith(("scripts/", paths[0].partition("/")[0])):
-                found.add(target(neighbour))
-    return found - {name}

@@ -6,9 +6,12 @@ import argparse
 import pathlib
 import sys
 
-from xla_amp.engines.jax.limitations import Limitation, limitations
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "support.md"
+from limitations import Limitation, limitations  # noqa: E402
+
+PAGE = ROOT / "docs" / "support.md"
 HEAD = """# What the lazy device supports
 
 Every entry of torch's operator database runs on the lazy device and is compared with the CPU, forward and, where the
@@ -16,7 +19,7 @@ entry has a gradient, backward, in float32; entries without float32 run in the f
 are not in the tables below agree within 1e-4, relative to each number, plus 1e-5, relative to the greatest number of
 its tensor (of at least 1); a tolerance is a factor on both.
 
-This page is written by `scripts/support_matrix.py` from `xla_amp/engines/jax/limitations.toml`; do not edit it.
+This page is written by `scripts/support_matrix.py` from `tests/helpers/limitations.toml`; do not edit it.
 """
 TITLES = {
     "raises": "Not supported: a clear error",

@@ -42,5 +42,5 @@ def _programs_of_other_files_are_dropped() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
-    if "xla_amp.engines.jax.cut" in sys.modules:
-        sys.modules["xla_amp.engines.jax.cut"].forget_programs()
+    if "xla_amp.lazy.runtime.execute" in sys.modules:
+        sys.modules["xla_amp.lazy.runtime.execute"].forget_programs()

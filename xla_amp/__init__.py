@@ -16,36 +16,36 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "DeviceLoader": "xla_amp.pytorch.loader",
-    "GradScaler": "xla_amp.pytorch.grad_scaler",
-    "autocast": "xla_amp.pytorch.autocast",
-    "compilation_cache": "xla_amp.engines.jax.persistent",
-    "compile": "xla_amp.pytorch.compile",
-    "custom_bwd": "xla_amp.pytorch.custom_function",
-    "custom_fwd": "xla_amp.pytorch.custom_function",
+    "DeviceLoader": "xla_amp.pytorch.data.loader",
+    "GradScaler": "xla_amp.pytorch.optim.grad_scaler",
+    "autocast": "xla_amp.pytorch.autocast.autocast",
+    "compilation_cache": "xla_amp.lazy.runtime.compilation_cache",
+    "compile": "xla_amp.lazy.capture.api",
+    "custom_bwd": "xla_amp.pytorch.autocast.custom_function",
+    "custom_fwd": "xla_amp.pytorch.autocast.custom_function",
     "explain": "xla_amp.diagnose.explain",
-    "export": "xla_amp.pytorch.export",
+    "export": "xla_amp.lazy.interop.export",
     "find_overflow": "xla_amp.diagnose.overflow",
-    "is_autocast_available": "xla_amp.pytorch.custom_function",
-    "launch": "xla_amp.pytorch.launching",
-    "make_mesh": "xla_amp.pytorch.spmd",
-    "mark_sharding": "xla_amp.pytorch.spmd",
-    "metrics": "xla_amp.engines.base",
-    "pad_to_bucket": "xla_amp.pytorch.buckets",
-    "sync": "xla_amp.engines.base",
-    "xla_device": "xla_amp.pytorch.xla_model",
+    "is_autocast_available": "xla_amp.pytorch.autocast.custom_function",
+    "launch": "xla_amp.lazy.distributed.launch",
+    "make_mesh": "xla_amp.lazy.distributed.spmd",
+    "mark_sharding": "xla_amp.lazy.distributed.spmd",
+    "metrics": "xla_amp.backends.base",
+    "pad_to_bucket": "xla_amp.pytorch.data.buckets",
+    "sync": "xla_amp.backends.base",
+    "xla_device": "xla_amp.pytorch.distributed.xla_model",
 }
 """Public name -> module that defines it."""
 
 _MODULES = {
-    "checkpoint": "xla_amp.pytorch.checkpoint",
+    "checkpoint": "xla_amp.lazy.distributed.checkpoint",
     "errors": "xla_amp.errors",
     "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
     "policy": "xla_amp.policy",
     "stablehlo": "xla_amp.stablehlo",
-    "syncfree": "xla_amp.pytorch.syncfree",
-    "xla_model": "xla_amp.pytorch.xla_model",
+    "syncfree": "xla_amp.pytorch.optim.syncfree",
+    "xla_model": "xla_amp.pytorch.distributed.xla_model",
 }
 """Public module -> where it is."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.vocab import PLATFORMS, Cast, Platform
+from xla_amp.types import PLATFORMS, Cast, Platform
 
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
 Fallback: TypeAlias = Literal["error", "cpu"]
@@ -123,7 +123,7 @@ def compiler_options() -> dict[str, str]:
     """``XLA_AMP_COMPILER_OPTIONS``: XLA's options for the lazy device's programs, by name.
 
     Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
-    replace the package's own (`xla_amp.engines.jax.compile_options`), and an empty value leaves one to XLA.
+    replace the package's own (`xla_amp.lazy.runtime.compile_options`), and an empty value leaves one to XLA.
 
     Raises:
         PolicyError: a word is not ``name=value``.

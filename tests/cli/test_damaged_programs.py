@@ -13,7 +13,7 @@ import pytest
 
 from xla_amp import cli
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import files
+from xla_amp.stablehlo import io
 
 EACH, GROUPS = 25, 20
 
@@ -25,7 +25,7 @@ def sources():
 
 @pytest.fixture(autouse=True)
 def _less_patience(monkeypatch):
-    monkeypatch.setattr(files, "_PATIENCE", (3.0, 5e-6))
+    monkeypatch.setattr(io, "_PATIENCE", (3.0, 5e-6))
 
 
 def outcome(data, tmp_path, capfd, *more) -> tuple[int, str]:
@@ -39,7 +39,7 @@ def outcome(data, tmp_path, capfd, *more) -> tuple[int, str]:
     if status == 0:
         assert err == ""
         assert left - {"page"} == {"damaged", "out"}
-        files.load(target)
+        io.load(target)
         target.unlink()
     else:
         assert status == 1
@@ -109,7 +109,7 @@ def test_the_check_notices_a_partial_output(sources, tmp_path, capfd, monkeypatc
         path.write_bytes(data[:10])
         raise ModuleError("too late")
 
-    monkeypatch.setattr(files, "write_whole", careless)
+    monkeypatch.setattr(io, "write_whole", careless)
     with pytest.raises(AssertionError, match="out"):
         outcome(sources["text"], tmp_path, capfd)
 
@@ -122,7 +122,7 @@ def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypa
         print("something else", file=sys.stderr)
         raise ModuleError("refused")
 
-    monkeypatch.setattr(files, "load", noisy)
+    monkeypatch.setattr(io, "load", noisy)
     with pytest.raises((AssertionError, KeyError)):
         outcome(sources["text"], tmp_path, capfd)
 
@@ -130,4 +130,4 @@ def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypa
 def test_every_kind_of_damage_occurs(sources):
     names = collections.Counter(mutations.mutated(seed, sources)[0].partition(",")[0] for seed in range(EACH * GROUPS))
     assert min(names.values()) > 80
-    assert set(names) == set(files.FORMATS)
+    assert set(names) == set(io.FORMATS)

@@ -16,8 +16,9 @@ import pytest
 from jax import export
 
 from xla_amp import cli
-from xla_amp.diagnose import documents, painted_graph, tables
-from xla_amp.stablehlo import files, inspection, ir, targets
+from xla_amp.diagnose import documents, graph_drawing, tables
+from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.tools import inspection, targets
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 
@@ -62,7 +63,7 @@ def test_convert_writes_the_program_and_tells_what_changed(run, folder):
     assert (status, err) == (0, "")
     assert out.startswith("net.mlir (text) -> low.mlirbc (bytecode)\n\npolicy          tpu, low = bfloat16\n")
     assert rows(out, "Contractions")[0].split() == ["f32", "x", "f32", "->", "f32", "2", "0"]
-    found = inspection.inspect(files.load(folder / "low.mlirbc"))
+    found = inspection.inspect(io.load(folder / "low.mlirbc"))
     assert {left for left, _, _ in found.contractions} == {"bf16"}
     assert found.operations["exponential"] == {"f32": 1}
 
@@ -82,16 +83,16 @@ def test_convert_follows_policy_dtype_and_overrides(run, folder):
     )
     assert status == 0
     assert "gpu, low = bfloat16" in out
-    assert inspection.inspect(files.load(folder / "low.mlir")).operations["tanh"] == {"f32": 1}
+    assert inspection.inspect(io.load(folder / "low.mlir")).operations["tanh"] == {"f32": 1}
     run("convert", "net.mlir", "-o", "all.mlir", "--override", "class:contraction=fp32")
-    assert set(inspection.inspect(files.load(folder / "all.mlir")).dtypes) == {"f32"}
+    assert set(inspection.inspect(io.load(folder / "all.mlir")).dtypes) == {"f32"}
 
 
 def test_convert_keeps_or_narrows_the_signature(run, folder):
     run("convert", "net.mlir", "-o", "keep.mlir", "--keep-io")
     run("convert", "net.mlir", "-o", "narrow.mlir", "--narrow-parameters")
     kept, narrowed = (
-        [kind.element for kind in ir.signature(files.load(folder / name).module).inputs]
+        [kind.element for kind in ir.signature(io.load(folder / name).module).inputs]
         for name in ("keep.mlir", "narrow.mlir")
     )
     assert kept == ["f32", "f32"]
@@ -116,7 +117,7 @@ def test_samples_keep_what_overflows(run, folder):
     products = []
     for more in ((), ("--inputs", "samples.npz"), ("--inputs", "samples.npz", "--inputs", "large.npz")):
         assert run(*base, *more)[0] == 0
-        found = inspection.inspect(files.load(folder / "low.mlir")).contractions
+        found = inspection.inspect(io.load(folder / "low.mlir")).contractions
         products.append(sum(count for (left, _, _), count in found.items() if left == "f16"))
     assert products == [2, 2, 1]
 
@@ -243,8 +244,8 @@ def test_text_in_a_report_is_escaped(folder):
 
 
 def test_a_large_graph_is_cut_and_says_so(monkeypatch, folder):
-    monkeypatch.setattr(painted_graph, "MOST", 2)
-    graph = painted_graph.painted_graph(files.load(folder / "net.mlir").module)
+    monkeypatch.setattr(graph_drawing, "MOST", 2)
+    graph = graph_drawing.painted_graph(io.load(folder / "net.mlir").module)
     assert graph.svg.count("<rect") == 2 + 2  # two operations and the arguments that they read
     assert "The first 4 operations; 2 more are not drawn." in graph.note or "more are not drawn" in graph.note
 
@@ -312,7 +313,7 @@ def test_an_interruption_is_no_traceback(run, monkeypatch):
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "load", interrupted)
+    monkeypatch.setattr(io, "load", interrupted)
     assert run("inspect", "net.mlir") == (130, "", "xla-amp: interrupted\n")
 
 

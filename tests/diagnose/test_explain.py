@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
 
 import xla_amp
-from xla_amp import policy, record
+from xla_amp import events, policy
 from xla_amp.diagnose import tables
 from xla_amp.diagnose.explain import Report
-from xla_amp.pytorch import dispatch, observe, scoped
+from xla_amp.pytorch.autocast import kernel_registry, observer, xla_dispatch
 
 
 def registrations() -> list[list[str]]:
     """Kernels on the autocast keys, without those that the XLA device keeps for the policies it has met."""
     keys = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
     found = [torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in keys]
-    kept = dispatch._installed["jax"]
+    kept = xla_dispatch._installed["jax"]
     return [*map(sorted, found[:2]), sorted(name for name in found[2] if name.removeprefix("aten::") not in kept)]
 
 
@@ -59,9 +59,9 @@ def _nothing_is_left():
     before = registrations()
     yield
     assert registrations() == before
-    assert scoped._held == {}
-    assert record.sinks == ()
-    assert observe.everything == 0
+    assert kernel_registry._held == {}
+    assert events.sinks == ()
+    assert observer.everything == 0
     assert not torch_module._global_forward_hooks
 
 
@@ -200,9 +200,9 @@ def test_results_are_what_they_are_without_a_report(device):
 # ---- forms -----------------------------------------------------------------------------------------------------------
 
 
-def entry(operation="mm", given=("float32",) * 2, used=("bfloat16",) * 2, **fields) -> record.DecisionRecord:
+def entry(operation="mm", given=("float32",) * 2, used=("bfloat16",) * 2, **fields) -> events.DecisionRecord:
     known = {"cast": "low", "layer": "builtin", "policy": "tpu", "front": "pytorch", "origin": "tables/tpu.toml:1"}
-    return record.DecisionRecord(operation=operation, given=given, used=used, result=used[:1], **{**known, **fields})
+    return events.DecisionRecord(operation=operation, given=given, used=used, result=used[:1], **{**known, **fields})
 
 
 @pytest.fixture
@@ -258,8 +258,8 @@ def test_rich_is_optional(report, monkeypatch):
 def test_without_torch_only_other_fronts_are_heard(monkeypatch):
     monkeypatch.setattr("xla_amp.diagnose.explain.sys", types.SimpleNamespace(modules={}))
     with xla_amp.explain() as report:
-        record.emit(entry(front="stablehlo"))
-        assert scoped._held == {}
+        events.emit(entry(front="stablehlo"))
+        assert kernel_registry._held == {}
     assert len(report) == 1
 
 
@@ -270,18 +270,18 @@ def test_off_it_is_one_branch(monkeypatch):
         raise AssertionError("recorded")
 
     for name in ("emit", "dtypes", "after"):
-        monkeypatch.setattr(observe, name, forbidden)
+        monkeypatch.setattr(observer, name, forbidden)
     x = torch.rand(4, 4, device=xla_amp.xla_device())
     with xla_amp.autocast("xla"):
         torch.mm(x, x)
     with policy.override(mm="fp32"), xla_amp.autocast("cpu"):
         torch.mm(x.cpu(), x.cpu())
-    record.add(forbidden)
+    events.add(forbidden)
     try:
         with xla_amp.autocast("xla"), pytest.raises(AssertionError, match="recorded"):
             torch.mm(x, x)
     finally:
-        record.remove(forbidden)
+        events.remove(forbidden)
 
 
 def test_the_page(capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from xla_amp.jax.contraction import base_call, contract_low, low_copy
+from xla_amp.jax.contraction_primitives import base_call, contract_low, low_copy
 
 BF16 = jnp.dtype(jnp.bfloat16)
 

@@ -79,9 +79,7 @@ def test_the_scale_moves_as_torch_s_does():
     scale, tracker = torch.full((1,), 1024.0), torch.zeros(1, dtype=torch.int32)
     expected = []
     for ok in finite:
-        torch._amp_update_scale_(
-            scale, tracker, torch.full((1,), 0.0 if ok else 1.0), *kwargs.values()
-        )
+        torch._amp_update_scale_(scale, tracker, torch.full((1,), 0.0 if ok else 1.0), *kwargs.values())
         expected.append(scale.item())
     _, ours = jax.jit(lambda s: jax.lax.scan(lambda s, ok: ((n := s.update(ok)), n.value), s, jnp.asarray(finite)))(
         LossScale.dynamic(1024.0, **kwargs)

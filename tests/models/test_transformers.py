@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import zoo
-from training import STEPS, Run, difference, train
+from zoo_training import STEPS, Run, difference, train
 
 import xla_amp
 

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from xla_amp.policy import BUILTIN, extend_known_operations, load, names  # noqa: E402
-from xla_amp.policy.names import catalogue  # noqa: E402
+from xla_amp.policy import BUILTIN, extend_known_operations, load, op_catalog  # noqa: E402
+from xla_amp.policy.op_catalog import catalogue  # noqa: E402
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -192,9 +192,9 @@ def test_the_observation_tells_casts_apart():
 
 def test_torch_can_add_its_own_names(monkeypatch):
     """What the PyTorch front does: a name that only torch knows becomes legal, its in-place form does not."""
-    monkeypatch.setattr(names, "_providers", [])
-    monkeypatch.setattr(names, "_provided", frozenset())
-    assert names.matching("special_airy_ai") == ()
+    monkeypatch.setattr(op_catalog, "_providers", [])
+    monkeypatch.setattr(op_catalog, "_provided", frozenset())
+    assert op_catalog.matching("special_airy_ai") == ()
     asked = []
 
     def torch_operations():
@@ -202,12 +202,14 @@ def test_torch_can_add_its_own_names(monkeypatch):
         return torch._C._dispatch_get_all_op_names()
 
     extend_known_operations(torch_operations)
-    assert names.matching("softmax") == ("softmax.int",)
+    assert op_catalog.matching("softmax") == ("softmax.int",)
     assert asked == [], "names that are known do not ask"
-    assert names.matching("special_airy_ai") == ("special_airy_ai",)
-    assert names.matching("nonzero_static") == ("nonzero_static",)
+    assert op_catalog.matching("special_airy_ai") == ("special_airy_ai",)
+    assert op_catalog.matching("nonzero_static") == ("nonzero_static",)
     assert asked == [1]
-    assert names.matching("add_") == ()
-    assert names.matching("topk") == ("topk",), "topk.values is an out= form"
-    assert "special_airy_ai" not in names.matching("special_*"), "what a glob reaches depends on the catalogue alone"
-    assert not any(name.endswith(("_", ".out", "_backward")) for name in names.known_operations())
+    assert op_catalog.matching("add_") == ()
+    assert op_catalog.matching("topk") == ("topk",), "topk.values is an out= form"
+    assert "special_airy_ai" not in op_catalog.matching("special_*"), (
+        "what a glob reaches depends on the catalogue alone"
+    )
+    assert not any(name.endswith(("_", ".out", "_backward")) for name in op_catalog.known_operations())

@@ -10,8 +10,8 @@ import pytest
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Rule, equivalent, load, operation_class
 from xla_amp.policy.load import _policy
-from xla_amp.policy.names import catalogue, packet
-from xla_amp.vocab import CASTS, OPERATION_CLASSES
+from xla_amp.policy.op_catalog import catalogue, packet
+from xla_amp.types import CASTS, OPERATION_CLASSES
 
 FP32 = {"fp32", "fp32_out", "fp32_append"}
 

@@ -37,7 +37,7 @@ def test_the_package_loads_no_library_and_prints_nothing():
 
 
 def test_lowerings_load_no_torch():
-    assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.engines")) == ""
+    assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.backends")) == ""
 
 
 @pytest.mark.parametrize(

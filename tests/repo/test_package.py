@@ -16,14 +16,6 @@ from source_tree import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_every_folder_of_the_package_is_installed():
-    folders = {path.rpartition("/")[0] for path in source_tree.modules().values()}
-    folders = {folder for folder in folders if (ROOT / folder / "__init__.py").exists()}
-    assert {source_tree.module_name(f"{folder}/__init__.py") for folder in folders} == set(
-        PROJECT["tool"]["setuptools"]["packages"]
-    )
-
-
 def test_no_folder_of_the_package_lacks_an_init():
     folders = {path.rpartition("/")[0] for path in source_tree.modules().values()}
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []

@@ -15,7 +15,7 @@ FOLDER = ROOT / "tests" / "torch_xla_engine"
 @pytest.mark.skipif(find_spec("torch_xla") is not None, reason="nothing is left out where torch_xla is installed")
 @pytest.mark.parametrize(
     ("argument", "workers", "said"),
-    [("tests/torch_xla_engine", 0, True), ("tests/torch_xla_engine", 1, True), ("tests/test_record.py", 0, False)],
+    [("tests/torch_xla_engine", 0, True), ("tests/torch_xla_engine", 1, True), ("tests/test_events.py", 0, False)],
 )
 def test_what_is_left_out_is_said(argument, workers, said):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"-n{workers}", argument]

@@ -17,7 +17,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.engines import base
+from xla_amp.backends import base
 
 STORED = Path(__file__).with_name("same_step.json")
 POLICIES = {"fp32": None, "bf16": "tpu", "fp16": "gpu"}

@@ -1,7 +1,7 @@
 """The same step on torch_xla and on the lazy JAX device: equal losses, scales and decisions.
 
 The lazy device needs another torch than torch_xla does, so its side is stored in same_step.json, which
-tests/engines/test_same_step.py holds against what the lazy device does.  examples/mnist.py runs unchanged.
+tests/backends/test_same_step.py holds against what the lazy device does.  examples/mnist.py runs unchanged.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch_xla
 
-from xla_amp.engines import base
-from xla_amp.engines.torch_xla_dlpack import from_jax, to_jax
+from xla_amp.backends import base
+from xla_amp.backends.torch_xla.dlpack import from_jax, to_jax
 from xla_amp.errors import EngineError
 
 MADE = {

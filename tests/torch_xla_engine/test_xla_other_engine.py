@@ -10,9 +10,9 @@ from torch import nn
 
 import xla_amp
 import xla_amp.jax
-from xla_amp.engines import lazy_only
+from xla_amp.backends import lazy_only
 from xla_amp.errors import EngineError
-from xla_amp.pytorch import spmd
+from xla_amp.lazy.distributed import spmd
 
 
 def double(x):

@@ -18,7 +18,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import config, xla_model
-from xla_amp.engines import base
+from xla_amp.backends import base
 
 
 @pytest.fixture(scope="module")

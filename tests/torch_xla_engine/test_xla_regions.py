@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import xla_amp
 from xla_amp.errors import DeviceError, EngineError, PolicyError, UnsupportedDtypeError
-from xla_amp.pytorch import dispatch
+from xla_amp.pytorch.autocast import xla_dispatch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEY = "AutocastXLA"
@@ -233,4 +233,4 @@ def test_gradients_of_a_linear_layer_are_low_contractions(matrix):
 def test_defaults_are_not_installed_by_starting_the_engine():
     xla_amp.xla_device()
     assert registered() == THEIRS
-    assert "xla" not in dispatch._done
+    assert "xla" not in xla_dispatch._done

@@ -1,6 +1,6 @@
 """`GradScaler` and `syncfree` on torch_xla: right where its native operations are not, and one program per step.
 
-The reference is torch.optim in float64, or the rule of `xla_amp.scale` worked out by hand.
+The reference is torch.optim in float64, or the rule of `xla_amp.loss_scaling` worked out by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.engines import base, torch_xla_kernels, torch_xla_optimizers
+from xla_amp.backends import base
+from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
 
 SHAPES = [(5, 3), (4,), ()]
 STEPS = 5
@@ -108,12 +109,12 @@ def test_without_ours_torch_refuses():
     """The twin of the test above."""
     params = parameters("xla", torch.float32)
     set_gradients(params, 0)
-    torch_xla_optimizers.uninstall()
+    fused_optimizers.uninstall()
     try:
         with pytest.raises(RuntimeError, match="requires all the params to be floating point Tensors of supported"):
             torch.optim.Adam(params, fused=True).step()
     finally:
-        torch_xla_optimizers.install()
+        fused_optimizers.install()
     torch.optim.Adam(params, fused=True).step()
 
 
@@ -218,12 +219,12 @@ def test_the_scale(arguments, result):
 
 def test_the_faults_are_torch_xlas():
     """Without our kernels: the twin of the tests above and below."""
-    torch_xla_kernels.uninstall()
+    amp_kernels.uninstall()
     try:
         assert [updated(4.0, 0, False)[0], updated(4.0, 0, False, 3.0)[0]] == [8.0, 8.0]
         assert updated(2.0**127, 0, False)[0] == float("inf")
     finally:
-        torch_xla_kernels.install()
+        amp_kernels.install()
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("nan")], ids=str)

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
-from xla_amp.engines.jax import cut, storage
-from xla_amp.pytorch import checkpoint
+from xla_amp.lazy.distributed import checkpoint
+from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.tensors import tensor_io
 
 DEVICES = jax.device_count()
 LAYOUTS = {
@@ -80,7 +81,7 @@ def main(name: str, what: str, folder: str) -> None:
     result = {}
     if what == "save":
         steps = [step(number) for number in range(STEPS)]
-        program = max(cut.programs(), key=lambda program: program.operations)
+        program = max(execute.programs(), key=lambda program: program.operations)
         result |= {
             "losses": torch.stack([loss for loss, _ in steps]).tolist(),
             "steady": steps[-1][1],
@@ -96,7 +97,7 @@ def main(name: str, what: str, folder: str) -> None:
         "scale": scaler.get_scale(),
         "shards": {
             key: [
-                storage.buffer_of(tensor).array.addressable_shards[0].data.size / tensor.numel()
+                tensor_io.buffer_of(tensor).array.addressable_shards[0].data.size / tensor.numel()
                 for tensor in (parameter, optimizer.state[parameter]["exp_avg"])
             ]
             for key, parameter in parameters.items()

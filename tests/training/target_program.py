@@ -24,8 +24,9 @@ from torch import nn
 import xla_amp
 from xla_amp import config
 from xla_amp import xla_model as xm
-from xla_amp.engines.jax import compat, cut, mesh
-from xla_amp.engines.jax.program import build, steps
+from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import execute, mesh
+from xla_amp.lazy.runtime.compile import build, steps
 
 DEVICES = {"gpu": 8, "tpu": 16}
 LAYOUTS = {
@@ -69,7 +70,7 @@ def trained(marked, specs, reduce):
     scaler = xla_amp.GradScaler(device)
     for _ in range(2):
         step(model, optimizer, scaler, device, marked, reduce)
-    return next(reversed(cut._programs))
+    return next(reversed(execute._programs))
 
 
 def text(key, platform):
@@ -83,7 +84,7 @@ def text(key, platform):
         number += len(instruction.outs)
     numbers = tuple(sum(getattr(each, what) for each, _, _ in instructions) for what in ("floats", "ints"))
     program = build(key, leaf_numbers, leaf_specs, numbers, 1, platform)
-    with compat.x64():
+    with private_api.x64():
         platforms = ({"gpu": "cuda"}.get(platform, platform),)
         return program.call.trace(*program.abstract).lower(lowering_platforms=platforms).as_text()
 

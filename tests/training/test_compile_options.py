@@ -11,11 +11,11 @@ from other_platform import between_kernels, text_for
 from torch import nn
 
 import xla_amp
-from xla_amp.engines.jax import compile_options, cut, runtime
 from xla_amp.errors import StepFailedError
-from xla_amp.jax.bridge import functional
-from xla_amp.pytorch.export import export
-from xla_amp.stablehlo import targets
+from xla_amp.lazy.interop.bridge import functional
+from xla_amp.lazy.interop.export import export
+from xla_amp.lazy.runtime import compile_options, execute, pjrt
+from xla_amp.stablehlo.tools import targets
 
 ROUNDING = "xla_allow_excess_precision"
 VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
@@ -23,9 +23,9 @@ VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
 
 @pytest.fixture
 def device():
-    cut.forget_programs()
+    execute.forget_programs()
     yield xla_amp.xla_device()
-    cut.forget_programs()
+    execute.forget_programs()
 
 
 @pytest.mark.parametrize("platform", compile_options.OPTIONS)
@@ -52,7 +52,7 @@ def test_rows_have_a_reason_and_are_the_default(monkeypatch, platform):
 def test_users_replace_and_add(monkeypatch, flags, ours, expected):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setenv(VARIABLE, ours)
-    monkeypatch.setattr(runtime, "platform", lambda: "gpu")
+    monkeypatch.setattr(pjrt, "platform", lambda: "gpu")
     assert compile_options.of("gpu") == expected
     # The host computes beside the device, and knows none of its options.
     assert compile_options.of("cpu") == {}
@@ -109,7 +109,7 @@ def test_a_step_is_compiled_with_them(monkeypatch, device):
     monkeypatch.setenv(VARIABLE, "xla_backend_optimization_level=0 xla_allow_excess_precision=false")
     x = torch.ones(3, device=device) + 1
     assert x.tolist() == [2, 2, 2]
-    cut.forget_programs()
+    execute.forget_programs()
     monkeypatch.setenv(VARIABLE, "xla_nothing=1")
     y = x + 1
     with pytest.raises(StepFailedError, match="No such compile option: 'xla_nothing'"):
@@ -133,7 +133,7 @@ def test_programs_inside_others_go_without(monkeypatch, device):
     np.testing.assert_allclose(jax.jit(function)(params, jnp.ones((3, 4))), expected, rtol=1e-6)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(params, jnp.ones((3, 4)))["bias"], [3, 3])
     np.testing.assert_allclose(export(lambda: {"y": model(x)}).call()[0], expected, rtol=1e-6)
-    program = cut.programs()[-1]
+    program = execute.programs()[-1]
     with pytest.raises(ValueError, match="can only be passed to top-level"):
         jax.jit(program.call)(*program.abstract)
 

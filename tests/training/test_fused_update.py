@@ -14,9 +14,10 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.engines.jax import compat, compile_options, cut
+from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import compile_options, execute
 from xla_amp.lowering import table
-from xla_amp.stablehlo import targets
+from xla_amp.stablehlo.tools import targets
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]
 FUSED = {
@@ -43,7 +44,7 @@ def steady_step(make, shapes=SHAPES):
         scaler.update()
         optimizer.zero_grad()
         xla_amp.sync()
-    return cut.programs()[-1]
+    return execute.programs()[-1]
 
 
 VALUES = sum(math.prod(shape) for shape in SHAPES)
@@ -55,7 +56,7 @@ def test_updates_are_in_place_and_move_little(name):
     program = steady_step(make)
 
     # What lives on is donated, and its new value is in its old memory.
-    with compat.x64():
+    with private_api.x64():
         compiled = program.lower().compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= 4 * VALUES * buffers
     assert sum(math.prod(spec.shape) for spec in program.abstract[0]) >= VALUES * buffers
@@ -96,7 +97,7 @@ def test_each_new_value_takes_the_place_of_its_own_old_one():
         optimizer.step()
         optimizer.zero_grad()
         xla_amp.sync()
-    program = cut.programs()[-1]
+    program = execute.programs()[-1]
     donated = [struct.shape for struct in program.abstract[0]]
     over = written_over(program)
     assert [over[index] for index in range(len(donated))] == list(range(len(donated)))
@@ -143,7 +144,7 @@ def test_updates_move_the_least_on_a_tpu(name):
         return new[: len(params)] + new[2 * len(params) :]  # the gradients are dropped
 
     values = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in LARGE]
-    with compat.x64():
+    with private_api.x64():
         numbers = jax.ShapeDtypeStruct((3 + len(options),), jnp.float64)
         counts = [jax.ShapeDtypeStruct((), jnp.float32)] * len(LARGE)
         arguments = values, [values] * (buffers - 1), values, counts, numbers

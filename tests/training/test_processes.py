@@ -24,8 +24,8 @@ from replica_program import rows_of
 import xla_amp
 from xla_amp import config, xla_model
 from xla_amp.config import Process, Store
-from xla_amp.engines.jax import agreement
 from xla_amp.errors import EngineError, PolicyError
+from xla_amp.lazy.distributed import consistency
 
 PROGRAM = Path(__file__).with_name("replica_program.py")
 
@@ -257,13 +257,13 @@ def meeting(monkeypatch, changes, world_sizes=(2, 2), come=(0, 1), timeout=60):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    plain = agreement.started_with
-    monkeypatch.setattr(agreement, "started_with", lambda place: plain(place) | (changes if place.rank else {}))
+    plain = consistency.started_with
+    monkeypatch.setattr(consistency, "started_with", lambda place: plain(place) | (changes if place.rank else {}))
 
     def meet(rank):
         place = Process(rank, world_sizes[rank], rank, "", timeout, Store("127.0.0.1", port, False, "0"))
         try:
-            agreement.meet(place)
+            consistency.meet(place)
         except EngineError as error:
             return str(error)
         return ""
@@ -272,8 +272,8 @@ def meeting(monkeypatch, changes, world_sizes=(2, 2), come=(0, 1), timeout=60):
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(meet, come))
     finally:
-        agreement._store.clear()
-        agreement._met.clear()
+        consistency._store.clear()
+        consistency._met.clear()
 
 
 def test_processes_that_were_started_alike_meet(monkeypatch):
@@ -298,9 +298,9 @@ def test_a_process_that_was_started_otherwise_is_named(monkeypatch, changes, wor
 
 def test_rules_from_outside_are_part_of_what_is_compared(monkeypatch):
     place = Process(0, 2, 0, "", 60, None)
-    assert agreement.started_with(place)["autocast rules"] == "none of its own"
+    assert consistency.started_with(place)["autocast rules"] == "none of its own"
     monkeypatch.setenv("XLA_AMP_RULES", "softmax=low")
-    assert agreement.started_with(place)["autocast rules"] == "softmax=low"
+    assert consistency.started_with(place)["autocast rules"] == "softmax=low"
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch):

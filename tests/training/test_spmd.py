@@ -19,7 +19,7 @@ import torch
 import xla_amp
 from xla_amp import xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
-from xla_amp.pytorch import checkpoint
+from xla_amp.lazy.distributed import checkpoint
 
 
 @functools.cache
@@ -181,4 +181,4 @@ def on_device(*shape):
 def test_bad_input(call, kind, words, mesh):
     with pytest.raises(kind, match=words):
         call(mesh)
-    assert xla_amp.engines.jax.mesh.active is None
+    assert xla_amp.lazy.runtime.mesh.active is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from xla_amp.stablehlo import targets
+from xla_amp.stablehlo.tools import targets
 
 pytestmark = pytest.mark.timeout(900)  # compilers for TPUs, on a machine that may be busy
 

@@ -13,7 +13,7 @@ import torch
 from networks import NETWORKS, build, loss_of, losses
 
 import xla_amp
-from xla_amp.engines.jax import cut
+from xla_amp.lazy.runtime import execute
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}),
@@ -204,11 +204,11 @@ def test_every_contraction_of_a_bf16_step_has_bf16_operands(network: str) -> Non
     for _ in range(3):
         trainer.step()
         xla_amp.sync()
-    assert contraction_operands(cut.programs()[-1].optimized_hlo()) == {("bf16", "bf16")}
+    assert contraction_operands(execute.programs()[-1].optimized_hlo()) == {("bf16", "bf16")}
 
 
 def test_an_fp32_step_has_fp32_contractions() -> None:
     trainer = Trainer("mlp", "sgd", torch.bfloat16)
     loss_of(trainer.model, trainer.batches[0]).backward()
     xla_amp.sync()
-    assert contraction_operands(cut.programs()[-1].optimized_hlo()) == {("f32", "f32")}
+    assert contraction_operands(execute.programs()[-1].optimized_hlo()) == {("f32", "f32")}

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from xla_amp import record
+from xla_amp import events
 from xla_amp.diagnose import tables
-from xla_amp.record import DecisionRecord
+from xla_amp.events import DecisionRecord
 
 _SHORT: Final = {
     "bfloat16": "bf16",
@@ -37,7 +37,7 @@ class Report:
 
     def __init__(self) -> None:
         self.records: list[DecisionRecord] = []
-        """One `xla_amp.record.DecisionRecord` for each operation that ran in an autocast region, of any thread."""
+        """One `xla_amp.events.DecisionRecord` for each operation that ran in an autocast region, of any thread."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -115,12 +115,12 @@ def explain() -> Iterator[Report]:
     report = Report()
     with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
-            from xla_amp.pytorch import recording
+            from xla_amp.pytorch.autocast import tracing
 
-            stack.callback(recording.stop, recording.start())
+            stack.callback(tracing.stop, tracing.start())
         sink = report.records.append
-        record.add(sink)
-        stack.callback(record.remove, sink)
+        events.add(sink)
+        stack.callback(events.remove, sink)
         yield report
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_amp.diagnose.documents import Document
-from xla_amp.diagnose.painted_graph import painted_graph
-from xla_amp.stablehlo.report import Report, location
+from xla_amp.diagnose.graph_drawing import painted_graph
+from xla_amp.stablehlo.passes.report import Report, location
 
 
 def page(document: Document, module: Any = None, why: Callable[[Any], str] | None = None) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from xla_amp.diagnose import tables
-from xla_amp.diagnose.unchanged import reachable, unchanged
-from xla_amp.diagnose.watching import Gradients, Inputs, Magnitudes, Operand, Place, Producer, Widened
+from xla_amp.diagnose.isolated_run import reachable, unchanged
+from xla_amp.diagnose.op_watcher import Gradients, Inputs, Magnitudes, Operand, Place, Producer, Widened
 from xla_amp.errors import XlaAmpError
-from xla_amp.pytorch import module_paths
+from xla_amp.pytorch.autocast import module_paths
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 
@@ -156,7 +156,7 @@ def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step behind `xla_amp.compile`, whose replays show no operations."""
     if isinstance(step, functools.partial):
         return functools.partial(_recorded(step.func), *step.args, **step.keywords)
-    compiled = type(step).__module__ == "xla_amp.pytorch.compile"
+    compiled = type(step).__module__ == "xla_amp.lazy.capture.api"
     return step.__wrapped__ if compiled else step  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,7 @@
 A loss is multiplied by the scale before the backward pass, so that small float16 gradients do not become zero
 (Micikevicius et al. 2018, section 3.2).  Everything that shapes the next steps is a leaf of the pytree, bounds and
 factors too: nothing is lost on the way through `jax.jit`, `jax.lax.scan`, a checkpoint or a pickle.  The arithmetic is
-`xla_amp.scale.update`, the same as that of the PyTorch scaler.
+`xla_amp.loss_scaling.update`, the same as that of the PyTorch scaler.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp import scale as formula
+from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
 
 _Tree = TypeVar("_Tree")

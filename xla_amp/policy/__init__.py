@@ -4,26 +4,26 @@
 operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 """
 
-from xla_amp.policy.context import Region as Region
-from xla_amp.policy.context import Token as Token
-from xla_amp.policy.context import current as current
-from xla_amp.policy.context import on_pop as on_pop
-from xla_amp.policy.context import on_push as on_push
-from xla_amp.policy.context import pop as pop
-from xla_amp.policy.context import push as push
 from xla_amp.policy.load import BUILTIN as BUILTIN
 from xla_amp.policy.load import PolicyLike as PolicyLike
 from xla_amp.policy.load import default_name as default_name
 from xla_amp.policy.load import load as load
-from xla_amp.policy.names import equivalent as equivalent
-from xla_amp.policy.names import extend_known_operations as extend_known_operations
-from xla_amp.policy.names import operation_class as operation_class
+from xla_amp.policy.op_catalog import equivalent as equivalent
+from xla_amp.policy.op_catalog import extend_known_operations as extend_known_operations
+from xla_amp.policy.op_catalog import operation_class as operation_class
+from xla_amp.policy.policy import Decision as Decision
+from xla_amp.policy.policy import Policy as Policy
+from xla_amp.policy.policy import Rule as Rule
+from xla_amp.policy.policy import RuleLayer as RuleLayer
+from xla_amp.policy.regions import Region as Region
+from xla_amp.policy.regions import Token as Token
+from xla_amp.policy.regions import current as current
+from xla_amp.policy.regions import on_pop as on_pop
+from xla_amp.policy.regions import on_push as on_push
+from xla_amp.policy.regions import pop as pop
+from xla_amp.policy.regions import push as push
 from xla_amp.policy.resolve import on_override as on_override
 from xla_amp.policy.resolve import overridden as overridden
 from xla_amp.policy.resolve import override as override
 from xla_amp.policy.resolve import resolve as resolve
 from xla_amp.policy.resolve import unused_rules as unused_rules
-from xla_amp.policy.rules import Decision as Decision
-from xla_amp.policy.rules import Policy as Policy
-from xla_amp.policy.rules import Rule as Rule
-from xla_amp.policy.rules import RuleLayer as RuleLayer

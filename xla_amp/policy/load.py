@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import names, places
-from xla_amp.policy.rules import Policy, Rule, RuleLayer
-from xla_amp.vocab import CASTS, LOW_DTYPES, Layer, LowDtype
+from xla_amp.policy import module_patterns, op_catalog
+from xla_amp.policy.policy import Policy, Rule, RuleLayer
+from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
 BUILTIN: Final = ("cpu", "cuda", "gpu", "hpu", "mps", "tpu", "xpu")
 """Names of the built-in policies."""
@@ -110,7 +110,7 @@ def signature(path: Path) -> tuple[Path, int, int]:
 
 @functools.cache
 def _builtin(name: str) -> Policy:
-    return _policy(f"tables/{name}.toml", names.read_table(name), "builtin")
+    return _policy(f"tables/{name}.toml", op_catalog.read_table(name), "builtin")
 
 
 @functools.lru_cache(maxsize=64)
@@ -253,7 +253,7 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
         hint = f"; did you mean {close!r}?" if close else "."
         _fail(where, f"unknown cast {cast!r} for {', '.join(operations)}{hint} Casts: {', '.join(CASTS)}")
     return Rule(
-        operations=tuple(names.canonical(name) for name in operations),
+        operations=tuple(op_catalog.canonical(name) for name in operations),
         cast=cast,
         why=why,
         source=source,
@@ -267,8 +267,8 @@ def _check_builtin(where: str, operations: list[str]) -> None:
         first = next(name for name, right in zip(operations, sorted(operations), strict=True) if name != right)
         _fail(where, f"operations are not sorted from {first!r} on")
     for name in operations:
-        if name not in names.catalogue().classes:
-            _fail(where, names.unknown(name))
+        if name not in op_catalog.catalogue().classes:
+            _fail(where, op_catalog.unknown(name))
 
 
 def check(layer: RuleLayer) -> RuleLayer:
@@ -280,11 +280,11 @@ def check(layer: RuleLayer) -> RuleLayer:
     if layer.layer != "builtin":
         for rule in layer.rules:
             for pattern in rule.operations:
-                if places.is_place(pattern):
-                    if problem := places.problem(pattern, rule.cast):
+                if module_patterns.is_place(pattern):
+                    if problem := module_patterns.problem(pattern, rule.cast):
                         _fail(rule.origin, problem)
-                elif not names.matching(pattern):
-                    _fail(rule.origin, names.unknown(pattern))
+                elif not op_catalog.matching(pattern):
+                    _fail(rule.origin, op_catalog.unknown(pattern))
         for operation in layer.reach():
             layer.find(operation)
     return layer

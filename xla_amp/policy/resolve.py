@@ -17,12 +17,12 @@ from typing import Any, Final, NoReturn
 
 from xla_amp import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import context as regions
-from xla_amp.policy import names, places
+from xla_amp.policy import module_patterns, op_catalog
+from xla_amp.policy import regions as regions
 from xla_amp.policy.load import PolicyLike, check, load, read_file, rule, rules_from_file, signature
-from xla_amp.policy.names import matching
-from xla_amp.policy.rules import Policy, Rule, RuleLayer
-from xla_amp.vocab import Cast, Layer
+from xla_amp.policy.op_catalog import matching
+from xla_amp.policy.policy import Policy, Rule, RuleLayer
+from xla_amp.types import Cast, Layer
 
 _HPU: Final = "tables/hpu.toml"
 _GAUDI_NAMES_NOTHING: Final = ("iadd", "truediv")
@@ -196,7 +196,7 @@ class override:
         rules: what to cast: an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to cast.
         module: path of modules as ``named_modules`` gives it, globs allowed, perhaps with an operation at the end
             (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
-        hlo_class: operation class (``"reduction"``, see `xla_amp.vocab.OperationClass`); gets `cast`.
+        hlo_class: operation class (``"reduction"``, see `xla_amp.types.OperationClass`); gets `cast`.
         cast: the cast of `module` and of `hlo_class`.
         **casts: operation to cast, for names that are identifiers.
 
@@ -269,7 +269,7 @@ class _Entered(threading.local):
 
 
 def _aimed(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:
-    aims = {places.PREFIX: module, names.CLASS: hlo_class}
+    aims = {module_patterns.PREFIX: module, op_catalog.CLASS: hlo_class}
     found = {f"{prefix}{aim}": cast for prefix, aim in aims.items() if aim is not None}
     for word, aim in (("module", module), ("hlo_class", hlo_class)):
         if aim is not None and not isinstance(aim, str):

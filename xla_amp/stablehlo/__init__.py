@@ -13,14 +13,14 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "Converted": "xla_amp.stablehlo.rewrite",
-    "Program": "xla_amp.stablehlo.files",
-    "Report": "xla_amp.stablehlo.report",
-    "autocast": "xla_amp.stablehlo.rewrite",
-    "compare": "xla_amp.stablehlo.comparison",
-    "inspect": "xla_amp.stablehlo.inspection",
-    "load": "xla_amp.stablehlo.files",
-    "save": "xla_amp.stablehlo.files",
+    "Converted": "xla_amp.stablehlo.passes.autocast",
+    "Program": "xla_amp.stablehlo.io",
+    "Report": "xla_amp.stablehlo.passes.report",
+    "autocast": "xla_amp.stablehlo.passes.autocast",
+    "compare": "xla_amp.stablehlo.tools.comparison",
+    "inspect": "xla_amp.stablehlo.tools.inspection",
+    "load": "xla_amp.stablehlo.io",
+    "save": "xla_amp.stablehlo.io",
 }
 """Public name -> module that defines it."""
 

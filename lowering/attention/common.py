@@ -1,0 +1,114 @@
+"""What every form of attention is given, and the pieces that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.linalg.contraction import Operand, contract
+from xla_amp.lowering.operand import as_dtype, materialize, opmath
+
+_BATCH = ((0, 1), (0, 1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One call of scaled dot product attention."""
+
+    query: Operand
+    """[batch, heads, rows, features]."""
+    key: Operand
+    """[batch, heads or a divisor, columns, features]."""
+    value: Operand
+    """[batch, heads or a divisor, columns, features of the result]."""
+    bias: jax.Array | None = None
+    """Added to the scores, broadcast to [batch, heads, rows, columns]; or a mask, true for what is seen."""
+    dropout: float = 0.0
+    """Chance of each weight to be dropped."""
+    causal: bool = False
+    """Row i sees columns 0 to i."""
+    given_scale: float | None = None
+    """Factor of the scores; None is 1 / sqrt(features)."""
+    rng: Any = None
+    """Key of the dropped weights; None without dropout."""
+    platform: str
+    partitioned: bool = False
+    """Whether XLA splits the program over the devices of a mesh."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the scores: [batch, heads, rows, columns]."""
+        return (*self.query.shape[:3], self.key.shape[2])  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the operands."""
+        return np.dtype(self.query.dtype)
+
+    @property
+    def groups(self) -> int:
+        """Heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def scale(self) -> np.ndarray:
+        """Factor of the scores, in their dtype."""
+        value = float(self.query.shape[-1]) ** -0.5 if self.given_scale is None else self.given_scale
+        return np.asarray(value, opmath(self.dtype))
+
+    def contract(self, left: Operand, right: Operand, axes: Any, *, wide: bool = True) -> jax.Array:
+        """A product over `axes` for each batch and key head; `wide`, in float32 for half operands."""
+        return contract(left, right, axes, _BATCH, platform=self.platform, wide=wide)
+
+    def scores(self, query: Operand, bias: jax.Array | None, first: Any, rows: int) -> jax.Array:
+        """Scores of `rows` rows from row `first` on, scaled and masked; in opmath.
+
+        Args:
+            query: those rows, `grouped`.
+            bias: those rows of the bias.
+        """
+        shape = (*self.shape[:2], rows, self.shape[3])
+        scores = self.contract(query, self.key, ((3,), (3,))).reshape(shape) * self.scale
+        if bias is not None and bias.dtype == jnp.bool_:
+            scores = jnp.where(bias, scores, -jnp.inf)
+        elif bias is not None:
+            scores = scores + as_dtype(bias, scores.dtype)
+        if self.causal:
+            row, column = (lax.broadcasted_iota(np.int32, shape, axis) for axis in (2, 3))
+            scores = jnp.where(column <= row + first, scores, -jnp.inf)
+        return scores
+
+    def low(self, x: jax.Array) -> Operand:
+        """A matrix of weights in the operands' dtype, grouped for a product."""
+        return grouped(as_dtype(x, self.dtype), self.groups)
+
+    def kept(self, rng: Any, shape: tuple[int, ...]) -> jax.Array:
+        """0 for dropped weights, 1 / (1 - dropout) for the others."""
+        keep = jax.random.bernoulli(rng, 1 - self.dropout, shape)
+        return jnp.where(keep, np.asarray(1 / (1 - self.dropout), opmath(self.dtype)), 0)
+
+
+def grouped(x: Operand, groups: int) -> Operand:
+    """[batch, heads, rows, features] with the rows of each `groups` heads, which share a key head, in one."""
+    if groups == 1:
+        return x
+    batch, heads, rows, features = x.shape
+    return materialize(x).reshape(batch, heads // groups, groups * rows, features)
+
+
+def largest(scores: jax.Array) -> jax.Array:
+    """The maximum of each row, 0 where everything is masked."""
+    top = jnp.max(scores, -1, keepdims=True, initial=-jnp.inf)
+    return jnp.where(jnp.isneginf(top), 0, top)
+
+
+def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient of a broadcast from `shape`."""
+    extra = x.ndim - len(shape)
+    x = jnp.sum(x, axis=tuple(range(extra)))
+    return jnp.sum(x, axis=tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1), keepdims=True)

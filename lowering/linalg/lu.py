@@ -1,0 +1,158 @@
+"""LU factorizations, and what torch computes from them: solutions, inverses and determinants.
+
+`_linalg_det`, `_linalg_slogdet` and `_linalg_solve_ex` also return a factorization that autograd solves with later.
+Whether it is that of `A` or of its transpose depends on the memory of `A` and on torch's version, which a lowering does
+not see: `transposed` says it, and the engine calls the form that fits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_amp.lowering.linalg.matrices import adjoint, empty, exact, eye_like, first_true, transpose, triangular
+from xla_amp.lowering.operand import as_dtype
+from xla_amp.lowering.registry import register
+
+
+def _lu(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(LU, pivots from 1, info)."""
+    if not a.size:
+        shape = (*a.shape[:-2], min(a.shape[-2:]))
+        return a, jnp.zeros(shape, jnp.int32), jnp.zeros(a.shape[:-2], jnp.int32)
+    factors, pivots, _ = lax.linalg.lu(a)
+    return factors, pivots + 1, first_true(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
+
+
+def _lu_without_pivots(a: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    rows, columns = a.shape[-2:]
+    rank = min(rows, columns)
+
+    def eliminate(k: int, rest: jax.Array) -> jax.Array:
+        below, right = jnp.arange(rows) > k, jnp.arange(columns) > k
+        ratio = jnp.where(below, rest[..., :, k] / rest[..., k, k][..., None], 0)
+        rest = rest - ratio[..., :, None] * jnp.where(right, rest[..., k, :], 0)[..., None, :]
+        return rest.at[..., :, k].set(jnp.where(below, ratio, rest[..., :, k]))
+
+    factors = lax.fori_loop(0, rank, eliminate, a) if a.size else a
+    pivots = jnp.broadcast_to(jnp.arange(1, rank + 1, dtype=jnp.int32), (*a.shape[:-2], rank))
+    return factors, pivots, first_true(jnp.diagonal(factors, axis1=-2, axis2=-1) == 0)
+
+
+def _permutation(pivots: jax.Array, rows: int) -> jax.Array:
+    """The row order that `pivots` (from 1) make of 0..rows-1."""
+    if not pivots.size:
+        return jnp.broadcast_to(jnp.arange(rows), (*pivots.shape[:-1], rows))
+    return lax.linalg.lu_pivots_to_permutation(as_dtype(pivots - 1, jnp.int32), rows)
+
+
+def _unpack(factors: jax.Array, permutation: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(P, L, U) with A = P L U."""
+    rows, columns = factors.shape[-2:]
+    rank = min(rows, columns)
+    lower = jnp.tril(factors[..., :, :rank], -1) + jnp.eye(rows, rank, dtype=factors.dtype)
+    return _permutation_matrix(permutation, factors.dtype), lower, jnp.triu(factors[..., :rank, :])
+
+
+def _permutation_matrix(permutation: jax.Array, dtype: Any) -> jax.Array:
+    rows = jnp.arange(permutation.shape[-1])
+    return as_dtype(rows[:, None] == permutation[..., None, :], dtype)
+
+
+def _solve_factored(
+    factors: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint_: bool = False
+) -> jax.Array:
+    """A X = B or X A = B (not `left`), of A or its adjoint, from A's LU factorization."""
+    if not left:
+        return adjoint(_solve_factored(factors, pivots, adjoint(b), adjoint_=not adjoint_))
+    batch = jnp.broadcast_shapes(factors.shape[:-2], b.shape[:-2])
+    b = jnp.broadcast_to(b, batch + b.shape[-2:])
+    order = jnp.broadcast_to(_permutation(pivots, factors.shape[-1]), batch + factors.shape[-1:])
+    if adjoint_:
+        x = triangular(factors, b, lower=False, adjoint=True)
+        x = triangular(factors, x, lower=True, adjoint=True, unit=True)
+        return jnp.take_along_axis(x, jnp.argsort(order, axis=-1)[..., None], axis=-2)
+    x = jnp.take_along_axis(b, order[..., None], axis=-2)
+    return triangular(factors, triangular(factors, x, lower=True, unit=True), lower=False)
+
+
+@register("linalg_lu_factor_ex")
+@exact
+def lu_factor_ex(
+    a: jax.Array, *, pivot: bool = True, check_errors: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _lu(a) if pivot else _lu_without_pivots(a)
+
+
+@register("linalg_lu")
+@exact
+def lu(a: jax.Array, *, pivot: bool = True, outs: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    factors, pivots, _ = lu_factor_ex(a, pivot=pivot)
+    permutation, lower, upper = _unpack(factors, _permutation(pivots, a.shape[-2]))
+    return permutation if pivot else empty(outs[0]), lower, upper
+
+
+@register("lu_unpack")
+def lu_unpack(
+    factors: jax.Array, pivots: jax.Array, unpack_data: bool = True, unpack_pivots: bool = True, *, outs: Any
+) -> tuple[jax.Array, ...]:
+    results = _unpack(factors, _permutation(pivots, factors.shape[-2]))
+    wanted = (unpack_pivots, unpack_data, unpack_data)
+    return tuple(r if keep else empty(out) for r, keep, out in zip(results, wanted, outs, strict=True))
+
+
+@register("linalg_lu_solve")
+@exact
+def lu_solve(
+    factors: jax.Array, pivots: jax.Array, b: jax.Array, *, left: bool = True, adjoint: bool = False
+) -> jax.Array:
+    return _solve_factored(factors, pivots, b, left=left, adjoint_=adjoint)
+
+
+@register("_linalg_solve_ex")
+@exact
+def solve_ex(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    left: bool = True,
+    check_errors: bool = False,
+    out: Any,
+    transposed: bool = False,
+) -> tuple[jax.Array, ...]:
+    factors, pivots, info = _lu(transpose(a) if transposed else a)
+    vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    x = _solve_factored(factors, pivots, b[..., None] if vector else b, left=left, adjoint_=transposed)
+    return (x[..., 0] if vector else x).reshape(out.shape), factors, pivots, info
+
+
+@register("linalg_inv_ex")
+@exact
+def inv_ex(a: jax.Array, *, check_errors: bool = False) -> tuple[jax.Array, jax.Array]:
+    factors, pivots, info = _lu(a)
+    return _solve_factored(factors, pivots, eye_like(a)), info
+
+
+def _determinant(a: jax.Array, transposed: bool) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(diagonal of U, sign of the permutation, LU, pivots)."""
+    factors, pivots, _ = _lu(transpose(a) if transposed else a)
+    swaps = jnp.sum(pivots != jnp.arange(1, a.shape[-1] + 1), -1)
+    sign = as_dtype(1 - 2 * (swaps % 2), a.dtype)
+    return jnp.diagonal(factors, axis1=-2, axis2=-1), sign, factors, pivots
+
+
+@register("_linalg_det")
+@exact
+def det(a: jax.Array, *, transposed: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    diagonal, sign, factors, pivots = _determinant(a, transposed)
+    return sign * jnp.prod(diagonal, -1), factors, pivots
+
+
+@register("_linalg_slogdet")
+@exact
+def slogdet(a: jax.Array, *, transposed: bool = False) -> tuple[jax.Array, ...]:
+    diagonal, sign, factors, pivots = _determinant(a, transposed)
+    return sign * jnp.prod(jnp.sign(diagonal), -1), jnp.sum(jnp.log(jnp.abs(diagonal)), -1), factors, pivots

@@ -1,0 +1,1 @@
+"""Elementwise functions, reductions, sorting and counting."""

@@ -1,0 +1,305 @@
+"""Elementwise operations of one tensor, and those of three: selection, interpolation, fused multiply-add.
+
+Each table row is an ATen name and the function that computes it.  The tables differ in the dtype that they compute in,
+which is all that tells one elementwise operation of torch from another:
+
+============  ==========================================================================  =======================
+table         computed in                                                                 examples
+============  ==========================================================================  =======================
+`FLOAT`       the result's dtype, halves in float32; integers become floats first         exp, sqrt, sigmoid
+`SAME`        the operand's dtype, halves in float32                                      neg, abs, sign
+`ROUNDING`    as `SAME`; integers are returned as they are                                floor, round
+`PREDICATES`  the operand's dtype; the result is boolean                                  isnan, logical_not
+============  ==========================================================================  =======================
+
+Operations of two tensors are in `arithmetic`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy import special
+
+from xla_amp.lowering.math import arithmetic  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering.operand import as_dtype, opmath, up, written
+from xla_amp.lowering.registry import register
+
+Unary = Callable[[jax.Array], jax.Array]
+
+
+def is_integral(dtype: Any) -> bool:
+    """Whether `dtype` is an integer or boolean type."""
+    return np.dtype(dtype).kind in "iub"
+
+
+def _log10(x: jax.Array) -> jax.Array:
+    return jnp.log(x) * np.asarray(np.log10(np.e), x.dtype)
+
+
+def _sinc(x: jax.Array) -> jax.Array:
+    pi = np.asarray(np.pi, x.dtype) * x
+    return jnp.where(x == 0, jnp.ones_like(x), jnp.sin(pi) / jnp.where(x == 0, jnp.ones_like(x), pi))
+
+
+def _digamma(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, jnp.copysign(np.asarray(np.inf, x.dtype), -x), special.digamma(x))
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    if x.dtype.kind == "c":
+        return jnp.sign(x)
+    zero = jnp.zeros((), x.dtype)
+    return as_dtype(x > zero, x.dtype) - as_dtype(x < zero, x.dtype) if x.dtype != jnp.bool_ else x  # NaN has sign 0
+
+
+FLOAT: dict[str, Unary] = {
+    "acos": jnp.arccos,
+    "acosh": jnp.arccosh,
+    "asin": jnp.arcsin,
+    "asinh": jnp.arcsinh,
+    "atan": jnp.arctan,
+    "atanh": jnp.arctanh,
+    "cos": jnp.cos,
+    "cosh": jnp.cosh,
+    "deg2rad": jnp.deg2rad,
+    "digamma": _digamma,
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "erfinv": lax.erf_inv,
+    "exp": jnp.exp,
+    "exp2": jnp.exp2,
+    "expm1": jnp.expm1,
+    "i0": special.i0,
+    "lgamma": lax.lgamma,
+    "log": jnp.log,
+    "log10": _log10,
+    "log1p": jnp.log1p,
+    "log2": jnp.log2,
+    "rad2deg": jnp.rad2deg,
+    "reciprocal": lambda x: 1 / x,
+    "rsqrt": lax.rsqrt,
+    "sigmoid": jax.nn.sigmoid,
+    "sin": jnp.sin,
+    "sinc": _sinc,
+    "sinh": jnp.sinh,
+    "special_entr": special.entr,
+    "special_i0e": special.i0e,
+    "special_i1": special.i1,
+    "special_i1e": special.i1e,
+    "special_log_ndtr": special.log_ndtr,
+    "special_ndtri": special.ndtri,
+    "sqrt": jnp.sqrt,
+    "tan": jnp.tan,
+    "tanh": jnp.tanh,
+}
+
+SAME: dict[str, Unary] = {
+    "_conj_physical": jnp.conj,
+    "abs": jnp.abs,
+    "bitwise_not": jnp.bitwise_not,
+    "neg": jnp.negative,
+    "sgn": _sign,
+    "sign": _sign,
+}
+
+ROUNDING: dict[str, Unary] = {
+    "ceil": jnp.ceil,
+    "floor": jnp.floor,
+    "frac": lambda x: x - jnp.trunc(x),
+    "round": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
+    "trunc": jnp.trunc,
+}
+
+PREDICATES: dict[str, Unary] = {
+    "isinf": jnp.isinf,
+    "isnan": jnp.isnan,
+    "isneginf": jnp.isneginf,
+    "isposinf": jnp.isposinf,
+    "logical_not": jnp.logical_not,
+    "signbit": lambda x: x < 0 if is_integral(x.dtype) else jnp.signbit(x),
+}
+
+
+def _in_float(function: Unary) -> Callable[..., jax.Array]:
+    def lowering(x: jax.Array, *, out: Any) -> jax.Array:
+        return function(as_dtype(x, opmath(out.dtype)))
+
+    return lowering
+
+
+def _in_same(function: Unary) -> Callable[..., jax.Array]:
+    return lambda x: function(up(x))
+
+
+def _unless_integral(function: Unary) -> Callable[..., jax.Array]:
+    return lambda x: x if is_integral(x.dtype) else function(up(x))
+
+
+def _as_given(function: Unary) -> Callable[..., jax.Array]:
+    return lambda x: function(x)
+
+
+for _table, _wrap in ((FLOAT, _in_float), (SAME, _in_same), (ROUNDING, _unless_integral), (PREDICATES, _as_given)):
+    for _name, _function in _table.items():
+        register(_name)(_wrap(_function))
+
+
+# -- one tensor and constants -----------------------------------------------------------------------------------------
+
+
+@register("relu")
+def relu(x: jax.Array, *, platform: str) -> jax.Array:
+    """The larger of `x` and zero: the next product, the gradient's mask and a residual block's sum all read it."""
+    return written(jnp.maximum(x, jnp.zeros((), x.dtype)), x.dtype, platform)
+
+
+@register("logit")
+def logit(x: jax.Array, eps: float | None = None, *, out: Any) -> jax.Array:
+    """log(x / (1 - x)), with x clamped to [eps, 1 - eps] where `eps` is given."""
+    x = as_dtype(x, opmath(out.dtype))
+    if eps is not None:
+        x = jnp.clip(x, eps, 1 - eps)
+    return jnp.log(x / (1 - x))
+
+
+@register("round.decimals")
+def round_decimals(x: jax.Array, *, decimals: int) -> jax.Array:
+    """Half-to-even rounding after scaling by a power of ten, as torch (which differs from decimal rounding)."""
+    if is_integral(x.dtype):
+        return x
+    x = up(x)
+    scale = np.asarray(10.0 ** abs(decimals), x.dtype)
+    nearest = ROUNDING["round"]
+    return nearest(x * scale) / scale if decimals >= 0 else nearest(x / scale) * scale
+
+
+@register("angle")
+def angle(x: jax.Array, *, out: Any) -> jax.Array:
+    """The argument of a complex number; for reals 0 or pi, and NaN for NaN."""
+    if x.dtype.kind == "c":
+        return jnp.angle(x)
+    x = as_dtype(x, opmath(out.dtype))
+    pi = jnp.where(x < 0, np.asarray(np.pi, x.dtype), np.asarray(0, x.dtype))
+    return jnp.where(jnp.isnan(x), x, pi)
+
+
+@register("nan_to_num")
+def nan_to_num(
+    x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> jax.Array:
+    """NaN becomes `nan` (0), the infinities `posinf` and `neginf` (the dtype's own largest and least finite value)."""
+    if is_integral(x.dtype):
+        return x
+    limits = jnp.finfo(x.dtype)
+    x = jnp.where(jnp.isnan(x), as_dtype(0.0 if nan is None else nan, x.dtype), x)
+    x = jnp.where(jnp.isposinf(x), as_dtype(limits.max if posinf is None else posinf, x.dtype), x)
+    return jnp.where(jnp.isneginf(x), as_dtype(limits.min if neginf is None else neginf, x.dtype), x)
+
+
+def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:
+    """The sum of ``(q + k) ** -s``; JAX has it from 0 on, and each step towards 0 is one term."""
+
+    def is_below(q: jax.Array) -> jax.Array:
+        return (q < 0) & (q > -1e4)
+
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, total = state
+        below = is_below(q)
+        return jnp.where(below, q + 1, q), total + jnp.where(below, lax.integer_pow(q, -s), 0)
+
+    q, total = lax.while_loop(lambda state: jnp.any(is_below(state[0])), step, (q, jnp.zeros_like(q)))
+    return total + special.zeta(jnp.asarray(s, q.dtype), q)
+
+
+@register("polygamma")
+def polygamma(n: int, x: jax.Array, *, out: Any) -> jax.Array:
+    """The n-th derivative of digamma."""
+    x = as_dtype(x, opmath(out.dtype))
+    if n == 0:
+        return special.digamma(x)
+    return (-1) ** (n + 1) * math.factorial(n) * _hurwitz_zeta(n + 1, x)
+
+
+@register("polygamma_", mutates=("self",))
+def polygamma_(x: jax.Array, n: int, *, out: Any) -> jax.Array:
+    """`polygamma` in place, whose schema has the arguments the other way round."""
+    return polygamma(n, x, out=out)
+
+
+@register("mvlgamma")
+def mvlgamma(x: jax.Array, p: int, *, out: Any) -> jax.Array:
+    """The multivariate log-gamma function of dimension `p`."""
+    return special.multigammaln(as_dtype(x, opmath(out.dtype)), p)
+
+
+# -- clamping: NaN in any operand gives NaN; a lower bound above the upper one gives the upper ------------------------
+
+
+@register("clamp", "clamp.Tensor")
+def clamp(x: jax.Array, min: Any = None, max: Any = None, *, common: Any) -> jax.Array:  # schema names
+    """min(max(x, min), max); either bound may be absent."""
+    x = as_dtype(x, common)
+    if min is not None:
+        x = jnp.maximum(x, as_dtype(min, common))
+    return x if max is None else jnp.minimum(x, as_dtype(max, common))
+
+
+@register("clamp_min", "clamp_min.Tensor")
+def clamp_min(x: jax.Array, min: Any, *, common: Any) -> jax.Array:
+    """max(x, min)."""
+    return jnp.maximum(as_dtype(x, common), as_dtype(min, common))
+
+
+@register("clamp_max", "clamp_max.Tensor")
+def clamp_max(x: jax.Array, max: Any, *, common: Any) -> jax.Array:
+    """min(x, max)."""
+    return jnp.minimum(as_dtype(x, common), as_dtype(max, common))
+
+
+# -- three tensors ----------------------------------------------------------------------------------------------------
+
+
+@register("where.self")
+def where(condition: jax.Array, x: jax.Array, other: jax.Array, *, out: Any) -> jax.Array:
+    """`x` where `condition`, else `other`."""
+    return jnp.where(condition, as_dtype(x, out.dtype), as_dtype(other, out.dtype))
+
+
+@register("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(x: jax.Array, mask: jax.Array, value: Any) -> jax.Array:
+    """`value` where `mask`, else `x`; the dtype of `x`."""
+    return jnp.where(mask, as_dtype(value, x.dtype), x)
+
+
+@register("addcmul")
+def addcmul(x: jax.Array, first: jax.Array, second: jax.Array, *, value: Any = 1, common: Any) -> jax.Array:
+    """x + value * first * second."""
+    dtype = opmath(common)
+    return as_dtype(x, dtype) + as_dtype(value, dtype) * as_dtype(first, dtype) * as_dtype(second, dtype)
+
+
+@register("addcdiv")
+def addcdiv(x: jax.Array, first: jax.Array, second: jax.Array, *, value: Any = 1, common: Any) -> jax.Array:
+    """x + value * (first / second); torch admits floats only."""
+    dtype = opmath(common)
+    return as_dtype(x, dtype) + as_dtype(value, dtype) * (as_dtype(first, dtype) / as_dtype(second, dtype))
+
+
+@register("lerp.Scalar", "lerp.Tensor")
+def lerp(start: jax.Array, end: jax.Array, weight: Any, *, common: Any) -> jax.Array:
+    """start + weight * (end - start), from whichever end is nearer, so that weight 1 gives `end` exactly.
+
+    Source: ``at::native::lerp`` (ATen/native/Lerp.h).
+    """
+    dtype = opmath(common)
+    start, end, weight = as_dtype(start, dtype), as_dtype(end, dtype), as_dtype(weight, dtype)
+    difference = end - start
+    near_start = start + weight * difference
+    return jnp.where(jnp.abs(weight) < 0.5, near_start, end - difference * (1 - weight))

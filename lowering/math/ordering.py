@@ -1,0 +1,229 @@
+"""Operations that order elements: sorting, ranks, running reductions, searching.
+
+NaN counts as the greatest of all, as in torch.  Axes are counted as torch counts them: a 0-d tensor has one of size 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype, opmath
+from xla_amp.lowering.registry import register
+
+
+def _along(function: Callable[..., Any], x: jax.Array, dim: int, keepdim: bool = True) -> Any:
+    """`function` of `x` with `dim` as its last axis; that axis of the results goes back, or away without `keepdim`."""
+    ndim = max(x.ndim, 1)
+    results = function(jnp.moveaxis(x.reshape(x.shape or (1,)), dim, -1))
+
+    def back(y: jax.Array) -> jax.Array:
+        y = jnp.moveaxis(y, -1, dim % ndim) if keepdim else jnp.squeeze(y, -1)
+        return y.reshape(()) if x.ndim == 0 else y
+
+    return jax.tree.map(back, results)
+
+
+# -- sorting ----------------------------------------------------------------------------------------------------------
+
+
+def _sorted(x: jax.Array, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Stable sort of the last axis with the places that the values came from."""
+    places = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    if not descending:
+        values, places = lax.sort((x, places), num_keys=1)
+        return values, places
+    # Sorting the mirror image and mirroring the result keeps equal elements in order, and NaN first.
+    values, places = lax.sort((jnp.flip(x, -1), jnp.flip(places, -1)), num_keys=1)
+    return jnp.flip(values, -1), jnp.flip(places, -1)
+
+
+@register("sort")
+def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Sorted values and their places."""
+    return _along(functools.partial(_sorted, descending=descending), x, dim)
+
+
+@register("sort.stable")
+def sort_stable(
+    x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Sorted values and their places; always stable."""
+    return sort(x, dim, descending)
+
+
+@register("topk")
+def topk(
+    x: jax.Array,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    sorted: bool = True,  # schema names
+) -> tuple[jax.Array, jax.Array]:
+    """The `k` greatest (or least) values, best first, and their places."""
+
+    def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, places = lax.top_k(_rank_key(y, largest), k)
+        return _from_rank_key(values, y.dtype, largest), places
+
+    return _along(last_axis, x, dim)
+
+
+def _rank_key(x: jax.Array, largest: bool) -> jax.Array:
+    """`x` or its mirror image in an order where more is better.
+
+    XLA ranks a NaN by its sign bit, and hardware makes NaN of either sign.
+    """
+    if x.dtype.kind in "iub":
+        x = as_dtype(x, jnp.uint8) if x.dtype == jnp.bool_ else x
+        return x if largest else ~x
+    x = jnp.where(jnp.isnan(x), np.asarray(np.nan, x.dtype), x)
+    return x if largest else -x
+
+
+def _from_rank_key(key: jax.Array, dtype: Any, largest: bool) -> jax.Array:
+    if np.dtype(dtype).kind in "iub":
+        return as_dtype(key if largest else ~key, dtype)
+    return key if largest else -key
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _pick(values: jax.Array, places: jax.Array, rank: Any) -> tuple[jax.Array, jax.Array]:
+    """The elements at `rank` of the sorted last axis, which stays with size 1."""
+    rank = jnp.broadcast_to(rank, (*values.shape[:-1], 1))
+    return tuple(jnp.take_along_axis(y, rank, -1, mode="clip") for y in (values, places))  # type: ignore[return-value]
+
+
+@register("kthvalue")
+def kthvalue(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The `k`-th least value (from 1) and its place."""
+    return _along(lambda y: _pick(*_sorted(y), k - 1), x, dim, keepdim)
+
+
+def _median(x: jax.Array, skip_nan: bool) -> tuple[jax.Array, jax.Array]:
+    values, places = _sorted(x)
+    count = jnp.sum(values == values, axis=-1, keepdims=True)  # NaN, which stands last, differs from itself
+    whole = count == x.shape[-1]
+    rank = (count - 1) // 2
+    if not skip_nan:
+        rank = jnp.where(whole, rank, count)  # the first NaN
+    return _pick(values, places, jnp.maximum(rank, 0))
+
+
+def _register_median(name: str, skip_nan: bool) -> None:
+    def over(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+        return _along(lambda y: _median(y, skip_nan), x, dim, keepdim)
+
+    register(f"{name}.dim")(over)
+    register(name)(lambda x: over(x.reshape(-1), 0)[0])
+
+
+_register_median("median", False)  # the lower of two middle elements; NaN if there is one
+_register_median("nanmedian", True)
+
+
+@register("mode")
+def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The most frequent value, the least of several, and its last place."""
+
+    def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, places = _sorted(y)
+        index = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
+        first = jnp.concatenate([jnp.ones_like(index[..., :1]), values[..., 1:] != values[..., :-1]], -1) != 0
+        run_start = lax.cummax(jnp.where(first, index, 0), y.ndim - 1)
+        return _pick(values, places, jnp.argmax(index - run_start, axis=-1, keepdims=True))
+
+    return _along(last_axis, x, dim, keepdim)
+
+
+# -- running reductions: halves in float32 ----------------------------------------------------------------------------
+
+
+def _running(function: Callable[..., jax.Array], x: jax.Array, dim: int, dtype: Any) -> jax.Array:
+    return _along(lambda y: function(as_dtype(y, opmath(dtype)), axis=y.ndim - 1), x, dim)
+
+
+@register("cumsum")
+def cumsum(x: jax.Array, dim: int, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Running sum; of integers as int64 unless `dtype` says otherwise."""
+    return _running(lax.cumsum, x, dim, out.dtype)
+
+
+@register("cumprod")
+def cumprod(x: jax.Array, dim: int, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Running product; of integers as int64 unless `dtype` says otherwise."""
+    return _running(lax.cumprod, x, dim, out.dtype)
+
+
+@register("logcumsumexp", "_logcumsumexp")
+def logcumsumexp(x: jax.Array, dim: int, *, out: Any) -> jax.Array:
+    """log of the running sum of exp(x), without overflow."""
+    return _running(lax.cumlogsumexp, x, dim, out.dtype)
+
+
+def _register_running_extreme(name: str, function: Callable[..., jax.Array]) -> None:
+    def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if y.dtype == jnp.bool_:
+            values, places = last_axis(as_dtype(y, jnp.uint8))
+            return as_dtype(values, jnp.bool_), places
+        axis = y.ndim - 1
+        values = function(y, axis=axis)
+        index = lax.broadcasted_iota(jnp.int32, y.shape, axis)
+        taken = (y == values) | (y != y)  # the last of equals; each NaN anew
+        return values, lax.cummax(jnp.where(taken, index, 0), axis=axis)
+
+    register(name)(lambda x, dim: _along(last_axis, x, dim))
+
+
+_register_running_extreme("cummax", lax.cummax)
+_register_running_extreme("cummin", lax.cummin)
+
+
+# -- searching --------------------------------------------------------------------------------------------------------
+
+
+@register("searchsorted.Tensor", "searchsorted.Scalar")
+def searchsorted(
+    sequence: jax.Array,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: jax.Array | None = None,
+    common: Any,
+) -> jax.Array:
+    """Where each element of `x` would go into the sorted rows of `sequence` (one row, or one per row of `x`)."""
+    if sorter is not None:
+        sequence = jnp.take_along_axis(sequence, sorter, -1)
+    dtype = common if sorter is None else jnp.promote_types(sequence.dtype, x.dtype)
+    sequence, x = as_dtype(sequence, dtype), as_dtype(x, dtype)
+    search = functools.partial(jnp.searchsorted, side="right" if right or side == "right" else "left")
+    if sequence.ndim == 1:
+        return search(sequence, x)
+    if x.size == 0:
+        return jnp.zeros(x.shape, jnp.int32)
+    rows = sequence.reshape(-1, sequence.shape[-1])
+    return jax.vmap(search)(rows, x.reshape(rows.shape[0], -1)).reshape(x.shape)
+
+
+@register("bucketize.Tensor", "bucketize.Scalar")
+def bucketize(x: Any, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False, common: Any) -> jax.Array:
+    """The bucket of each element between sorted `boundaries`."""
+    return searchsorted(boundaries, x, right=right, common=common)
+
+
+@register("isin.Tensor_Tensor", "isin.Tensor_Scalar", "isin.Scalar_Tensor")
+def isin(elements: Any, tests: Any, *, assume_unique: bool = False, invert: bool = False, common: Any) -> jax.Array:
+    """Whether each element equals one of `tests`."""
+    elements, tests = as_dtype(elements, common), as_dtype(tests, common)
+    found = jnp.any(elements[..., None] == tests.reshape(-1), axis=-1)
+    return ~found if invert else found

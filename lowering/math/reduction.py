@@ -1,0 +1,229 @@
+"""Reductions: sums, products, extremes, moments, norms.
+
+Halves are reduced in float32 and rounded once at the end.  An empty list of dimensions means all of them, as almost
+everywhere in torch.  Sorting, ranks and running reductions are in `ordering`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.math import ordering  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering.operand import as_dtype, axes, opmath, up
+from xla_amp.lowering.registry import register
+
+Dim = int | Sequence[int] | None
+
+
+# -- sums and products: `dtype`, when given, is taken on before reducing; it is the result's --------------------------
+
+
+@register("sum", "sum.dim_IntList")
+def sum_(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Sum; of integers and booleans as int64 unless `dtype` says otherwise."""
+    return jnp.sum(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("mean", "mean.dim")
+def mean(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Arithmetic mean."""
+    return jnp.mean(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("nansum")
+def nansum(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Sum that takes NaN for zero."""
+    x = as_dtype(x, opmath(out.dtype))
+    x = jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
+    return jnp.sum(x, axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("prod", "prod.dim_int")
+def prod(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
+    """Product; of integers and booleans as int64 unless `dtype` says otherwise."""
+    return jnp.prod(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("trace")
+def trace(x: jax.Array, *, out: Any) -> jax.Array:
+    """Sum of the diagonal of a matrix."""
+    return jnp.trace(as_dtype(x, opmath(out.dtype)))
+
+
+# -- extremes: NaN wins, the first of equals is reported --------------------------------------------------------------
+
+_EXTREMES: dict[str, tuple[Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "max": (jnp.max, lax.argmax),
+    "min": (jnp.min, lax.argmin),
+}
+
+
+def _register_extreme(name: str, extreme: Callable[..., jax.Array], argument: Callable[..., jax.Array]) -> None:
+    def over(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
+        return extreme(x, axis=axes(dim, x.ndim), keepdims=keepdim)
+
+    def place(x: jax.Array, dim: int | None, *, out: Any) -> jax.Array:
+        if dim is None or x.ndim == 0:
+            x, dim = x.reshape(-1), 0
+        index = np.int32 if x.size < 2**31 else np.int64
+        return argument(x, dim % x.ndim, index).reshape(out.shape)
+
+    def both(x: jax.Array, dim: int, keepdim: bool = False, *, out: Any) -> tuple[jax.Array, jax.Array]:
+        return over(x, dim, keepdim), place(x, dim, out=out)
+
+    def only_place(x: jax.Array, dim: int | None = None, keepdim: bool = False, *, out: Any) -> jax.Array:
+        return place(x, dim, out=out)
+
+    register(name, f"a{name}")(over)
+    register(f"{name}.dim")(both)
+    register(f"arg{name}")(only_place)
+
+
+for _name, (_extreme, _argument) in _EXTREMES.items():
+    _register_extreme(_name, _extreme, _argument)
+
+
+@register("aminmax", "_aminmax", "_aminmax.dim")
+def aminmax(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Least and greatest element."""
+    axis = axes(dim, x.ndim)
+    return jnp.min(x, axis=axis, keepdims=keepdim), jnp.max(x, axis=axis, keepdims=keepdim)
+
+
+# -- truth and counts -------------------------------------------------------------------------------------------------
+
+
+@register("all", "all.dim", "all.dims", "_is_all_true")
+def all_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
+    """Whether no element is zero."""
+    return jnp.all(x, axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("any", "any.dim", "any.dims", "_is_any_true")
+def any_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
+    """Whether some element is not zero."""
+    return jnp.any(x, axis=axes(dim, x.ndim), keepdims=keepdim)
+
+
+@register("count_nonzero", "count_nonzero.dim_IntList")
+def count_nonzero(x: jax.Array, dim: Dim = None) -> jax.Array:
+    """Number of elements that are not zero (int64)."""
+    return jnp.sum(x != 0, axis=axes(dim, x.ndim), dtype=jnp.int64)
+
+
+@register("histc")
+def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:  # schema names
+    """Counts in `bins` equal bins of [min, max], or of the data's own range when both are equal."""
+    x = up(x.reshape(-1))
+    if not x.size:
+        return jnp.zeros((bins,), x.dtype)
+    low, high = as_dtype(min, x.dtype), as_dtype(max, x.dtype)
+    own = low == high
+    low, high = jnp.where(own, jnp.min(x), low), jnp.where(own, jnp.max(x), high)
+    low, high = jnp.where(low == high, low - 1, low), jnp.where(low == high, high + 1, high)
+    inside = (x >= low) & (x <= high)
+    index = jnp.clip(((x - low) / (high - low) * bins).astype(jnp.int32), 0, bins - 1)
+    return jnp.zeros((bins,), x.dtype).at[jnp.where(inside, index, bins)].add(1, mode="drop")
+
+
+# -- moments: two passes in opmath; a number of elements not above the correction gives inf or NaN --------------------
+
+
+def _moments(x: jax.Array, dim: Dim, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
+    axis, x = axes(dim, x.ndim), up(x)
+    center = jnp.mean(x, axis=axis, keepdims=True)
+    count = math.prod(x.shape[a] for a in axis)
+    freedom = max(count - (1 if correction is None else correction), 0)
+    squares = jnp.sum(jnp.square(jnp.abs(x - center)), axis=axis, keepdims=keepdim)
+    return squares / np.asarray(freedom, squares.dtype), center if keepdim else jnp.squeeze(center, axis)
+
+
+@register("var.correction", static=("correction",))
+def var(x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+    """Variance with divisor ``count - correction`` (1 by default)."""
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+@register("std.correction", static=("correction",))
+def std(x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False) -> jax.Array:
+    """Square root of `var`."""
+    return jnp.sqrt(_moments(x, dim, correction, keepdim)[0])
+
+
+@register("var_mean.correction", static=("correction",))
+def var_mean(
+    x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Variance and mean."""
+    return _moments(x, dim, correction, keepdim)
+
+
+@register("std_mean.correction", static=("correction",))
+def std_mean(
+    x: jax.Array, dim: Dim = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Standard deviation and mean."""
+    variance, center = _moments(x, dim, correction, keepdim)
+    return jnp.sqrt(variance), center
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def vector_norm(x: jax.Array, order: Any, axis: tuple[int, ...], keepdim: bool) -> jax.Array:
+    """The `order`-norm along `axis`; 0 counts, the infinities take the largest or least magnitude."""
+    size = jnp.abs(x)
+    if order == 0:
+        return jnp.sum(as_dtype(size != 0, size.dtype), axis=axis, keepdims=keepdim)
+    if order == 1:
+        return jnp.sum(size, axis=axis, keepdims=keepdim)
+    if order == 2:
+        return jnp.sqrt(jnp.sum(size * size, axis=axis, keepdims=keepdim))
+    if order == math.inf:
+        return jnp.max(size, axis=axis, keepdims=keepdim)
+    if order == -math.inf:
+        return jnp.min(size, axis=axis, keepdims=keepdim)
+    power = np.asarray(order, size.dtype)
+    return jnp.power(jnp.sum(jnp.power(size, power), axis=axis, keepdims=keepdim), 1 / power)
+
+
+@register("linalg_vector_norm", static=("ord",))
+def linalg_vector_norm(
+    x: jax.Array,
+    ord: Any = 2,
+    dim: Dim = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,  # schema names
+) -> jax.Array:
+    """The vector norm of order `ord`, computed in `dtype` where given."""
+    x = x if dtype is None else as_dtype(x, dtype)
+    return vector_norm(up(x), ord, axes(dim, x.ndim), keepdim)
+
+
+@register("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dim_dtype", "norm.ScalarOpt_dtype", static=("p",))
+def norm(x: jax.Array, p: Any = 2, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None) -> jax.Array:
+    """torch's older name for the vector norm; no `p` means 2."""
+    return linalg_vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+@register("renorm", static=("p",))
+def renorm(x: jax.Array, p: Any, dim: int, maxnorm: Any) -> jax.Array:
+    """Scales each slice along `dim` whose norm is above `maxnorm` down to it."""
+    x = up(x)
+    others = tuple(axis for axis in range(x.ndim) if axis != dim % x.ndim)
+    size, largest = vector_norm(x, p, others, True), as_dtype(maxnorm, x.dtype)
+    return jnp.where(size > largest, x * (largest / (size + 1e-7)), x)  # 1e-7: torch's guard against 0 / 0
+
+
+@register("logsumexp")
+def logsumexp(x: jax.Array, dim: Dim, keepdim: bool = False, *, out: Any) -> jax.Array:
+    """log(sum(exp(x))) without overflow."""
+    return jax.nn.logsumexp(as_dtype(x, opmath(out.dtype)), axis=axes(dim, x.ndim), keepdims=keepdim)

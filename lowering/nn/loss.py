@@ -1,0 +1,239 @@
+"""Losses and their gradients.
+
+Everything is computed and summed in the opmath dtype (float32 for the half types).  `reduction` is torch's code: 0
+gives every element's loss, 1 the mean, 2 the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp.lowering.operand import OneHot, as_dtype, opmath, up
+from xla_amp.lowering.registry import register
+
+_NONE, _MEAN, _SUM = range(3)
+_LOG_FLOOR = -100.0
+"""torch bounds the logarithms of binary cross-entropy from below, so that a wrong certainty costs a finite amount."""
+_DENOMINATOR_FLOOR = float(np.float32(1e-12))
+"""torch's constant is a C float, for float64 too."""
+
+
+def _reduced(loss: jax.Array, reduction: int) -> jax.Array:
+    if reduction == _NONE:
+        return loss
+    return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
+
+
+def _per_element(grad: jax.Array, reduction: int, count: int) -> jax.Array:
+    """What reaches each of `count` elements of the gradient of the reduced loss."""
+    return up(grad) / count if reduction == _MEAN else up(grad)
+
+
+# -- elementwise: a loss of (input, target) and its slope in the input ------------------------------------------------
+
+
+def _huber(difference: Any, delta: float) -> Any:
+    size = jnp.abs(difference)
+    return jnp.where(size <= delta, 0.5 * size * size, delta * (size - 0.5 * delta))
+
+
+def _smooth_l1(difference: Any, beta: float) -> Any:
+    size = jnp.abs(difference)
+    return size if beta == 0 else jnp.where(size < beta, 0.5 * size * size / beta, size - 0.5 * beta)
+
+
+def _smooth_l1_slope(difference: Any, beta: float) -> Any:
+    inner = difference / beta if beta else jnp.zeros_like(difference)
+    return jnp.where(difference <= -beta, -1.0, jnp.where(difference >= beta, 1.0, inner))
+
+
+_ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "huber_loss": (
+        lambda x, t, delta=1.0: _huber(x - t, delta),
+        lambda x, t, delta: jnp.clip(x - t, -delta, delta),
+    ),
+    "mse_loss": (
+        lambda x, t: jnp.square(x - t),
+        lambda x, t: 2 * (x - t),
+    ),
+    "smooth_l1_loss": (
+        lambda x, t, beta=1.0: _smooth_l1(x - t, beta),
+        lambda x, t, beta: _smooth_l1_slope(x - t, beta),
+    ),
+    "soft_margin_loss": (
+        lambda x, t: jax.nn.softplus(-t * x),
+        lambda x, t: -t * jax.nn.sigmoid(-t * x),
+    ),
+}
+"""Operation -> (loss, slope); schemas are ``(self, target, reduction, *parameters)`` and ``(grad, self, ...)``."""
+
+
+def _define(name: str, loss: Callable[..., Any], slope: Callable[..., Any]) -> None:
+    @register(name)
+    def forward(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *parameters: float) -> jax.Array:
+        return _reduced(loss(up(x), up(target), *parameters), reduction)
+
+    @register(f"{name}_backward")
+    def backward(grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, *parameters: float) -> jax.Array:
+        return slope(up(x), up(target), *parameters) * _per_element(grad, reduction, x.size)
+
+
+for _name, _row in _ELEMENTWISE.items():
+    _define(_name, *_row)
+
+
+@register("binary_cross_entropy")
+def binary_cross_entropy(
+    x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = _MEAN
+) -> jax.Array:
+    x, target = up(x), up(target)
+    loss = (target - 1) * jnp.maximum(jnp.log1p(-x), _LOG_FLOOR) - target * jnp.maximum(jnp.log(x), _LOG_FLOOR)
+    return _reduced(loss if weight is None else loss * up(weight), reduction)
+
+
+@register("binary_cross_entropy_backward")
+def binary_cross_entropy_backward(
+    grad: jax.Array, x: jax.Array, target: jax.Array, weight: jax.Array | None = None, reduction: int = _MEAN
+) -> jax.Array:
+    x, target = up(x), up(target)
+    slope = (x - target) / jnp.maximum((1 - x) * x, _DENOMINATOR_FLOOR)
+    slope = slope if weight is None else slope * up(weight)
+    return slope * _per_element(grad, reduction, x.size)
+
+
+@register("binary_cross_entropy_with_logits")
+def binary_cross_entropy_with_logits(
+    x: jax.Array,
+    target: jax.Array,
+    weight: jax.Array | None = None,
+    pos_weight: jax.Array | None = None,
+    reduction: int = _MEAN,
+) -> jax.Array:
+    x, target = up(x), up(target)
+    log_sigmoid = -jax.nn.softplus(-x)
+    if pos_weight is not None:
+        log_sigmoid = log_sigmoid * (1 + (up(pos_weight) - 1) * target)
+    loss = (1 - target) * x - log_sigmoid
+    return _reduced(loss if weight is None else loss * up(weight), reduction)
+
+
+# -- classification: classes along axis 1, or along axis 0 of a single sample -----------------------------------------
+
+
+def _class_weights(x: jax.Array, target: jax.Array, weight: jax.Array | None, ignored: int) -> tuple[Any, Any]:
+    """Each target's weight (0 where ignored), and the targets with a class that exists in place of ignored ones."""
+    keep = target != ignored
+    target = jnp.where(keep, target, 0)
+    weights = jnp.ones(target.shape, opmath(x.dtype)) if weight is None else up(weight)[target]
+    return jnp.where(keep, weights, 0), target
+
+
+@register("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss_forward(
+    x: jax.Array, target: jax.Array, weight: jax.Array | None, reduction: int, ignore_index: int
+) -> tuple[jax.Array, jax.Array]:
+    axis = 1 if x.ndim > 1 else 0
+    weights, target = _class_weights(x, target, weight, ignore_index)
+    picked = jnp.take_along_axis(up(x), jnp.expand_dims(target, axis), axis=axis)
+    loss = jnp.where(weights == 0, 0, -jnp.squeeze(picked, axis) * weights)
+    total_weight = jnp.sum(weights)
+    if reduction == _NONE:  # torch reports a total weight for a single sample only
+        return loss, jnp.zeros((), loss.dtype) if x.ndim > 1 else total_weight
+    total = jnp.sum(loss)
+    return (total / total_weight if reduction == _MEAN else total), total_weight
+
+
+@register("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    target: jax.Array,
+    weight: jax.Array | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: jax.Array,
+) -> OneHot:
+    axis = 1 if x.ndim > 1 else 0
+    weights, target = _class_weights(x, target, weight, ignore_index)
+    grad = up(grad) / up(total_weight) if reduction == _MEAN else up(grad)
+    slope = jnp.where(weights == 0, 0, -weights * grad)
+    return OneHot(as_dtype(slope, x.dtype), target, axis, x.shape[axis])
+
+
+def _multi_margin(x: jax.Array, target: jax.Array, p: int, margin: Any, weight: jax.Array | None) -> jax.Array:
+    """Loss of each row of ``(N, C)``."""
+    own = jnp.take_along_axis(x, target[:, None], axis=1)
+    excess = as_dtype(margin, x.dtype) - own + x
+    others = jnp.arange(x.shape[1]) != target[:, None]
+    excess = jnp.where(others & (excess > 0), excess, 0)
+    loss = excess if p == 1 else excess * excess
+    if weight is not None:
+        loss = loss * up(weight)[target][:, None]
+    return jnp.sum(loss, axis=1) / x.shape[1]
+
+
+def _rows(loss: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...], reduction: int) -> jax.Array:
+    """The reduced loss of the rows of `x`, which may be one row alone; unreduced losses get `shape`."""
+    losses = loss(x if x.ndim == 2 else x.reshape(1, -1))
+    return _reduced(losses, reduction) if reduction != _NONE else losses.reshape(shape)
+
+
+@register("multi_margin_loss", static=("p",))
+def multi_margin_loss(
+    x: jax.Array,
+    target: jax.Array,
+    p: int = 1,
+    margin: Any = 1,
+    weight: jax.Array | None = None,
+    reduction: int = _MEAN,
+) -> jax.Array:
+    targets = target.reshape(-1)
+    return _rows(lambda rows: _multi_margin(rows, targets, p, margin, weight), up(x), target.shape, reduction)
+
+
+@register("multi_margin_loss_backward", static=("p",))
+def multi_margin_loss_backward(
+    grad: jax.Array,
+    x: jax.Array,
+    target: jax.Array,
+    p: int,
+    margin: Any,
+    weight: jax.Array | None = None,
+    reduction: int = _MEAN,
+) -> jax.Array:
+    return jax.vjp(lambda x: multi_margin_loss(x, target, p, margin, weight, reduction), up(x))[1](up(grad))[0]
+
+
+def _multilabel_targets(target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which entries of ``(N, C)`` targets count (those before the first -1), and which classes they name."""
+    listed = jnp.cumsum(target < 0, axis=1) == 0
+    classes = jnp.arange(target.shape[1])
+    named = jnp.any(listed[:, :, None] & (target[:, :, None] == classes), axis=1)
+    return listed, named
+
+
+def _multilabel_margin(x: jax.Array, target: jax.Array) -> jax.Array:
+    listed, named = _multilabel_targets(target)
+    own = jnp.take_along_axis(x, jnp.where(listed, target, 0), axis=1)
+    excess = 1 - own[:, :, None] + x[:, None, :]
+    counted = listed[:, :, None] & ~named[:, None, :] & (excess > 0)
+    return jnp.sum(jnp.where(counted, excess, 0), axis=(1, 2)) / x.shape[1]
+
+
+@register("multilabel_margin_loss_forward")
+def multilabel_margin_loss_forward(x: jax.Array, target: jax.Array, reduction: int) -> tuple[jax.Array, jax.Array]:
+    rows = target if target.ndim == 2 else target.reshape(1, -1)
+    loss = _rows(lambda x: _multilabel_margin(x, rows), up(x), target.shape[:-1], reduction)
+    return loss, _multilabel_targets(rows)[1].reshape(target.shape)
+
+
+@register("multilabel_margin_loss_backward")
+def multilabel_margin_loss_backward(
+    grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, is_target: jax.Array
+) -> jax.Array:
+    return jax.vjp(lambda x: multilabel_margin_loss_forward(x, target, reduction)[0], up(x))[1](up(grad))[0]

@@ -1,0 +1,1 @@
+"""Creation, indexing and movement of data; random numbers."""

@@ -1,0 +1,247 @@
+"""Random operations: dropout, the in-place fills, sampling.
+
+Each call gets a key of its own (`rng`) and is a pure function of it; the numbers are JAX's, not those of torch's
+generators.  The parameters of the in-place fills are data (*lifted*): initialising the layers of a model, each with its
+own bound, shares one program per shape.  Halves are drawn in float32 and rounded, save uniform ones, which must stay
+below their upper end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype, opmath, up
+from xla_amp.lowering.registry import register
+
+_WORD = 2**32
+
+
+def _float(dtype: Any) -> np.dtype:
+    """The dtype in which numbers for a tensor of `dtype` are drawn."""
+    return np.dtype(np.float32) if np.dtype(dtype).kind in "iub" else opmath(dtype)
+
+
+def coin(rng: Any, probability: Any, shape: Sequence[int]) -> jax.Array:
+    """Booleans that are true with `probability` (a number or an array), to within 2**-32."""
+    shape = tuple(shape)
+    bits = jax.random.bits(rng, shape, jnp.uint32)
+    if isinstance(probability, (int, float)):
+        words = round(probability * _WORD)
+        return jnp.ones(shape, jnp.bool_) if words >= _WORD else bits < jnp.uint32(max(words, 0))
+    return as_dtype(bits, jnp.float64) < jnp.round(as_dtype(probability, jnp.float64) * _WORD)
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@register("native_dropout")
+def native_dropout(x: jax.Array, p: float, train: bool | None, *, rng: Any) -> tuple[jax.Array, jax.Array]:
+    """`x` with elements zeroed at probability `p` and the rest scaled by 1 / (1 - p); and the mask of those kept."""
+    if train is False:
+        return x, jnp.ones(x.shape, jnp.bool_)
+    keep = coin(rng, 1 - p, x.shape)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    x = up(x)
+    return jnp.where(keep, x * np.asarray(scale, x.dtype), jnp.zeros((), x.dtype)), keep
+
+
+@register("native_dropout_backward")
+def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
+    """The gradient where the mask is true, scaled."""
+    grad = up(grad)
+    return jnp.where(mask, grad * np.asarray(scale, grad.dtype), jnp.zeros((), grad.dtype))
+
+
+# -- fills of a tensor in place ---------------------------------------------------------------------------------------
+
+
+def _fill(name: str, *lifted: str) -> Any:
+    return register(name, mutates=("self",), lifted=lifted)
+
+
+@_fill("uniform_", "from", "to")
+def uniform_(x: jax.Array, low: Any = 0.0, high: Any = 1.0, *, rng: Any) -> jax.Array:
+    """Uniform in [low, high)."""
+    wide = _float(x.dtype)
+    low, high = as_dtype(low, wide), as_dtype(high, wide)
+    drawn = as_dtype(jax.random.uniform(rng, x.shape, x.dtype), wide)
+    value = as_dtype(low + drawn * (high - low), x.dtype)
+    return jnp.where(as_dtype(value, wide) >= high, as_dtype(low, x.dtype), value)  # rounding can reach the end
+
+
+@_fill("normal_", "mean", "std")
+def normal_(x: jax.Array, mean: Any = 0.0, std: Any = 1.0, *, rng: Any) -> jax.Array:
+    """Normal with the given mean and standard deviation."""
+    return _normal(rng, mean, std, x.shape, _float(x.dtype))
+
+
+def _normal(rng: Any, mean: Any, std: Any, shape: Sequence[int], dtype: Any) -> jax.Array:
+    return as_dtype(mean, dtype) + as_dtype(std, dtype) * jax.random.normal(rng, tuple(shape), dtype)
+
+
+@_fill("log_normal_", "mean", "std")
+def log_normal_(x: jax.Array, mean: Any = 1.0, std: Any = 2.0, *, rng: Any) -> jax.Array:
+    """exp of a normal number."""
+    return jnp.exp(_normal(rng, mean, std, x.shape, _float(x.dtype)))
+
+
+@_fill("exponential_", "lambd")
+def exponential_(x: jax.Array, rate: Any = 1.0, *, rng: Any) -> jax.Array:
+    """Exponential of rate `rate`; never 0, so that its log and its reciprocal are finite, as torch has it."""
+    dtype = _float(x.dtype)
+    drawn = jnp.maximum(jax.random.exponential(rng, x.shape, dtype), jnp.finfo(dtype).tiny)
+    return drawn / as_dtype(rate, dtype)
+
+
+@_fill("geometric_", "p")
+def geometric_(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
+    """The number of trials up to the first success, from 1."""
+    dtype = _float(x.dtype)
+    drawn = 1 - jax.random.uniform(rng, x.shape, dtype)  # in (0, 1]
+    return jnp.maximum(jnp.ceil(jnp.log(drawn) / jnp.log1p(-as_dtype(p, dtype))), 1)
+
+
+@_fill("cauchy_", "median", "sigma")
+def cauchy_(x: jax.Array, median: Any = 0.0, sigma: Any = 1.0, *, rng: Any) -> jax.Array:
+    """Cauchy around `median` with scale `sigma`."""
+    dtype = _float(x.dtype)
+    return as_dtype(median, dtype) + as_dtype(sigma, dtype) * jax.random.cauchy(rng, x.shape, dtype)
+
+
+@_fill("bernoulli_.float", "p")
+def bernoulli_float_(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
+    """1 with probability `p`, else 0."""
+    return as_dtype(coin(rng, p, x.shape), x.dtype)
+
+
+@_fill("bernoulli_.Tensor")
+def bernoulli_tensor_(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
+    """1 with the probability that `p` gives for the element, else 0."""
+    return as_dtype(coin(rng, p, x.shape), x.dtype)
+
+
+@_fill("random_")
+def random_(x: jax.Array, *, rng: Any) -> jax.Array:
+    """Integers of the dtype's whole non-negative range; of floats, up to where they still hold every integer."""
+    if x.dtype == jnp.bool_:
+        return coin(rng, 0.5, x.shape)
+    if x.dtype.kind in "iu":
+        return as_dtype(jax.random.bits(rng, x.shape, jnp.uint64) & jnp.uint64(jnp.iinfo(x.dtype).max), x.dtype)
+    return _integers(rng, 0, 2 ** (jnp.finfo(x.dtype).nmant + 1) + 1, x.shape)
+
+
+@_fill("random_.from")
+def random_from_(x: jax.Array, low: int, high: int | None, *, rng: Any) -> jax.Array:
+    """Integers in [low, high)."""
+    if high is None:
+        high = int(jnp.iinfo(x.dtype).max if x.dtype.kind in "iu" else 2 ** (jnp.finfo(x.dtype).nmant + 1)) + 1
+    return _integers(rng, low, high, x.shape)
+
+
+@_fill("random_.to")
+def random_to_(x: jax.Array, high: int, *, rng: Any) -> jax.Array:
+    """Integers in [0, high)."""
+    return _integers(rng, 0, high, x.shape)
+
+
+def _integers(rng: Any, low: int, high: int, shape: Sequence[int]) -> jax.Array:
+    span = high - low
+    if span <= _WORD >> 1:
+        return low + as_dtype(jax.random.randint(rng, tuple(shape), 0, span, jnp.int32), jnp.int64)
+    bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
+    return as_dtype(bits % jnp.uint64(span) if span < 2**64 else bits, jnp.int64) + low
+
+
+# -- new tensors ------------------------------------------------------------------------------------------------------
+
+
+@register("bernoulli")
+def bernoulli(x: jax.Array, *, rng: Any) -> jax.Array:
+    """1 with the probability that `x` gives for the element, else 0."""
+    return as_dtype(coin(rng, x, x.shape), x.dtype)
+
+
+@register("bernoulli.p", lifted=("p",))
+def bernoulli_p(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
+    """1 with probability `p`, else 0; the shape and dtype of `x`."""
+    return as_dtype(coin(rng, p, x.shape), x.dtype)
+
+
+@register("bernoulli.Tensor")
+def bernoulli_tensor(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
+    """1 with the probability that `p` gives for the element, else 0; the shape and dtype of `x`."""
+    return as_dtype(coin(rng, p, x.shape), x.dtype)
+
+
+@register("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", lifted=("mean", "std"))
+def normal(mean: Any, std: Any = 1.0, *, rng: Any, out: Any) -> jax.Array:
+    """Normal numbers with a mean and a deviation for each element."""
+    return _normal(rng, mean, std, out.shape, _float(out.dtype))
+
+
+@register("normal.float_float", lifted=("mean", "std"))
+def normal_of_size(mean: Any, std: Any, size: Sequence[int], *, dtype: Any = None, rng: Any, out: Any) -> jax.Array:
+    """Normal numbers of one mean and deviation."""
+    return _normal(rng, mean, std, out.shape, _float(out.dtype))
+
+
+@register("randperm", "randperm.generator")
+def randperm(n: int, *, dtype: Any = None, rng: Any) -> jax.Array:
+    """A random order of 0 .. n - 1."""
+    return jax.random.permutation(rng, n)
+
+
+@register("multinomial")
+def multinomial(weights: jax.Array, num_samples: int, replacement: bool = False, *, rng: Any) -> jax.Array:
+    """Indices drawn by the rows' weights, which need not sum to one; of weight 0 never, while others are left.
+
+    Without replacement: the greatest of log-weights plus Gumbel noise (Kool, van Hoof, Welling 2019, "Stochastic beams
+    and where to find them"); with: the inverse of the cumulative weights.
+    """
+    wide = up(weights)
+    if not replacement or num_samples == 1:
+        keys = jnp.log(wide) + jax.random.gumbel(rng, wide.shape, wide.dtype)
+        return lax.top_k(keys, num_samples)[1]
+    cumulative = jnp.cumsum(wide.reshape(-1, wide.shape[-1]), axis=-1)
+    total = cumulative[:, -1:]
+    drawn = jax.random.uniform(rng, (cumulative.shape[0], num_samples), wide.dtype) * total
+    # Rounding can reach the total, where only categories of weight 0 might be left: stay just below it.
+    drawn = jnp.minimum(drawn, jnp.nextafter(total, jnp.zeros((), wide.dtype)))
+    search = jax.vmap(lambda row, at: jnp.searchsorted(row, at, side="right"))
+    return search(cumulative, drawn).reshape(*weights.shape[:-1], num_samples)
+
+
+@register("poisson")
+def poisson(rate: jax.Array, *, rng: Any) -> jax.Array:
+    """Poisson numbers of the given rates."""
+    return as_dtype(jax.random.poisson(rng, up(rate)), opmath(rate.dtype))
+
+
+@register("binomial")
+def binomial(count: jax.Array, probability: jax.Array, *, rng: Any) -> jax.Array:
+    """Successes in `count` trials."""
+    return jax.random.binomial(rng, up(count), up(probability), dtype=opmath(count.dtype))
+
+
+@register("_standard_gamma")
+def standard_gamma(shape: jax.Array, *, rng: Any) -> jax.Array:
+    """Gamma numbers of rate 1."""
+    return jax.random.gamma(rng, up(shape), dtype=opmath(shape.dtype))
+
+
+@register("_standard_gamma_grad")
+def standard_gamma_grad(shape: jax.Array, sample: jax.Array) -> jax.Array:
+    """Derivative of a gamma number by its shape parameter (implicit reparameterization)."""
+    return lax.random_gamma_grad(up(shape), up(sample))
+
+
+@register("_sample_dirichlet")
+def sample_dirichlet(concentration: jax.Array, *, rng: Any) -> jax.Array:
+    """Dirichlet numbers along the last axis."""
+    return jax.random.dirichlet(rng, up(concentration), dtype=opmath(concentration.dtype))

@@ -1,0 +1,280 @@
+"""Writing elements at positions that are data: scatters, index_put and their kin.
+
+Sums are taken in float32 for halves, whatever the order of the writes.  Of several plain writes to one place any may
+win, as in torch.  A boolean mask needs no positions: `masked_write` selects, and nothing waits for the number of hits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.registry import register
+
+
+def narrow(index: jax.Array, extent: int) -> jax.Array:
+    """`index` in the narrowest of int32 and int64 that can address `extent` elements."""
+    return as_dtype(index, jnp.int32 if extent < 2**31 else jnp.int64)
+
+
+def along(axis: int, index: Any) -> tuple[Any, ...]:
+    """The index tuple that applies `index` to one axis."""
+    return (slice(None),) * axis + (index,)
+
+
+def full_indices(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any, ...]:
+    """torch's list of index tensors (``None`` for a whole axis) as an index tuple."""
+    return tuple(slice(None) if i is None else narrow(i, x.shape[axis]) for axis, i in enumerate(indices))
+
+
+# -- reductions onto places -------------------------------------------------------------------------------------------
+
+
+def _identity(mode: str, dtype: Any) -> Any:
+    if mode in ("amax", "amin"):
+        if np.dtype(dtype).kind in "iu":
+            limits = jnp.iinfo(dtype)
+            return limits.min if mode == "amax" else limits.max
+        return (mode == "amin") if np.dtype(dtype) == np.bool_ else (-np.inf if mode == "amax" else np.inf)
+    return 1 if mode in ("prod", "multiply") else 0
+
+
+_WRITE: dict[str, Callable[..., jax.Array]] = {
+    "add": lambda at, source: at.add(source, mode="promise_in_bounds"),
+    "amax": lambda at, source: at.max(source, mode="promise_in_bounds"),
+    "amin": lambda at, source: at.min(source, mode="promise_in_bounds"),
+    "mean": lambda at, source: at.add(source, mode="promise_in_bounds"),
+    "multiply": lambda at, source: at.multiply(source, mode="promise_in_bounds"),
+    "prod": lambda at, source: at.multiply(source, mode="promise_in_bounds"),
+    "set": lambda at, source: at.set(source, mode="promise_in_bounds"),
+    "sum": lambda at, source: at.add(source, mode="promise_in_bounds"),
+}
+"""torch's names of reductions -> how they are written to ``x.at[index]``."""
+
+
+def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, include_self: bool = True) -> jax.Array:
+    """`x` with `source` combined into its places at `index` by `mode`; without `include_self` they start out empty."""
+    if mode == "set":
+        return _WRITE[mode](x.at[index], as_dtype(source, x.dtype))
+    x, original = up(x), x.dtype
+    source = as_dtype(source, x.dtype)
+    if not include_self:
+        touched = jnp.zeros(x.shape, jnp.bool_).at[index].set(True, mode="promise_in_bounds")
+        x = jnp.where(touched, np.asarray(_identity(mode, x.dtype), x.dtype), x)
+    result = _WRITE[mode](x.at[index], source)
+    if mode == "mean":
+        start = jnp.full(x.shape, 1 if include_self else 0, jnp.int32)
+        count = as_dtype(jnp.maximum(start.at[index].add(1, mode="promise_in_bounds"), 1), x.dtype)
+        result = result / count if np.dtype(original).kind not in "iub" else jnp.floor_divide(result, count)
+    return result
+
+
+# -- scatter: one position per element of `source`, along one axis ----------------------------------------------------
+
+
+def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any, mode: str, include_self: bool = True) -> jax.Array:
+    if x.ndim == 0:
+        source = source.reshape(-1) if getattr(source, "ndim", 0) else source
+        return _scatter(x[None], 0, index.reshape(-1), source, mode, include_self).reshape(())
+    if index.ndim == 0:
+        index = index[None]
+    if getattr(source, "ndim", 0):  # a number goes everywhere; a tensor may be larger than the index
+        source = source[tuple(slice(extent) for extent in index.shape)]
+    places = [lax.broadcasted_iota(jnp.int32, index.shape, axis) for axis in range(x.ndim)]
+    places[dim % x.ndim] = narrow(index, x.shape[dim])
+    return _combine(x, tuple(places), source, mode, include_self)
+
+
+@register("scatter.src", "scatter.value")
+def scatter(x: jax.Array, dim: int, index: jax.Array, source: Any) -> jax.Array:
+    """`x` with elements of `source`, or a number, written at positions along `dim`."""
+    return _scatter(x, dim, index, source, "set")
+
+
+@register("scatter.reduce", "scatter.value_reduce")
+def scatter_by(x: jax.Array, dim: int, index: jax.Array, source: Any, *, reduce: str) -> jax.Array:
+    """`scatter` that adds or multiplies."""
+    return _scatter(x, dim, index, source, reduce)
+
+
+@register("scatter_add")
+def scatter_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    """`scatter` that adds."""
+    return _scatter(x, dim, index, source, "sum")
+
+
+@register("scatter_reduce.two")
+def scatter_reduce(
+    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
+) -> jax.Array:
+    """`scatter` that reduces by "sum", "prod", "mean", "amax" or "amin"."""
+    return _scatter(x, dim, index, source, reduce, include_self)
+
+
+# -- index_*: one position per slice ----------------------------------------------------------------------------------
+
+
+def _slices(
+    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, mode: str, include_self: bool = True
+) -> jax.Array:
+    y = x.reshape(x.shape or (1,))
+    axis = dim % y.ndim
+    positions = narrow(index.reshape(-1), y.shape[axis])
+    if source.size != 1 or x.ndim:
+        source = source.reshape(*y.shape[:axis], positions.shape[0], *y.shape[axis + 1 :])
+    return _combine(y, along(axis, positions), source, mode, include_self).reshape(x.shape)
+
+
+@register("index_add")
+def index_add(x: jax.Array, dim: int, index: jax.Array, source: jax.Array, *, alpha: Any = 1) -> jax.Array:
+    """`x` with ``alpha * source`` added to its slices at `index`."""
+    source = up(source)
+    return _slices(x, dim, index, source * as_dtype(alpha, source.dtype), "sum")
+
+
+@register("index_copy")
+def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
+    """`x` with its slices at `index` replaced."""
+    return _slices(x, dim, index, source, "set")
+
+
+@register("index_reduce")
+def index_reduce(
+    x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
+) -> jax.Array:
+    """`x` with slices combined into its own by "prod", "mean", "amax" or "amin"."""
+    return _slices(x, dim, index, source, reduce, include_self)
+
+
+@register("index_fill.int_Scalar", "index_fill.int_Tensor")
+def index_fill(x: jax.Array, dim: int, index: jax.Array, value: Any) -> jax.Array:
+    """`x` with its slices at `index` filled with a number."""
+    y = x.reshape(x.shape or (1,))
+    axis = dim % y.ndim
+    return _combine(y, along(axis, narrow(index.reshape(-1), y.shape[axis])), value, "set").reshape(x.shape)
+
+
+@register("put")
+def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = False) -> jax.Array:
+    """`x` with elements written (or added) at positions in its flat order."""
+    mode = "sum" if accumulate else "set"
+    return _combine(x.reshape(-1), (narrow(index, x.size),), source.reshape(index.shape), mode).reshape(x.shape)
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def masked_write(x: jax.Array, mask: jax.Array, values: jax.Array) -> jax.Array:
+    """`x` with its leading axes' places in `mask` taken from the rows of `values`, in order.
+
+    Args:
+        mask: of the shape of the first axes of `x`.
+        values: (rows, ...) of the remaining axes; as many rows as the mask has hits, or one for all of them.
+    """
+    if values.shape[0] == 0:
+        return x
+    row = jnp.cumsum(mask.reshape(-1), dtype=jnp.int32).reshape(mask.shape) - 1
+    taken = values.at[jnp.clip(row, 0, values.shape[0] - 1)].get(mode="promise_in_bounds")
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), as_dtype(taken, x.dtype), x)
+
+
+@register("masked_scatter")
+def masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
+    """`x` with elements of `source`, in order, where `mask`."""
+    x, mask = jnp.broadcast_arrays(x, mask)
+    return masked_write(x, mask, source.reshape(-1))
+
+
+@register("masked_scatter_backward")
+def masked_scatter_backward(grad: jax.Array, mask: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """The gradient of `masked_scatter`'s source: elements of `grad` where `mask`, in order, then zeros."""
+    mask = jnp.broadcast_to(mask, grad.shape).reshape(-1)
+    size = math.prod(sizes)
+    row = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
+    return jnp.zeros((size,), grad.dtype).at[row].set(grad.reshape(-1), mode="drop").reshape(tuple(sizes))
+
+
+# -- index_put: indices of several axes, masks among them -------------------------------------------------------------
+
+
+@register("index_put", "_unsafe_index_put")
+def index_put(
+    x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool = False
+) -> jax.Array:
+    """``x[indices] = values``, or ``+=`` with `accumulate` (which, unlike Python's, sums repeated positions)."""
+    given = [i for i in indices if i is not None]
+    if not any(_is_mask(i) for i in given):
+        return _combine(x, full_indices(x, indices), values, "sum" if accumulate else "set")
+    if len(given) == 1:
+        return _masked_put(x, indices, values, accumulate)
+    wide = up(x)
+    written = wide.at[_without_masks(x, indices, values)]
+    values = as_dtype(values, wide.dtype)
+    return written.add(values, mode="drop") if accumulate else written.set(values, mode="drop")
+
+
+@register("_index_put_impl")
+def index_put_impl(
+    x: jax.Array,
+    indices: Sequence[jax.Array | None],
+    values: jax.Array,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> jax.Array:
+    """`index_put` under the name that the backward of indexing calls."""
+    return index_put(x, indices, values, accumulate)
+
+
+def _is_mask(index: jax.Array) -> bool:
+    return index.dtype in (jnp.bool_, jnp.uint8)
+
+
+def _masked_put(x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool) -> jax.Array:
+    """`index_put` with one mask and whole axes: every place is written at most once, so it is a selection."""
+    first = next(axis for axis, i in enumerate(indices) if i is not None)
+    mask = jnp.asarray(indices[first]) != 0
+    front = jnp.moveaxis(x, range(first, first + mask.ndim), range(mask.ndim))
+    lead, rest = front.shape[mask.ndim : mask.ndim + first], front.shape[mask.ndim + first :]
+    # torch sees the hits as one axis between the axes before the mask and those after it; bring it to the front.
+    rows = values.shape[-1 - len(rest)] if values.ndim > len(rest) else 1
+    values = jnp.broadcast_to(values, (*lead, rows, *rest))
+    values = jnp.moveaxis(values, first, 0)
+    if accumulate:
+        zeros = jnp.zeros(front.shape, up(x).dtype)
+        written = up(front) + masked_write(zeros, mask, values)
+    else:
+        written = masked_write(front, mask, values)
+    return jnp.moveaxis(written, range(mask.ndim), range(first, first + mask.ndim))
+
+
+def _without_masks(x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array) -> tuple[Any, ...]:
+    """The index tuple with each mask as the positions of its hits.
+
+    Their number is that of the other indices or of the values; where both are broadcast, every position of the mask is
+    kept and those that are no hits point outside of `x`.
+    """
+    consumed = sum(1 if i is None or not _is_mask(i) else i.ndim for i in indices)
+    hits = max((i.size for i in indices if i is not None and not _is_mask(i)), default=1)
+    if hits == 1:
+        places = [place for place, i in enumerate(indices) if i is not None]
+        together = places == list(range(places[0], places[-1] + 1))
+        nones = sum(i is None for i in indices)
+        behind = x.ndim - consumed + nones - (places[0] if together else 0)  # apart, the hits' axis comes first
+        hits = values.shape[-1 - behind] if values.ndim > behind else 1
+    index: list[Any] = []
+    for i in indices:
+        if i is None:
+            index.append(slice(None))
+        elif _is_mask(i):
+            size = hits if hits > 1 else i.size
+            index.extend(narrow(p, x.size) for p in jnp.nonzero(i, size=size, fill_value=x.size))
+        else:
+            index.append(i)
+    return tuple(index)

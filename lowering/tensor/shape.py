@@ -1,0 +1,245 @@
+"""Operations that move elements without computing: joining, mirroring, cutting triangles, writing slices back.
+
+Views are no operations here: PyTorch makes them, and the engine reads them as strided windows.  Padding is in
+`padding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xla_amp.lowering.nn import padding  # noqa: F401  (padding: the other half of this family; fills the table)
+from xla_amp.lowering.operand import as_dtype, up
+from xla_amp.lowering.registry import register
+from xla_amp.lowering.tensor import strided
+
+# -- joining and repeating --------------------------------------------------------------------------------------------
+
+
+@register("cat")
+def cat(tensors: list[jax.Array], dim: int = 0, *, out: Any) -> jax.Array:
+    """The tensors end to end along `dim`; 1-d tensors of no elements fit anywhere, as torch keeps it."""
+    parts = [as_dtype(x, out.dtype) for x in tensors if x.shape != (0,)]
+    return jnp.concatenate(parts, axis=dim) if parts else jnp.zeros(out.shape, out.dtype)
+
+
+@register("stack", "_stack")
+def stack(tensors: list[jax.Array], dim: int = 0, *, out: Any) -> jax.Array:
+    """The tensors along a new axis."""
+    return jnp.stack([as_dtype(x, out.dtype) for x in tensors], axis=dim)
+
+
+@register("repeat")
+def repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
+    """The tensor as a tile, `repeats` times along each axis (new axes in front)."""
+    return jnp.tile(x, tuple(repeats))
+
+
+# -- mirroring and turning --------------------------------------------------------------------------------------------
+
+
+@register("flip")
+def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Mirror image along `dims`."""
+    return jnp.flip(x, tuple(dims))
+
+
+@register("roll")
+def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.Array:
+    """Elements moved round along `dims`; along the flat order without them."""
+    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
+
+
+@register("rot90")
+def rot90(x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
+    """A quarter turn, `k` times, in the plane of two axes."""
+    return jnp.rot90(x, k, (dims[0], dims[1]))
+
+
+@register("pixel_shuffle")
+def pixel_shuffle(x: jax.Array, upscale_factor: int) -> jax.Array:
+    """(..., C r r, H, W) -> (..., C, H r, W r)."""
+    *lead, channels, height, width = x.shape
+    r = upscale_factor
+    y = x.reshape(math.prod(lead), channels // (r * r), r, r, height, width).transpose(0, 1, 4, 2, 5, 3)
+    return y.reshape(*lead, channels // (r * r), height * r, width * r)
+
+
+@register("pixel_unshuffle")
+def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
+    """(..., C, H r, W r) -> (..., C r r, H, W)."""
+    *lead, channels, height, width = x.shape
+    r = downscale_factor
+    y = x.reshape(math.prod(lead), channels, height // r, r, width // r, r).transpose(0, 1, 3, 5, 2, 4)
+    return y.reshape(*lead, channels * r * r, height // r, width // r)
+
+
+@register("channel_shuffle")
+def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
+    """Channels (axis 1) dealt out over `groups`."""
+    batch, channels, *rest = x.shape
+    return x.reshape(batch, groups, channels // groups, *rest).swapaxes(1, 2).reshape(x.shape)
+
+
+# -- triangles and diagonals ------------------------------------------------------------------------------------------
+
+
+@register("tril")
+def tril(x: jax.Array, diagonal: int = 0) -> jax.Array:
+    """Matrices with zeros above a diagonal."""
+    return jnp.tril(x, diagonal)
+
+
+@register("triu")
+def triu(x: jax.Array, diagonal: int = 0) -> jax.Array:
+    """Matrices with zeros below a diagonal."""
+    return jnp.triu(x, diagonal)
+
+
+def _set_diagonal(x: jax.Array, diagonal: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
+    """`x` with `diagonal` (whose last axis runs along it) in place of its own."""
+    y = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
+    start = (max(-offset, 0), max(offset, 0))
+    index = lax.iota(jnp.int32, diagonal.shape[-1])
+    y = y.at[..., index + start[0], index + start[1]].set(diagonal)
+    return jnp.moveaxis(y, (-2, -1), (dim1, dim2))
+
+
+@register("diagonal_backward")
+def diagonal_backward(grad: jax.Array, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> jax.Array:
+    """The gradient on a diagonal, zeros beside it."""
+    return _set_diagonal(jnp.zeros(tuple(input_sizes), grad.dtype), grad, offset, dim1, dim2)
+
+
+@register("diagonal_scatter")
+def diagonal_scatter(x: jax.Array, source: jax.Array, offset: int = 0, dim1: int = 0, dim2: int = 1) -> jax.Array:
+    """`x` with a diagonal replaced."""
+    return _set_diagonal(x, as_dtype(source, x.dtype), offset, dim1, dim2)
+
+
+@register("diag_embed")
+def diag_embed(x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1, *, out: Any) -> jax.Array:
+    """Matrices with the last axis on a diagonal."""
+    return _set_diagonal(jnp.zeros(out.shape, x.dtype), x, offset, dim1, dim2)
+
+
+# -- slices written back ----------------------------------------------------------------------------------------------
+
+
+def _slice_bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
+    first, stop, _ = slice(start, end, step).indices(size)  # torch clamps as Python does
+    return first, max(stop, first)
+
+
+@register("slice_backward")
+def slice_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> jax.Array:
+    """The gradient in the places of a slice, zeros between and around."""
+    axis = dim % len(input_sizes)
+    count, size = grad.shape[axis], input_sizes[axis]
+    if count == 0:
+        return jnp.zeros(tuple(input_sizes), grad.dtype)
+    first, _ = _slice_bounds(size, start, end, step)
+    edges = [(0, 0, 0)] * grad.ndim
+    edges[axis] = (first, size - (first + (count - 1) * step + 1), step - 1)
+    return lax.pad(grad, jnp.zeros((), grad.dtype), edges)
+
+
+@register("select_backward")
+def select_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, index: int) -> jax.Array:
+    """The gradient in one place along `dim`, zeros elsewhere."""
+    axis = dim % len(input_sizes)
+    first = index % input_sizes[axis]
+    return slice_backward(jnp.expand_dims(grad, axis), input_sizes, axis, first, first + 1, 1)
+
+
+@register("slice_scatter")
+def slice_scatter(
+    x: jax.Array, source: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> jax.Array:
+    """`x` with a slice along `dim` replaced."""
+    axis = dim % x.ndim
+    first, stop = _slice_bounds(x.shape[axis], start, end, step)
+    return x.at[(slice(None),) * axis + (slice(first, stop, step),)].set(as_dtype(source, x.dtype))
+
+
+@register("select_scatter")
+def select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+    """`x` with one place along `dim` replaced."""
+    axis = dim % x.ndim
+    return slice_scatter(x, jnp.expand_dims(source, axis), axis, index % x.shape[axis], index % x.shape[axis] + 1)
+
+
+@register("as_strided_scatter")
+def as_strided_scatter(
+    x: jax.Array, source: jax.Array, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> jax.Array:
+    """`x` with a strided window of its elements replaced."""
+    return strided.write(x, as_dtype(source, x.dtype), size, stride, storage_offset or 0)
+
+
+# -- sliding windows: the backward of one is the transpose of the linear map that takes it ----------------------------
+
+
+def _unfold(x: jax.Array, axis: int, size: int, step: int) -> jax.Array:
+    windows = (x.shape[axis] - size) // step + 1
+    span = (windows - 1) * step + 1
+    places = [lax.slice_in_dim(x, i, i + span, step, axis) for i in range(size)]
+    return jnp.stack(places, axis=-1)
+
+
+@register("unfold_backward")
+def unfold_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> jax.Array:
+    """Gradients of overlapping windows (last axis) summed where they overlap; halves in float32."""
+    grad = up(grad)
+    if not input_sizes:  # a number has one window, or none
+        return jnp.sum(grad)
+    x = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
+    return jax.linear_transpose(lambda y: _unfold(y, dim % len(input_sizes), size, step), x)(grad)[0]
+
+
+def _columns(
+    x: jax.Array, kernel: Sequence[int], dilation: Sequence[int], pad: Sequence[int], stride: Sequence[int]
+) -> jax.Array:
+    """(N, C, H, W) -> (N, C kh kw, blocks)."""
+    batch, channels = x.shape[:2]
+    x = jnp.pad(x, [(0, 0), (0, 0), (pad[0], pad[0]), (pad[1], pad[1])])
+    blocks = [(x.shape[2 + i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in range(2)]
+    taps = []
+    for row in range(kernel[0]):
+        for column in range(kernel[1]):
+            first = (row * dilation[0], column * dilation[1])
+            last = [first[i] + (blocks[i] - 1) * stride[i] + 1 for i in range(2)]
+            taps.append(lax.slice(x, (0, 0, *first), (batch, channels, *last), (1, 1, *stride)))
+    return jnp.stack(taps, axis=2).reshape(batch, channels * math.prod(kernel), math.prod(blocks))
+
+
+@register("im2col")
+def im2col(
+    x: jax.Array, kernel_size: Sequence[int], dilation: Sequence[int], pad: Sequence[int], stride: Sequence[int]
+) -> jax.Array:
+    """Sliding blocks of images as columns: (N, C, H, W) or (C, H, W) -> (N, C kh kw, blocks)."""
+    columns = _columns(x.reshape(-1, *x.shape[-3:]), kernel_size, dilation, pad, stride)
+    return columns.reshape(*x.shape[:-3], *columns.shape[1:])
+
+
+@register("col2im")
+def col2im(
+    x: jax.Array,
+    output_size: Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    pad: Sequence[int],
+    stride: Sequence[int],
+) -> jax.Array:
+    """Columns back into images, summed where blocks overlap; halves in float32."""
+    columns = up(x).reshape(-1, *x.shape[-2:])
+    channels = columns.shape[1] // math.prod(kernel_size)
+    image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), columns.dtype)
+    transposed = jax.linear_transpose(lambda y: _columns(y, kernel_size, dilation, pad, stride), image)
+    return transposed(columns)[0].reshape(*x.shape[:-2], channels, *output_size)

@@ -1,0 +1,169 @@
+"""Reading and writing a strided window of a contiguous buffer, in XLA's terms.
+
+torch describes a view by sizes, strides and an offset into its storage; XLA knows reshape, slice, transpose and
+broadcast.  Every view that PyTorch's own view operations can make from a contiguous tensor factors into those four; the
+rest (overlapping windows, strides that do not divide each other) becomes a gather or scatter over element indices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.lowering.operand import Permuted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Window:
+    """A strided window as a slice of the buffer reshaped to `factors`, outermost first."""
+
+    padded: int
+    """Elements of the flat buffer after padding it to a whole number of the outermost stride."""
+    factors: tuple[int, ...]
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    order: tuple[int, ...]
+    """View dimension behind each factor; the last factor may be the rest inside the innermost stride and has none."""
+
+
+def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _factor(size: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> _Window | None:
+    """The window as one slice, or ``None`` when strides overlap or do not divide each other."""
+    dims = sorted(
+        (
+            (stride, extent, dim)
+            for dim, (extent, stride) in enumerate(zip(shape, strides, strict=True))
+            if extent > 1 and stride > 0
+        ),
+        key=lambda item: -item[0],
+    )
+    factors, start, stop = [], [], []
+    rest, outer = offset, None
+    for stride, extent, _ in dims:
+        if outer is None:
+            room = math.ceil(size / stride)
+        elif outer % stride:
+            return None
+        else:
+            room = outer // stride
+        first, rest = divmod(rest, stride)
+        if first + extent > room:
+            return None
+        factors.append(room)
+        start.append(first)
+        stop.append(first + extent)
+        outer = stride
+    inner = outer if outer is not None else size
+    padded = factors[0] * dims[0][0] if dims else size
+    if inner > 1 or not dims:
+        factors.append(inner)
+        start.append(rest)
+        stop.append(rest + 1)
+    return _Window(
+        padded=padded,
+        factors=tuple(factors),
+        start=tuple(start),
+        stop=tuple(stop),
+        order=tuple(dim for _, _, dim in dims),
+    )
+
+
+def _indices(shape: Sequence[int], strides: Sequence[int], offset: int) -> np.ndarray:
+    index = np.full(tuple(shape), offset, np.int64)
+    for dim, (extent, stride) in enumerate(zip(shape, strides, strict=True)):
+        index += (np.arange(extent) * stride).reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return index
+
+
+def _flat(base: jax.Array, padded: int) -> jax.Array:
+    flat = base.reshape(-1)
+    return jnp.pad(flat, (0, padded - flat.size)) if padded != flat.size else flat
+
+
+def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
+    """The window's elements, by axes as coarse as slicing allows.
+
+    The factors behind the last one that is cut go into it: heads are cut from a projection before its last axis is
+    split into heads, which on a TPU spares a copy into the split axes' layout.
+    """
+    extents = zip(window.factors, window.start, window.stop, strict=True)
+    cut = [index for index, (extent, start, stop) in enumerate(extents) if stop - start != extent]
+    last = cut[-1] if cut else len(window.factors) - 1
+    unit = math.prod(window.factors[last + 1 :])
+    x = flat.reshape(*window.factors[:last], window.factors[last] * unit)
+    start, stop = ((*corner[:last], corner[last] * unit) for corner in (window.start, window.stop))
+    return lax.slice(x, start, stop)
+
+
+def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array | Permuted:
+    """The window of `base` (any shape, row-major) with these sizes, strides and offset, all in elements.
+
+    A window that is a pure transpose comes back as `Permuted`, for contractions to fold.
+    """
+    shape = tuple(shape)
+    count = math.prod(shape)
+    if count == 0:
+        return jnp.zeros(shape, base.dtype)
+    if offset == 0 and count == base.size and _contiguous(shape, strides):
+        return base.reshape(shape)
+    window = _factor(base.size, shape, strides, offset)
+    if window is None:
+        return base.reshape(-1)[_indices(shape, strides, offset)]
+    x = _sliced(_flat(base, window.padded), window).reshape([shape[dim] for dim in window.order])
+    # x holds the window's non-trivial dimensions by descending stride; bring them into the view's order.
+    permutation = tuple(window.order.index(dim) for dim in sorted(window.order))
+    broadcast = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
+    if permutation == tuple(range(len(permutation))):
+        sizes = zip(shape, strides, strict=True)
+        x = x.reshape([extent if stride > 0 or extent == 1 else 1 for extent, stride in sizes])
+        return jnp.broadcast_to(x, shape) if broadcast else x
+    if not broadcast:
+        return _with_unit_dims(x, permutation, shape, window.order)
+    x = lax.transpose(x, permutation)
+    x = x.reshape([extent if dim in window.order else 1 for dim, extent in enumerate(shape)])
+    return jnp.broadcast_to(x, shape)
+
+
+def _with_unit_dims(
+    x: jax.Array, permutation: tuple[int, ...], shape: tuple[int, ...], order: Sequence[int]
+) -> Permuted:
+    """`x` transposed to the view, the view's dimensions of size one put in front of the base."""
+    units = [dim for dim in range(len(shape)) if dim not in order]
+    base = x.reshape((1,) * len(units) + x.shape)
+    axis_of = {dim: position for position, dim in enumerate(units)}
+    axis_of |= {dim: len(units) + permutation[rank] for rank, dim in enumerate(sorted(order))}
+    return Permuted(base, tuple(axis_of[dim] for dim in range(len(shape))))
+
+
+def write(base: jax.Array, new: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array:
+    """`base` with its strided window replaced by `new` (of `shape`); the same shape and dtype as `base`."""
+    shape = tuple(shape)
+    if math.prod(shape) == 0:
+        return base
+    if offset == 0 and math.prod(shape) == base.size and _contiguous(shape, strides):
+        return new.reshape(base.shape)
+    window = _factor(base.size, shape, strides, offset)
+    if window is None or any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True)):
+        flat = base.reshape(-1).at[_indices(shape, strides, offset).reshape(-1)].set(new.reshape(-1))
+        return flat.reshape(base.shape)
+    x = _flat(base, window.padded).reshape(window.factors)
+    ranks = sorted(window.order)
+    y = new.reshape([shape[dim] for dim in ranks])
+    y = lax.transpose(y, tuple(ranks.index(dim) for dim in window.order))
+    y = y.reshape([stop - start for start, stop in zip(window.start, window.stop, strict=True)])
+    x = y if y.shape == x.shape else lax.dynamic_update_slice(x, y, [np.int32(first) for first in window.start])
+    return x.reshape(-1)[: base.size].reshape(base.shape)

@@ -1,0 +1,1 @@
+"""Loss scaling and fused optimizer steps."""

@@ -1,0 +1,481 @@
+"""Captured steps: replays are bitwise what recording gives, and what cannot be replayed is named."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_amp
+from xla_amp import syncfree
+from xla_amp.errors import CaptureError
+from xla_amp.lazy.capture.symbolic_scalars import Formula, Hyperparameter, Ledger, evaluate
+
+CALLS = 14
+OVERFLOWS = 9
+"""The call whose input is too large for float16."""
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2),
+    "sgd, one by one": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=1e-2, foreach=False),
+    "adam, counts on the device": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.8, 0.99), capturable=True),
+    "sync-free sgd": lambda p: syncfree.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "sync-free adamw": lambda p: syncfree.AdamW(p, lr=1e-2, weight_decay=0.1, amsgrad=True),
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    return xla_amp.xla_device()
+
+
+class Training:
+    """A small model with everything that changes from step to step: dropout, running statistics, a schedule."""
+
+    def __init__(self, make_optimizer, precision, device):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4)
+        ).to(device)
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        half = precision == "fp16"
+        self.scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=3) if half else None
+        self.region = {
+            "device": device,
+            "dtype": torch.float16 if half else torch.bfloat16,
+            "enabled": precision != "fp32",
+            "policy": "gpu" if half else None,
+        }
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with xla_amp.autocast(**self.region):
+            loss = F.cross_entropy(self.model(x), y)
+        if self.scaler is None:
+            loss.backward()
+            self.optimizer.step()
+        else:
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        return loss
+
+    def tensors(self):
+        state = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        return [t.detach().cpu() for t in (*self.model.state_dict().values(), *state)]
+
+
+def batches(device, count=CALLS):
+    generator = torch.Generator().manual_seed(1)
+    for call in range(count):
+        x = torch.randn(8, 16, generator=generator)
+        yield (x * 1e30 if call == OVERFLOWS else x).to(device), torch.randint(4, (8,), generator=generator).to(device)
+
+
+def train(make_optimizer, precision, device, compiled):
+    training = Training(make_optimizer, precision, device)
+    step = xla_amp.compile(training.step, strict=True) if compiled else training.step
+    torch.manual_seed(5)
+    losses = []
+    for x, y in batches(device) if precision == "fp16" else list(batches(device))[:OVERFLOWS]:
+        losses.append(step(x, y))
+        if not compiled:  # ends where a captured step does: one that drops the gradients first may round otherwise
+            xla_amp.sync()
+        training.schedule.step()
+    return [loss.detach().cpu() for loss in losses], training.tensors(), step
+
+
+def same(one, other):
+    pairs = zip(one, other, strict=True)
+    return all(a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes() for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp16") for name in OPTIMIZERS), ("sync-free adamw", "fp32"), ("sync-free adamw", "bf16")],
+)
+def test_replays_are_bitwise_what_recording_gives(name, precision, device):
+    losses, tensors, _ = train(OPTIMIZERS[name], precision, device, compiled=False)
+    replayed, after, step = train(OPTIMIZERS[name], precision, device, compiled=True)
+    assert step.replays >= len(losses) - 5  # a few calls to see, one audit
+    assert step.reasons == []
+    assert same(losses, replayed)
+    assert same(tensors, after)
+    assert len({loss.item() for loss in losses if loss.isfinite()}) > 5  # nothing stood still
+
+
+def test_a_replay_records_nothing_and_runs_one_executable(device):
+    training = Training(OPTIMIZERS["sync-free adamw"], "bf16", device)
+    step = xla_amp.compile(training.step)
+    given = list(batches(device, 7))
+    for x, y in given[:4]:
+        step(x, y)
+    before = xla_amp.metrics()
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training.model, "forward", lambda x: seen.append(x))
+        for x, y in given[4:]:
+            step(x, y)
+    after = xla_amp.metrics()
+    assert seen == []
+    changed = {name: after[name] - before[name] for name in after if name != "operations"}
+    assert changed == dict.fromkeys(changed, 0) | {"executions": 3}
+
+
+def replaying(function, *args):
+    """`function` compiled and called until it replays."""
+    step = xla_amp.compile(function, strict=True)
+    while not step.replays:
+        step(*args)
+    return step
+
+
+def test_results_are_not_overwritten_by_later_replays(device):
+    step = replaying(lambda x: (2 * x, x[1:] + 1), torch.ones(3, device=device))
+    results = [step(torch.full((3,), float(n), device=device)) for n in range(4)]
+    assert [r[0].tolist() for r in results] == [[2.0 * n] * 3 for n in range(4)]
+    assert [r[1].tolist() for r in results] == [[n + 1.0] * 2 for n in range(4)]
+
+
+def test_views_and_arguments_come_back_as_such(device):
+    def step(x):
+        y = x * 2
+        return x, y[:, 1], y.t()
+
+    compiled = replaying(step, torch.ones(2, 3, device=device))
+    x = torch.arange(6.0, device=device).view(2, 3)
+    same_x, column, transposed = compiled(x)
+    assert same_x is x
+    assert column.tolist() == [2.0, 8.0]
+    assert transposed.tolist() == [[0.0, 6.0], [2.0, 8.0], [4.0, 10.0]]
+
+
+def test_a_copy_of_a_weight_survives_its_donation(device):
+    weight = torch.ones(3, device=device)
+    step = replaying(lambda: weight.add_(1))
+    before = weight.tolist()
+    copy = weight.clone()
+    step()
+    assert copy.tolist() == before
+    assert weight.tolist() == [value + 1 for value in before]
+
+
+def test_a_state_that_the_step_binds_anew_is_carried(device):
+    class Counter:
+        total = torch.zeros((), device=device)
+
+        def add(self, x):
+            self.total = self.total + x.sum()
+            return self.total * 1
+
+    one, other = Counter(), Counter()
+    step = xla_amp.compile(one.add, strict=True)
+    for n in range(7):
+        x = torch.full((2,), float(n), device=device)
+        assert step(x).item() == other.add(x).item()
+        assert one.total.item() == other.total.item()
+    assert step.replays >= 3
+
+
+def test_gradients_outside(device):
+    """Only forward and backward are captured; the optimizer steps and drops the gradients outside."""
+
+    def run(compiled):
+        training = Training(OPTIMIZERS["sync-free sgd"], "fp32", device)
+
+        def gradients(x, y):
+            loss = F.cross_entropy(training.model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        step = xla_amp.compile(gradients, strict=True) if compiled else gradients
+        torch.manual_seed(3)
+        for x, y in list(batches(device))[:OVERFLOWS]:
+            step(x, y)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        return training.tensors(), getattr(step, "replays", None)
+
+    (expected, _), (found, replays) = run(False), run(True)
+    assert replays >= 4
+    assert same(expected, found)
+
+
+def test_another_shape_mode_or_region_is_another_capture(device):
+    model = nn.Dropout(0.5).to(device)
+    step = xla_amp.compile(lambda x: model(x), strict=True)
+    big = torch.ones(64, device=device)
+    for _ in range(4):
+        step(big)
+    assert step(big).count_nonzero().item() < 64
+    model.eval()
+    assert step(big).count_nonzero().item() == 64
+    assert step(torch.ones(3, device=device)).tolist() == [1.0, 1.0, 1.0]
+    product = xla_amp.compile(lambda x: x @ x, strict=True)
+    matrix = torch.ones(2, 2, device=device)
+    for _ in range(4):
+        assert product(matrix).dtype is torch.float32
+    with xla_amp.autocast(device):
+        assert product(matrix).dtype is torch.bfloat16
+        with xla_amp.policy.override(matmul="fp32", mm="fp32"):
+            assert product(matrix).dtype is torch.float32
+
+
+def test_loading_a_checkpoint_between_replays(device):
+    training = Training(OPTIMIZERS["sync-free adamw"], "fp32", device)
+    step = xla_amp.compile(training.step, strict=True)
+    given = list(batches(device, 8))
+    for x, y in given[:4]:
+        step(x, y)
+    model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
+    saved = [{k: v.clone() for k, v in model.items()}, torch.utils._pytree.tree_map(_copied, optimizer)]
+    torch.manual_seed(9)
+    first = [step(x, y).item() for x, y in given[4:]]
+    training.model.load_state_dict(saved[0])
+    training.optimizer.load_state_dict(saved[1])
+    torch.manual_seed(9)
+    assert [step(x, y).item() for x, y in given[4:]] == first
+
+
+def _copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+# ---- what cannot be replayed -----------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """Steps that cannot be replayed: function of the device -> step, and the words that name why."""
+
+    @staticmethod
+    def item(device):
+        return lambda x: x * x.sum().item(), r"reads a value on the host at .*test_compile\.py:\d+"
+
+    @staticmethod
+    def branch(device):
+        return lambda x: x if x.sum() > 0 else -x, "reads a value on the host"
+
+    @staticmethod
+    def counter(device):
+        count = 0
+
+        def step(x):
+            nonlocal count
+            count += 1
+            return x * 2
+
+        return step, r"it changes count from \d to \d"
+
+    @staticmethod
+    def growing_list(device):
+        losses = []
+        return lambda x: losses.append(x * 2), r"it changes losses \(a list\) from \d to \d items"
+
+    @staticmethod
+    def attribute(device):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2).to(device)
+        model.calls = 0
+
+        def step(x):
+            model.calls += 1
+            return model(x.view(1, 2)).detach()
+
+        return step, r"it changes model\.calls from \d to \d"
+
+    @staticmethod
+    def number_from_elsewhere(device):
+        numbers = iter(range(100))
+        return lambda x: x * (next(numbers) + 0.5), "a number for mul.* that changes from call to call"
+
+    @staticmethod
+    def value_from_the_host(device):
+        numbers = iter(range(100))
+        return lambda x: x + torch.tensor([next(numbers), 2]).to(device), "brings a value from the host"
+
+    @staticmethod
+    def other_operations(device):
+        turns = iter([0, 1] * 50)
+        return lambda x: x.exp() if next(turns) else x.sin(), "operation 1 is .* in one call and .* in the next"
+
+    @staticmethod
+    def host_state(device):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.Adam([weight])
+
+        def step(x):
+            (weight * x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step, "Adam keeps its 'step' on the host; use .*xla_amp.syncfree"
+
+    @staticmethod
+    def schedule_inside(device):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer = syncfree.SGD([weight], lr=0.5)
+
+        def step(x):
+            (weight * x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+        return step, "changes the options of SGD"
+
+    @staticmethod
+    def graph(device):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        return lambda x: (weight * x).sum(), "returns a tensor that requires grad"
+
+    @staticmethod
+    def seeds(device):
+        def step(x):
+            torch.manual_seed(1)
+            return x + torch.rand_like(x)
+
+        return step, "seeds the random generator"
+
+
+def call(function, x, times, meanwhile=lambda: None):
+    for _ in range(times):
+        function(x)
+        meanwhile()
+
+
+REFUSALS = [name for name in vars(Refusals) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_replayed_is_named(name, device):
+    x = torch.ones(2, device=device)
+    step, words = getattr(Refusals, name)(device)
+    compiled = xla_amp.compile(step, strict=True)
+    with pytest.raises(CaptureError, match=words):
+        call(compiled, x, times=8)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_it_goes_on_being_recorded_with_one_warning(name, device):
+    x = torch.ones(2, device=device)
+    step, _ = getattr(Refusals, name)(device)
+    reference, _ = getattr(Refusals, name)(device)
+    compiled = xla_amp.compile(step)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [compiled(x) for _ in range(10)]
+    torch.manual_seed(0)
+    expected = [reference(x) for _ in range(10)]
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or one.tolist() == other.tolist()
+    assert len([w for w in caught if "goes on being recorded" in str(w.message)]) == len(compiled.reasons) == 1
+    assert compiled.replays == 0
+
+
+def test_an_audit_finds_what_was_hidden(device):
+    """A schedule in C, as it were: nothing that can be seen from the function changes."""
+    numbers = iter([0.5] * 6 + [0.25] * 100)
+    compiled = xla_amp.compile(lambda x: x * next(numbers))
+    x = torch.ones(2, device=device)
+    with pytest.raises(CaptureError, match=r"no longer does what was captured.*by now Python computes 0\.25 for mul"):
+        call(compiled, x, times=40, meanwhile=lambda: next(numbers))
+    assert compiled.replays == 8
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value"),
+    [(syncfree.AdamW, "maximize", True), (torch.optim.SGD, "weight_decay", 0.0), (torch.optim.SGD, "lr", 0.0)],
+)
+def test_options_that_change_when_an_audit_is_due(optimizer, option, value, device):
+    def train(wrap, is_due):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        options = optimizer(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+        def step(x):
+            loss = model(x).square().sum()
+            loss.backward()
+            options.step()
+            options.zero_grad()
+            return loss.detach()
+
+        function, losses, x, changed_at = wrap(step), [], torch.ones(3, 4, device=device), None
+        for number in range(16):
+            if changed_at is None and is_due(function, number):
+                options.param_groups[0][option] = value
+                changed_at = number
+            losses.append(function(x))
+        return function, changed_at, [loss.item() for loss in losses]
+
+    step, changed_at, losses = train(
+        lambda step: xla_amp.compile(step, strict=True), lambda step, number: step.replays == 8
+    )
+    assert losses == train(lambda step: step, lambda step, number: number == changed_at)[-1]
+    assert step.replays == 16 - changed_at - 2 + 8  # what was to be an audit began another capture
+
+
+def test_forms_are_bounded(device):
+    step = xla_amp.compile(lambda x, n: x + n, limit=2)
+    x = torch.zeros(2, device=device)
+    with pytest.warns(UserWarning, match="captured in 2 forms, its limit"):
+        assert [step(x, n).tolist()[0] for n in range(5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda: xla_amp.compile(3), TypeError, "compile.. expects a function, got 3"),
+        (lambda: xla_amp.compile(len, limit=0), ValueError, "expected at least 1"),
+        (lambda: xla_amp.compile(abs)(torch.ones(2)), TypeError, r"expects dense tensors on 'jax', got one on cpu"),
+        (
+            lambda: xla_amp.compile(abs)(torch.ones(2).to_sparse().to(xla_amp.xla_device())),
+            TypeError,
+            r"expects dense tensors.*torch.sparse_coo.*call tensor.to_dense\(\)",
+        ),
+    ],
+)
+def test_bad_input(call, kind, words):
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_explain_sees_every_operation(device):
+    step = replaying(lambda x: x @ x, torch.ones(2, 2, device=device))
+    with xla_amp.explain() as report, xla_amp.autocast(device):
+        step(torch.ones(2, 2, device=device))
+    assert [row["operation"] for row in report.rows()] == ["matmul"]
+
+
+# ---- numbers that are followed ---------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_written_down():
+    ledger, lr = Ledger(0), Hyperparameter(1, "lr", None)
+    value = ledger.follow(lr, lambda: 0.5)
+    results = [-value, 1 - value, value / 4, 2**value, abs(value) * value]
+    numbers = [float(result) for result in results]
+    ledger.resolve(numbers)
+    assert numbers == [-0.5, 0.5, 0.125, 2**0.5, 0.25]
+    assert [evaluate(result.term, {lr: lambda: 0.25}) for result in results] == [-0.25, 0.75, 0.0625, 2**0.25, 0.0625]
+
+
+def test_comparisons_are_conditions():
+    ledger, lr = Ledger(0), Hyperparameter(1, "lr", None)
+    value = ledger.follow(lr, lambda: 0.5)
+    assert value
+    assert value == 0.5
+    assert not value > 1
+    assert list(ledger.conditions.values()) == [True, True, False]
+    assert Formula("gt", (lr, 1)) in ledger.conditions
+
+
+def test_a_way_that_is_not_arithmetic_differs_from_call_to_call():
+    lr = Hyperparameter(1, "lr", None)
+    first, second = (Ledger(shift).follow(lr, lambda: 0.5) for shift in (0, 1))
+    assert hex(round(float(first) * 2**60)) != hex(round(float(second) * 2**60))

@@ -1,0 +1,233 @@
+"""The state that a captured step holds between its replays: whoever looks at it or changes it sees what it should."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+from xla_amp.lazy.capture import guards
+from xla_amp.lazy.capture.guards import Surroundings
+from xla_amp.lazy.graph import trace
+from xla_amp.lazy.runtime import memory_layout
+from xla_amp.lazy.tensors import tensor_io
+
+
+@pytest.fixture(scope="module")
+def device():
+    return xla_amp.xla_device()
+
+
+def replaying(function, *args):
+    """`function` compiled and called until it replays."""
+    step = xla_amp.compile(function, strict=True)
+    while not step.replays:
+        step(*args)
+    return step
+
+
+class Counter:
+    """A value that lives on, another that is only read, and a step that adds the one to the other."""
+
+    def __init__(self, device):
+        self.total = torch.zeros(3, device=device)
+        self.by = torch.ones(3, device=device)
+        self.step = replaying(self.add)
+
+    def add(self):
+        self.total.add_(self.by)
+
+    def is_away(self):
+        return any(not has_array(tensor_io.buffer_of(t)) for t in (self.total, self.by))
+
+
+def has_array(buffer):
+    try:
+        object.__getattribute__(buffer, "array")
+    except AttributeError:
+        return False
+    return True
+
+
+def test_between_replays_the_state_is_away(device):
+    counter = Counter(device)
+    assert counter.is_away()
+    assert counter.total.tolist() == [counter.step.replays + 2.0] * 3
+    assert not counter.is_away()  # the twin: reading brought it back
+    counter.step()
+    assert counter.is_away()
+
+
+CHANGES = {
+    "an operation that reads it": lambda c: c.total.mul_(2),
+    "an operation that does not": lambda c: c.total.fill_(7),
+    "a whole upload": lambda c: c.total.copy_(torch.full((3,), 7.0)),
+    "an upload of what is only read": lambda c: c.by.copy_(torch.full((3,), 5.0)),
+    "a copy from elsewhere": lambda c: c.total.copy_(c.by * 4),
+    "part of it": lambda c: c.total[1:].zero_(),
+    "a view": lambda c: c.total.view(3, 1).add_(1),
+    "the other way round": lambda c: c.by.copy_(c.total),
+    "other memory": lambda c: setattr(c.total, "data", c.by * 3),
+    "warming up another step": lambda c: xla_amp.compile(lambda: c.total.add_(9)).warm_up(),
+    "another captured step": lambda c: replaying(lambda: c.total.add_(c.by)),
+    "only looking": lambda c: c.total.tolist(),
+    "nothing": lambda c: None,
+    "a sync": lambda c: xla_amp.sync(wait=True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_between_replays_counts(name, device):
+    counter, total, by = Counter(device), torch.zeros(3), torch.ones(3)
+    for _ in range(counter.step.replays + 2):
+        total += by
+    reference = type("", (), {"total": total, "by": by})
+    for _ in range(2):
+        CHANGES[name](counter)
+        if name == "another captured step":
+            total += 3 * by
+        elif name != "warming up another step":
+            CHANGES[name](reference) if name != "a sync" else None
+        before = counter.step.replays
+        counter.step()
+        reference.total += reference.by
+        assert counter.step.replays == before + 1 or name == "other memory"
+    assert counter.total.tolist() == reference.total.tolist()
+    assert counter.by.tolist() == reference.by.tolist()
+
+
+def test_an_argument_that_the_step_overwrites(device):
+    step = xla_amp.compile(lambda x: x.add_(1), strict=True)
+    for number in range(6):
+        x = torch.full((2,), float(number), device=device)
+        copy = x.clone()
+        assert step(x) is x
+        assert x.tolist() == [number + 1.0] * 2
+        assert copy.tolist() == [float(number)] * 2
+    assert step.replays >= 3
+
+
+def test_a_result_that_is_also_state(device):
+    """One value of the program is in two tensors; donating the one must leave the other."""
+    total = torch.zeros(3, device=device)
+
+    def step():
+        total.add_(1)
+        return total.clone()
+
+    compiled = xla_amp.compile(step, strict=True)
+    results = [compiled() for _ in range(7)]
+    assert [result.tolist() for result in results] == [[n + 1.0] * 3 for n in range(7)]
+    assert compiled.replays >= 4
+
+
+def test_state_that_nobody_holds_is_freed(device):
+    class Owner:
+        def __init__(self):
+            self.state = {"total": torch.zeros(3, device=device)}
+
+        def add(self, x):
+            self.state["total"].add_(x)
+
+    owner = Owner()
+    x = torch.ones(3, device=device)
+    step = replaying(owner.add, x)
+    buffer = tensor_io.buffer_of(owner.state["total"])
+    array = weakref.ref(next(b for b in trace.borrowers if b.keeps(buffer))._inputs[0])
+    assert array() is not None
+    owner.state["total"] = torch.ones(3, device=device)
+    del buffer
+    gc.collect()
+    assert array() is None
+    before = step.replays
+    step(x)
+    assert step.replays == before  # recorded: what it was captured with is gone
+    assert owner.state["total"].tolist() == [2.0] * 3
+
+
+def test_state_outlives_the_step_that_holds_it(device):
+    counter = Counter(device)
+    expected = counter.step.replays + 2.0
+    del counter.step
+    gc.collect()
+    assert counter.total.tolist() == [expected] * 3
+
+
+def test_a_sync_waits_for_results_that_no_tensor_had_while_recording(device):
+    step = replaying(lambda x: x @ x, torch.ones(300, 300, device=device))
+    result = step(torch.ones(300, 300, device=device))
+    xla_amp.sync(wait=True)
+    assert tensor_io.buffer_of(result).array.is_ready()
+
+
+# ---- what modules hold -----------------------------------------------------------------------------------------------
+
+
+TOUCHES = {
+    "an attribute": lambda m: setattr(m[1], "eps", 0.5),
+    "training": lambda m: m[1].eval(),
+    "a parameter": lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(2))),
+    "a parameter that goes": lambda m: setattr(m[0], "bias", None),
+    "a parameter that comes": lambda m: m[2].register_parameter("weight", nn.Parameter(torch.ones(2))),
+    "a submodule": lambda m: m.__setitem__(2, nn.Tanh()),
+    "a buffer that comes": lambda m: m[2].register_buffer("count", torch.ones(2)),
+    "a forward hook": lambda m: m[0].register_forward_hook(lambda *_: None),
+    "a forward pre-hook": lambda m: m[2].register_forward_pre_hook(lambda *_: None),
+    "a backward hook": lambda m: m[2].register_full_backward_hook(lambda *_: None),
+    "a hook that goes": lambda m: m.handle.remove(),
+    "a hook that is exchanged": lambda m: (m.handle.remove(), m[0].register_forward_hook(lambda *_: None)),
+}
+
+
+def small():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU())
+    model.__dict__["handle"] = model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("versions", [True, False], ids=["by version", "one by one"])
+@pytest.mark.parametrize("name", TOUCHES)
+def test_what_modules_hold_is_compared(name, versions, monkeypatch):
+    if not versions:
+        monkeypatch.setattr(guards, "dict_version", None)
+    model = small()
+    around = Surroundings(lambda: model)
+    before = around.values()
+    assert around.values() == before
+    TOUCHES[name](model)
+    assert around.values() != before
+    assert around.difference(before, around.values()) is not None
+
+
+def test_modules_are_read_again_only_when_touched(monkeypatch):
+    assert guards.dict_version is not None  # else replays are slower, and nothing else says so
+    model = small()
+    around = Surroundings(lambda: model)
+    reads = []
+    read = around._read_modules
+    monkeypatch.setattr(around, "_read_modules", lambda: reads.append(1) or read())
+    before = around.values()
+    assert around.values() == before
+    assert len(reads) == 1
+    model[1].running_mean = torch.ones(2)  # buffers may be bound anew
+    assert around.values() == before
+    assert len(reads) == 2
+
+
+def test_nothing_is_copied_that_nobody_holds(device, monkeypatch):
+    """State goes into the program and out of it; only what is kept elsewhere must stay as it is."""
+    copied = []
+    real = memory_layout.copy
+    monkeypatch.setattr(memory_layout, "copy", lambda array: copied.append(array.shape) or real(array))
+    counter = Counter(device)
+    assert counter.total.sum().item()  # brings the state back, to be collected anew
+    counter.step()
+    assert not copied
+    kept = counter.total.clone()
+    counter.step()
+    assert copied == [(3,)]
+    assert torch.equal(kept + 1, counter.total)

@@ -1,0 +1,144 @@
+"""Captured steps together with the rest: accumulation, a mesh, hooks, new parameters, padding to a few sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_amp
+from xla_amp.lazy.runtime import execute
+from xla_amp.pytorch.data.buckets import pad_to_bucket
+
+PROGRAM = Path(__file__).with_name("compile_spmd_program.py")
+PARTS, STEPS = 3, 6
+
+
+@pytest.fixture(scope="module")
+def device():
+    return xla_amp.xla_device()
+
+
+def test_on_a_mesh():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_PLATFORM": "cpu"}
+    command = [sys.executable, str(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["replayed"]["replays"] == 6
+    assert found["replayed"]["bits"] == found["recorded"]["bits"]
+    assert found["replayed"]["scale"] == found["recorded"]["scale"] == 512.0
+
+
+def accumulate(device, how):
+    """Losses and weights of training in `PARTS` parts: in one captured step, in two, or recorded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Dropout(0.1), nn.Linear(40, 4)).to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-2)
+    captured = []
+
+    def maybe_compiled(function):
+        if how == "recorded":
+            return function
+        captured.append(xla_amp.compile(function, strict=True))
+        return captured[-1]
+
+    def part(x, y):
+        with xla_amp.autocast(device):
+            loss = F.cross_entropy(model(x), y) / PARTS
+        loss.backward()
+        return loss.detach()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def whole(x, y):
+        losses = [part(*pair) for pair in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)]
+        update()
+        return torch.stack(losses)
+
+    if how == "two":
+        one_part, one_update = maybe_compiled(part), maybe_compiled(update)
+    else:
+        one_step = maybe_compiled(whole)
+    losses = []
+    for number in range(STEPS if how != "two" else 2 * STEPS):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(2 * PARTS, 24, generator=generator).to(device)
+        y = torch.randint(4, (2 * PARTS,), generator=generator).to(device)
+        if how == "two":
+            pairs = list(zip(x.chunk(PARTS), y.chunk(PARTS), strict=True))
+            losses.append(torch.stack([one_part(*pair) for pair in pairs]))
+            one_update()
+        else:
+            losses.append(one_step(x, y))
+    return [loss.cpu() for loss in losses], [p.detach().cpu() for p in model.parameters()], captured
+
+
+def test_accumulation_inside_the_step(device):
+    losses, weights, _ = accumulate(device, "recorded")
+    execute.forget_programs()
+    replayed, after, (step,) = accumulate(device, "one")
+    text = max(execute.programs(), key=lambda program: program.operations).optimized_hlo()
+    # The weight itself is cast once for all parts; gradients of its shape are cast too.
+    assert len(re.findall(r"= bf16\[40,24\]\S* (?:fusion|convert)\(%taken_", text)) == 1
+    assert step.replays > 0
+    for one, other in zip(losses + weights, replayed + after, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_accumulation_over_several_captured_calls(device):
+    replayed, _, captured = accumulate(device, "two")
+    losses, _, _ = accumulate(device, "recorded")
+    assert all(step.replays > 0 for step in captured)
+    torch.testing.assert_close(torch.stack(replayed[:STEPS]), torch.stack(losses), rtol=2e-2, atol=1e-3)
+
+
+def test_a_hook_or_a_parameter_that_is_added_is_noticed(device):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3).to(device)
+    step = xla_amp.compile(lambda x: model(x).detach(), strict=True)
+    x = torch.ones(2, 3, device=device)
+    for _ in range(4):
+        plain = step(x)
+    handle = model.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert torch.equal(step(x).cpu(), 2 * plain.cpu())
+    handle.remove()
+    assert torch.equal(step(x).cpu(), plain.cpu())
+    model.bias = nn.Parameter(model.bias.detach() + 1)
+    torch.testing.assert_close(step(x).cpu(), (plain + 1).cpu())
+    model.bias = None
+    assert torch.equal(step(x).cpu(), model(x).detach().cpu())
+
+
+def test_padding_keeps_the_number_of_captures_small(device):
+    torch.manual_seed(0)
+    model = nn.Embedding(16, 5).to(device)
+
+    @xla_amp.compile(strict=True, limit=2)
+    def loss_of(tokens, labels):
+        with torch.no_grad():
+            return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    for length in (3, 4, 2, 4, 7, 8, 5, 6, 3):
+        tokens, labels = torch.randint(16, (2, length)), torch.randint(5, (2, length))
+        padded = [pad_to_bucket(t, (4, 8), value=v).to(device) for t, v in ((tokens, 0), (labels, -100))]
+        exact = F.cross_entropy(model.weight.detach().cpu()[tokens].flatten(0, 1), labels.flatten())
+        torch.testing.assert_close(loss_of(*padded).cpu(), exact)
+    assert loss_of.replays == 5
+    assert loss_of.reasons == []
+
+
+@pytest.mark.parametrize(("sizes", "dim", "words"), [((2, 4), 0, "fits in none"), ((8,), 1, "no such dimension")])
+def test_bad_padding(sizes, dim, words):
+    with pytest.raises(ValueError, match=words):
+        pad_to_bucket(torch.ones(5), sizes, dim)

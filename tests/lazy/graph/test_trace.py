@@ -1,0 +1,450 @@
+"""The tape: one executable per cut, a cache that numbers do not miss, only live values out, dead memory handed over."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import array_behind, counted
+
+from xla_amp import lazy as engine
+from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.runtime import execute
+
+
+def compilations_of(program: Callable[[Any], Any], inputs: Iterable[Any]) -> list[int]:
+    """Executables built in each run of `program`, one cut a run."""
+    built = []
+    for value in inputs:
+        with counted() as counts:
+            kept = program(value)
+            engine.sync()
+        del kept
+        assert counts.executions == 1, f"{counts.executions} executables for {value!r}"
+        built.append(counts.compilations)
+    return built
+
+
+def outputs_of(program: Callable[[], Any]) -> int:
+    """How many arrays the executable of a program of a new shape returns."""
+    engine.sync()
+    before = set(execute._programs)
+    kept = program()
+    engine.sync()
+    del kept
+    (key,) = set(execute._programs).difference(before)
+    return len(set(key.wanted))
+
+
+# ---- one executable --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_runs_before_a_cut(device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    engine.sync()
+    with counted() as counts:
+        y = (x + 1) * 2 - x
+        y.neg_()
+    assert counts.executions == 0
+    assert array_behind(y) is None
+    with counted() as counts:
+        engine.sync()
+    assert (counts.executions, counts.host_syncs, counts.device_to_host) == (1, 0, 0)
+    assert y.tolist() == [-3, -3, -3]
+
+
+def test_a_cut_of_nothing_runs_nothing(device: torch.device) -> None:
+    with counted() as counts:
+        engine.sync()
+        x = torch.ones(3).to(device)
+        engine.sync()
+        x.t(), x[1:], x.detach(), x.view(3, 1)
+        engine.sync()
+    assert counts.executions == 0
+
+
+def test_a_value_is_computed_once(device: torch.device) -> None:
+    x = torch.arange(3.0).to(device) + 1
+    with counted() as counts:
+        assert x.sum().item() == 6
+        assert x.tolist() == [1, 2, 3]
+        assert x.cpu()[0] == 1
+        str(x)
+    assert counts.executions == 1
+
+
+def test_reading_a_settled_value_runs_nothing(device: torch.device) -> None:
+    x = torch.arange(6.0).view(2, 3).to(device)
+    with counted() as counts:
+        assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert x.t()[1].tolist() == [1, 4]
+        assert x[1, 2].item() == 5
+    assert counts.executions == 0
+    assert counts.host_syncs == counts.device_to_host == 3
+
+
+def test_no_dtype_and_an_explicit_one_are_different_programs(device: torch.device) -> None:
+    x = torch.ones(2, 3, dtype=torch.bfloat16, device=device)
+    assert torch.sum(x, [1], True).dtype is torch.bfloat16
+    assert torch.sum(x, [1], True, dtype=torch.float32).dtype is torch.float32
+    assert torch.sum(x, [1], True).dtype is torch.bfloat16
+
+
+def test_uploading_does_not_end_a_step(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    with counted() as counts:
+        y = x + 1
+        z = torch.ones(3).to(device)
+        w = engine.to_device(torch.ones(3))
+        y + z + w
+    assert counts.executions == 0
+    assert counts.host_to_device == 2
+
+
+def test_sync_with_wait_counts_one_host_sync(device: torch.device) -> None:
+    x = torch.ones(3).to(device) + 1
+    with counted() as counts:
+        engine.sync(wait=True)
+    assert (counts.executions, counts.host_syncs, counts.device_to_host) == (1, 1, 0)
+    assert x.sum().item() == 6
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_program_is_built_once(device: torch.device) -> None:
+    x = torch.ones(3, 5).to(device)
+    assert compilations_of(lambda _: (x * 3 + x).sum(), range(4)) == [1, 0, 0, 0]
+
+
+def test_another_shape_dtype_or_order_is_another_program(device: torch.device) -> None:
+    tensors = [torch.ones(2, 9), torch.ones(9, 2), torch.ones(2, 9, dtype=torch.float64), torch.ones(2, 9).t()]
+    on_device = [tensor.to(device) for tensor in tensors]
+    assert compilations_of(lambda x: x * 3 + x, [*on_device, *on_device]) == [1, 1, 1, 0, 0, 0, 0, 0]
+    x = on_device[0]
+    assert compilations_of(lambda order: x + 1 if order else 1 + x * 2, [0, 1, 0, 1]) == [1, 1, 0, 0]
+
+
+def test_another_view_of_the_same_shape_is_another_program(device: torch.device) -> None:
+    x = torch.arange(24.0).view(4, 6).to(device)
+    assert compilations_of(lambda start: x[:, start : start + 2] + 1, [0, 1, 3, 1]) == [1, 1, 1, 0]
+    assert (x[:, 3:5] + 1).tolist() == (torch.arange(24.0).view(4, 6)[:, 3:5] + 1).tolist()
+
+
+FLOATS = (0.37, 0.0, 1.0, 0.5, -1.0, 2.0, 1e-8, float("inf"), 3.25, 1e30)
+INTS = (7, 0, 1, 2, -1, 5, 10**6, 3)
+
+LIFTED: dict[str, tuple[Callable[[torch.Tensor, Any], Any], tuple[Any, ...]]] = {
+    "x * k": (lambda x, k: x * k, FLOATS),
+    "k - x": (lambda x, k: k - x, FLOATS),
+    "x / k": (lambda x, k: x / k, FLOATS),
+    "x + step": (lambda x, k: x + k, INTS),
+    "step * x": (lambda x, k: k * x, INTS),
+    "alpha": (lambda x, k: torch.add(x, x, alpha=k), FLOATS[:1] + FLOATS[2:]),
+    "alpha, whole numbers": (lambda x, k: torch.sub(x, x, alpha=k), INTS[:2] + INTS[3:]),
+    "addcdiv value": (lambda x, k: torch.addcdiv(x, x, x + 1, value=k), FLOATS[:2] + FLOATS[3:]),
+    "addcmul_ value": (lambda x, k: x.clone().addcmul_(x, x, value=k), FLOATS[:2] + FLOATS[3:]),
+    "addmm beta": (lambda x, k: torch.addmm(x, x, x, beta=k), FLOATS[:1] + FLOATS[3:]),
+    "lerp": (lambda x, k: torch.lerp(x, x + 1, k), FLOATS),
+    "clamp": (lambda x, k: x.clamp(min=k), FLOATS),
+    "fill_": (lambda x, k: x.clone().fill_(k), FLOATS),
+    "full": (lambda x, k: torch.full((2, 2), k, device="jax") + x, FLOATS),
+    "scalar tensor": (lambda x, k: x * torch.tensor(k), FLOATS),
+    "where": (lambda x, k: torch.where(x > 0, x, k), FLOATS),
+    "x > k": (lambda x, k: x > k, FLOATS),
+    "setitem": (lambda x, k: x.clone().__setitem__(0, k), FLOATS),
+    "foreach scalar": (lambda x, k: torch._foreach_mul([x, x], k), FLOATS),
+    "foreach scalars": (lambda x, k: torch._foreach_add([x, x], [k, k + 1]), FLOATS[:-1]),
+    "foreach addcdiv": (lambda x, k: torch._foreach_addcdiv([x, x], [x, x], [x, x], [k, 2 * k]), FLOATS),
+    "masked_fill": (lambda x, k: x.masked_fill(x > 0, k), FLOATS),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_numbers_never_build_anew(device: torch.device, name: str) -> None:
+    program, values = LIFTED[name]
+    host = torch.arange(4.0).view(2, 2) + 0.5
+    x = host.to(device)
+    first, *others = compilations_of(lambda value: program(x, value), values)
+    assert first <= 1  # another test may have built it
+    assert others == [0] * len(others)
+    for value in values:
+        expected, got = program(host, value) if name != "full" else value + host, program(x, value)
+        for a, b in zip(_list(expected), _list(got), strict=True):
+            torch.testing.assert_close(b.cpu(), a, equal_nan=True)
+
+
+def _list(value: Any) -> list[torch.Tensor]:
+    return [] if value is None else [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def test_numbers_of_another_kind_do_build_anew(device: torch.device) -> None:
+    """The twin: the count sees a new executable, and 1, 1.0 and True are not taken for each other."""
+    x = torch.arange(4).to(device)
+    assert compilations_of(lambda value: x + value, [1, 1.0, True, 2, 2.0]) == [1, 1, 1, 0, 0]
+    assert [(x + value).dtype for value in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+
+
+def test_a_schedule_with_momentum_and_decay_never_builds_anew(device: torch.device) -> None:
+    parameter = torch.nn.Parameter(torch.ones(7).to(device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9, weight_decay=0.01)
+    built = []
+    for rate in (0.1, 0.1, 0.0, 0.5, 1.0, 2.0, 1e-5, 0.25):
+        optimizer.param_groups[0]["lr"] = rate
+        with counted() as counts:
+            (parameter * parameter).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.sync()
+        built.append(counts.compilations)
+    assert built[2:] == [0] * 6
+
+
+def test_default_dtype_is_part_of_the_key(device: torch.device) -> None:
+    x = torch.arange(3).to(device)
+    assert (x * 0.5).dtype is torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (x * 0.5).dtype is torch.float64
+        assert torch.empty(2, device=device).dtype is torch.float64
+        assert torch.full((2,), 1.5, device=device).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (x * 0.5).dtype is torch.float32
+
+
+# ---- what comes out --------------------------------------------------------------------------------------------------
+
+
+def test_dead_values_are_not_outputs(device: torch.device) -> None:
+    x = torch.ones(3, 7).to(device)
+
+    def program() -> torch.Tensor:
+        a = x + 1
+        b = a * 2
+        c = b.exp()
+        return c.sum(0)
+
+    assert outputs_of(program) == 1
+
+
+def test_live_values_are_outputs(device: torch.device) -> None:
+    """The twin of the test above."""
+    x = torch.ones(3, 8).to(device)
+
+    def program() -> list[torch.Tensor]:
+        a = x + 1
+        b = a * 2
+        return [a, b, b.exp().sum(0)]
+
+    assert outputs_of(program) == 3
+
+
+def test_a_view_keeps_its_base_alive_and_nothing_more(device: torch.device) -> None:
+    x = torch.ones(3, 9).to(device)
+    assert outputs_of(lambda: (x + 1)[1:2, ::2]) == 1
+
+
+def test_a_dropped_tensor_that_was_overwritten_is_not_an_output(device: torch.device) -> None:
+    x = torch.ones(3, 10).to(device)
+    gradient = torch.ones(3, 10).to(device)
+
+    def program() -> torch.Tensor:
+        nonlocal gradient
+        gradient.mul_(2)
+        result = x - gradient
+        del gradient
+        return result
+
+    assert outputs_of(program) == 1
+
+
+def test_gradients_that_zero_grad_drops_are_not_outputs(device: torch.device) -> None:
+    layer = torch.nn.Linear(3, 11).to(device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.ones(2, 3).to(device)
+
+    def step() -> None:
+        layer(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert outputs_of(step) == 2
+
+
+def test_a_buffer_assigned_a_leaf_is_no_output(device: torch.device) -> None:
+    x, y = torch.ones(12).to(device), torch.zeros(12).to(device)
+
+    def program() -> None:
+        y.copy_(x)
+
+    assert outputs_of(program) == 1
+    assert array_behind(x) is array_behind(y)  # the value is shared, not copied
+    assert y.add_(1).sum().item() == 24
+    assert x.sum().item() == 12
+
+
+def test_values_die_with_their_tensors(device: torch.device) -> None:
+    x = torch.ones(1000).to(device)
+    y = x + 1
+    engine.sync()
+    reference = weakref.ref(array_behind(y))
+    assert reference() is not None
+    del y
+    gc.collect()
+    assert reference() is None
+
+
+# ---- memory handed over ----------------------------------------------------------------------------------------------
+
+
+def computed(size: int, value: float = 1.0) -> torch.Tensor:
+    """A tensor whose memory came from XLA (memory that came from the host cannot be given away on every platform)."""
+    x = torch.full((size,), value, device="jax")
+    engine.sync()
+    return x
+
+
+def address(x: torch.Tensor) -> int:
+    return array_behind(x).unsafe_buffer_pointer()
+
+
+def test_an_overwritten_array_is_donated(device: torch.device) -> None:
+    x = computed(100)
+    before = address(x)
+    x.add_(1)
+    engine.sync()
+    assert address(x) == before
+    assert x.sum().item() == 200
+
+
+def test_an_array_held_elsewhere_is_not_donated(device: torch.device) -> None:
+    x = torch.ones(100).to(device)
+    held = array_behind(x)
+    x.add_(1)
+    engine.sync()
+    assert not held.is_deleted()
+    assert float(held.sum()) == 100
+    assert x.sum().item() == 200
+
+
+def test_a_donated_array_is_deleted(device: torch.device) -> None:
+    """The twin of the test above, seen through the buffer's own reference."""
+    x = torch.ones(101).to(device)
+    probe = weakref.ref(array_behind(x))
+    x.add_(1)
+    engine.sync()
+    assert probe() is None or probe().is_deleted()
+
+
+def test_an_array_shared_by_two_tensors_is_not_donated(device: torch.device) -> None:
+    x = torch.ones(100).to(device)
+    y = x.clone()
+    engine.sync()
+    assert array_behind(x) is array_behind(y)
+    x.add_(1)
+    engine.sync()
+    assert y.sum().item() == 100
+    assert x.sum().item() == 200
+
+
+def test_a_dead_tensors_array_is_donated(device: torch.device) -> None:
+    x = computed(102)
+    before = address(x)
+    y = x + 1
+    del x
+    engine.sync()
+    assert address(y) == before
+
+
+def test_each_parameter_keeps_its_own_memory(device: torch.device) -> None:
+    tensors = [computed(103, float(i)) for i in range(4)]
+    before = [address(t) for t in tensors]
+    for t in reversed(tensors):
+        t.mul_(2)
+    engine.sync()
+    assert [address(t) for t in tensors] == before
+    assert [t[0].item() for t in tensors] == [0, 2, 4, 6]
+
+
+# ---- memory never written --------------------------------------------------------------------------------------------
+
+
+def test_memory_never_written_reads_as_zeros(device: torch.device) -> None:
+    assert torch.empty(3, device=device).tolist() == [0, 0, 0]
+    assert torch.empty(2, 2, dtype=torch.bool, device=device).tolist() == [[False] * 2] * 2
+    assert torch.empty_strided((2, 3), (1, 2), device=device).sum().item() == 0
+    x = torch.empty(4, device=device)
+    x[1] = 5
+    assert x.tolist() == [0, 5, 0, 0]
+    assert torch.empty(0, device=device).tolist() == []
+
+
+def test_memory_is_not_made_before_it_is_needed(device: torch.device) -> None:
+    with counted() as counts:
+        x = torch.empty(10**12, device=device)  # 4 TB
+        assert x.shape == (10**12,)
+        engine.sync()
+    assert counts.executions == 0
+
+
+# ---- the limit -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["add_", "out of place", "copy_", "clone", "to", "views"])
+def test_a_tape_without_end_is_cut(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "limit", 50)
+    x, y = torch.zeros(4).to(device), torch.zeros(4).to(device)
+    longest = 0
+    with counted() as counts:
+        for _ in range(200):
+            match name:
+                case "add_":
+                    x.add_(1)
+                case "out of place":
+                    x = x + 1
+                case "copy_":
+                    x.copy_(y)
+                case "clone":
+                    y = x[1:].clone()
+                case "to":
+                    y = x.to(torch.float64)
+                case "views":
+                    x[1:].add_(x[:-1])
+            longest = max(longest, tape.count)
+    assert longest < 60
+    assert 2 < counts.executions < 20 or name == "copy_"
+    if name in ("add_", "out of place"):
+        assert x.tolist() == [200] * 4
+
+
+def test_many_operations_in_one_tape(device: torch.device) -> None:
+    x = torch.zeros(4).to(device)
+    for _ in range(500):
+        x = x + 1
+    with counted() as counts:
+        assert x[0].item() == 500
+    assert counts.executions == 1
+
+
+# ---- the program cache -----------------------------------------------------------------------------------------------
+
+
+def test_programs_are_kept_up_to_a_bound(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "_PROGRAM_LIMIT", 3)
+    monkeypatch.setattr(execute, "_programs", OrderedDict())
+    x = torch.ones(20).to(device)
+    for length in itertools.chain(range(1, 8), (7,)):
+        with counted() as counts:
+            x[:length] + 1
+            kept = x[:length] * 2
+            engine.sync()
+        assert len(execute._programs) <= 3
+    assert counts.compilations == 0  # the last program was the newest one
+    assert kept.sum().item() == 14

@@ -1,0 +1,173 @@
+"""JAX code of the user's own beside the device: its 64-bit switch, its caches and its arrays are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from lazy_device import array_behind, jax_events
+from torch import nn
+
+from xla_amp import lazy as engine
+from xla_amp import lowering
+from xla_amp.lazy.tensors import transfer
+
+
+def _switch() -> tuple[bool, Any, Any]:
+    return jax.config.jax_enable_x64, jnp.ones(3).dtype, jnp.asarray(1).dtype
+
+
+def test_the_64_bit_switch_is_left_alone(device: torch.device) -> None:
+    before = _switch()
+    assert before[1] == jnp.float32
+    seen = []
+    x = torch.arange(3).to(device).double().requires_grad_()
+    assert x.dtype is torch.float64
+    seen.append(_switch())
+    y = (x * 0.1).sum()
+    y.register_hook(lambda g: seen.append(_switch()))
+    y.backward()
+    seen.append(_switch())
+    engine.sync()
+    assert x.grad.dtype is torch.float64
+    assert x.grad.tolist() == [0.1] * 3  # not rounded to float32 on the way
+    seen.append(_switch())
+    assert seen == [before] * 4
+
+
+def test_the_64_bit_switch_survives_an_error(device: torch.device) -> None:
+    library = torch.library.Library("lazy_users", "FRAGMENT")
+    library.define("breaks(Tensor x) -> Tensor")
+    library.impl("breaks", torch.empty_like, "Meta")
+    inside = []
+
+    @lowering.register("lazy_users::breaks", override=True)
+    def breaks(x: Any) -> Any:
+        inside.append(jnp.ones(1).dtype)
+        raise ValueError
+
+    kept = torch.ops.lazy_users.breaks(torch.ones(3).to(device))
+    with pytest.raises(RuntimeError):
+        engine.sync()
+    assert inside == [jnp.float64]  # the twin: a lowering does see 64-bit types
+    assert _switch()[:2] == (False, jnp.float32)
+    del kept
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_device_has_64_bit_types_either_way(device: torch.device, x64: bool) -> None:
+    with jax.enable_x64(x64):
+        x = torch.tensor([2**40 + 1, -3]).to(device)
+        y = torch.tensor([0.1], dtype=torch.float64).to(device)
+        assert (x + 1).tolist() == [2**40 + 2, -2]
+        assert (y * 3).item() == 0.1 * 3
+        assert torch.arange(3, device=device).dtype is torch.int64
+        assert jnp.ones(3).dtype == (jnp.float64 if x64 else jnp.float32)
+
+
+def test_the_users_switch_builds_nothing_anew(device: torch.device) -> None:
+    x = torch.ones(3, 19).to(device)
+
+    def run() -> None:
+        kept = (x * 2.5).sum(0)
+        engine.sync()
+        assert kept.shape == (19,)
+
+    def built(events: list[str]) -> list[str]:
+        return [event for event in events if "trace" in event or "compile" in event]
+
+    run()
+    with jax_events() as events:
+        for switch in (
+            jax.enable_x64(True),
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("strict"),
+            jax.numpy_rank_promotion("raise"),
+        ):
+            with switch:
+                run()
+        assert built(events) == []
+        jax.jit(lambda x: x + 1)(1.0)
+        assert built(events) != []  # the twin: JAX reports what it builds
+
+
+def test_jitted_functions_of_the_user_stay_cached(device: torch.device) -> None:
+    traces = []
+
+    @jax.jit
+    def f(x: jax.Array) -> jax.Array:
+        traces.append(x.dtype)
+        return x * 2 + 1
+
+    f(jnp.ones(3))
+    x = torch.ones(3).to(device)
+    for _ in range(3):
+        x = x * 2
+        engine.sync()
+        assert f(jnp.ones(3)).dtype == jnp.float32
+    assert traces == [jnp.float32]
+
+
+def test_arrays_of_the_user_are_not_donated(device: torch.device) -> None:
+    with jax.enable_x64(True):
+        mine = jnp.arange(5.0)
+    x = transfer.wrap(mine)
+    x.add_(1)
+    engine.sync()
+    assert not mine.is_deleted()
+    assert mine.tolist() == [0, 1, 2, 3, 4]
+    assert x.tolist() == [1, 2, 3, 4, 5]
+
+
+def test_host_arrays_given_to_the_device_stay_the_users(device: torch.device) -> None:
+    mine = np.arange(100.0, dtype=np.float32)
+    x = torch.from_numpy(mine).to(device)
+    y = torch.as_tensor(mine, device=device)
+    mine[:] = -1
+    x.add_(1)
+    engine.sync()
+    assert mine.sum() == -100
+    assert x.sum().item() == sum(range(100)) + 100
+    assert y.sum().item() == sum(range(100))
+
+
+def test_jax_random_state_and_defaults_are_left_alone(device: torch.device) -> None:
+    before = {name: getattr(jax.config, name) for name in ("jax_default_prng_impl", "jax_threefry_partitionable")}
+    with jax.default_prng_impl("rbg"):
+        torch.manual_seed(0)
+        a = torch.randn(4, device=device).tolist()
+        assert jax.random.key(0).dtype == jax.random.key(1, impl="rbg").dtype
+    torch.manual_seed(0)
+    assert torch.randn(4, device=device).tolist() == a
+    assert {name: getattr(jax.config, name) for name in before} == before
+
+
+def test_strict_settings_of_the_user_do_not_reach_the_device(device: torch.device) -> None:
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        x = torch.ones(3, 4).to(device)
+        assert (x * 2 + torch.ones(4, dtype=torch.bfloat16).to(device)).sum().item() == 36
+        model = nn.Linear(4, 2).to(device)
+        model(x).sum().backward()
+        assert model.bias.grad.tolist() == [3, 3]
+
+
+def test_debugging_of_nans_is_possible(device: torch.device) -> None:
+    """The switch is JAX's own; a NaN then ends the step with an error that names it."""
+    x = torch.zeros(3).to(device)
+    with jax.debug_nans(True):
+        y = x / x
+        with pytest.raises(RuntimeError, match=r"(?i)nan"):
+            engine.sync()
+    assert x.tolist() == [0, 0, 0]
+    del y
+
+
+def test_a_jitted_function_runs_between_operations(device: torch.device) -> None:
+    x = torch.ones(3).to(device) * 2
+    engine.sync()
+    y = transfer.wrap(jax.jit(jnp.exp)(array_behind(x)))
+    assert (y + x).cpu().tolist() == pytest.approx([2.718281828**2 + 2] * 3)

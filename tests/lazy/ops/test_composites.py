@@ -1,0 +1,273 @@
+"""Operations that the device takes whole instead of torch's composites: attention and recurrent networks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import check
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as attention
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import xla_amp
+from xla_amp import lazy as engine
+from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.runtime.compile import steps
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def recorded() -> list[str]:
+    """Names of the operations on the tape."""
+    return [instruction.name for instruction, _, _ in steps(tape.code) if instruction.emit is not None]
+
+
+def sample(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def operands(where: Any, heads: int = 4) -> list[Tensor]:
+    shapes = ((2, 4, 6, 8), (2, heads, 7, 8), (2, heads, 7, 5))
+    return [sample(*shape, seed=i).to(where).requires_grad_() for i, shape in enumerate(shapes)]
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def mask(where: Any) -> Tensor:
+    seen = sample(2, 1, 6, 7, seed=5) > -0.5
+    seen[0, 0, 2] = False
+    return seen.to(where)
+
+
+CALLS: dict[str, Callable[[str], Any]] = {
+    "plain": lambda where: attention(*(q := operands(where))) + 0 * q[0].sum(),
+    "causal": lambda where: attention(*operands(where), is_causal=True, scale=0.2),
+    "mask": lambda where: attention(*operands(where), attn_mask=mask(where)),
+    "bias": lambda where: attention(*operands(where), attn_mask=sample(6, 7, seed=6).to(where)),
+    "shared keys": lambda where: attention(*operands(where, 2), enable_gqa=True, is_causal=True),
+    "three dimensions": lambda where: attention(*(x[0] for x in operands(where))),
+    "transposed": lambda where: attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(where))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_attention(name, device):
+    check(lambda where: CALLS[name](where), **EXACT)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}], ids=str)
+def test_gradients_of_attention(options, device):
+    def program(where: str) -> Any:
+        q = operands(where)
+        given = {"attn_mask": mask(where)} if "mask" in options else options
+        y = attention(*q, **given)
+        return torch.autograd.grad(y, q, sample(*y.shape, seed=7).to(where))
+
+    check(program, **EXACT)
+
+
+def test_attention_is_one_operation_each_way(device):
+    q = operands(device)
+    y = attention(*q, attn_mask=mask(device))
+    names = recorded()
+    assert [name for name in names if "attention" in name] == ["_scaled_dot_product_fused_attention_overrideable"]
+    torch.autograd.grad(y, q, y.detach())
+    added = recorded()[len(names) :]
+    assert added == ["_scaled_dot_product_fused_attention_overrideable_backward"]
+
+
+def test_the_user_may_choose_the_composite(device):
+    with sdpa_kernel(SDPBackend.MATH):
+        attention(*operands(device))
+    assert not any("attention" in name for name in recorded())
+
+
+def test_attention_can_be_differentiated_twice(device):
+    def program(where: str) -> Any:
+        q = operands(where)
+        with sdpa_kernel(SDPBackend.MATH if where == "cpu" else SDPBackend.OVERRIDEABLE):
+            y = attention(*q, is_causal=True)
+            gradients = torch.autograd.grad(y.pow(2).sum(), q, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in gradients), q)
+
+    check(program, rtol=1e-9, atol=1e-9)
+    q = operands(device)
+    dropped = attention(*q, dropout_p=0.5).pow(2).sum()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(dropped, q, create_graph=True)
+
+
+def test_dropout_of_attention_follows_the_generator(device):
+    q = operands(device)
+
+    def run() -> tuple[Tensor, ...]:
+        engine.manual_seed(3)
+        y = attention(*q, dropout_p=0.4)
+        return y, *torch.autograd.grad(y, q, torch.ones_like(y))
+
+    first, again = run(), run()
+    other = attention(*q, dropout_p=0.4)
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other)
+    state = engine.get_rng_state()
+    attention(*q)  # without dropout no number is drawn
+    assert torch.equal(engine.get_rng_state(), state)
+
+
+def test_transforms_see_the_composite(device):
+    q = sample(2, 1, 2, 3, 4).to(device)
+    per_sample = torch.func.vmap(torch.func.grad(lambda x: attention(x, x, x).pow(2).sum()))
+    _, tangent = torch.func.jvp(lambda x: attention(x, x, x), (q[0],), (q[1],))
+    got = per_sample(q).cpu(), tangent.cpu()
+    with sdpa_kernel(SDPBackend.MATH):
+        _, tangent = torch.func.jvp(lambda x: attention(x, x, x), (q[0].cpu(),), (q[1].cpu(),))
+        want = per_sample(q.cpu()), tangent
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_inference_mode(device):
+    @torch.inference_mode()
+    def program(where: str) -> Any:
+        torch.manual_seed(0)
+        lstm = nn.LSTM(8, 3).double().to(where)
+        return attention(*(x.detach() for x in operands(where))), lstm(sample(4, 2, 8).to(where))
+
+    check(program, **EXACT)
+
+
+# -- modules ----------------------------------------------------------------------------------------------------------
+
+
+def same_module(module: nn.Module, *inputs: Any, **options: Any) -> None:
+    """Outputs and, in training, gradients of `module` on both devices."""
+    module = module.double()
+    training = module.training
+
+    def program(where: str) -> Any:
+        here = copy.deepcopy(module).to(where)
+        there = [x.to(where) if isinstance(x, Tensor) else x for x in inputs]
+        given = {name: x.to(where) if isinstance(x, Tensor) else x for name, x in options.items()}
+        with torch.set_grad_enabled(training):
+            results = here(*there, **given)
+        leaves = [x for x in torch.utils._pytree.tree_leaves(results) if isinstance(x, Tensor)]
+        if not training:
+            return leaves
+        sum((x * torch.linspace(1, 2, x.numel()).view(x.shape).to(where)).sum() for x in leaves).backward()
+        return leaves, [p.grad for p in here.parameters()]
+
+    check(program, rtol=1e-9, atol=1e-9)
+
+
+class Packed(nn.Module):
+    """A recurrent network over sequences of several lengths."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Any:
+        outputs, last = self.network(pack_padded_sequence(x, torch.tensor([6, 4, 2])))
+        return pad_packed_sequence(outputs)[0], last
+
+
+SEQUENCE = sample(6, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False, "batch_first": True}]
+)
+@pytest.mark.parametrize("network", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks(network, options, device):
+    torch.manual_seed(0)
+    same_module(network(5, 4, **options), SEQUENCE)
+
+
+OTHERS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "relu": lambda: (nn.RNN(5, 4, nonlinearity="relu"), SEQUENCE),
+    "start": lambda: (nn.GRU(5, 4), SEQUENCE, sample(1, 3, 4)),
+    "one sequence": lambda: (nn.LSTM(5, 4), SEQUENCE[:, 0]),
+    "projection": lambda: (nn.LSTM(5, 4, proj_size=2), SEQUENCE[:3]),
+    "packed": lambda: (Packed(nn.GRU(5, 4)), SEQUENCE),
+    "LSTMCell": lambda: (nn.LSTMCell(5, 4), SEQUENCE[0]),
+    "GRUCell": lambda: (nn.GRUCell(5, 4, bias=False), SEQUENCE[0]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_recurrences(name, device):
+    torch.manual_seed(0)
+    same_module(*OTHERS[name]())
+
+
+def test_a_layer_is_one_operation_however_long_the_sequence(device):
+    lengths = []
+    network = nn.LSTM(5, 4).double().to(device)
+    for length in (4, 40):
+        engine.sync()
+        outputs, _ = network(sample(length, 3, 5).to(device))
+        outputs.sum().backward()
+        names = recorded()
+        assert names.count("xla_amp.recurrent_layer") == names.count("xla_amp.recurrent_layer_backward") == 1
+        lengths.append(len(names))
+    assert lengths[0] <= lengths[1] + 1  # the first backward pass creates the gradients
+    assert lengths[1] < 40
+
+
+def test_autocast_reaches_the_whole_layer(device):
+    network = nn.LSTM(5, 4, num_layers=2).to(device)
+    x = SEQUENCE.float().to(device)
+    with xla_amp.autocast(device, dtype=torch.bfloat16):
+        outputs, (hidden, cells) = network(x)
+    assert {outputs.dtype, hidden.dtype, cells.dtype} == {torch.bfloat16}
+    outputs.float().sum().backward()
+    assert all(p.grad.dtype is torch.float32 for p in network.parameters())
+
+
+PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
+TOKENS = sample(2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"need_weights": False}, {"key_padding_mask": PADDING}, {"attn_mask": CAUSAL, "key_padding_mask": PADDING}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_multi_head_attention(training, options, device):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    same_module(module, TOKENS, TOKENS, TOKENS, **options)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_transformer_encoder(training, device):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=training)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not training).train(training)
+    same_module(encoder, TOKENS)
+    same_module(encoder, TOKENS, mask=CAUSAL)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_padded_encoder_in_inference(device):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).double().eval()
+    with torch.no_grad():
+        want = encoder(TOKENS, src_key_padding_mask=PADDING)
+        got = copy.deepcopy(encoder).to(device)(TOKENS.to(device), src_key_padding_mask=PADDING.to(device)).cpu()
+    torch.testing.assert_close(got[~PADDING], want[~PADDING], **EXACT)  # at padding torch's nested tensors give 0
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), (0, True)])
+@pytest.mark.filterwarnings("ignore:_aminmax is deprecated")
+def test_an_operation_without_a_meta_kernel_in_any_torch(arguments, device):
+    x = torch.randn(3, 4)
+    check(lambda where: torch._aminmax(x.to(where), *arguments))

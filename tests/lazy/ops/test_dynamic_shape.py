@@ -1,0 +1,93 @@
+"""Results whose size depends on data: right, counted as one wait unless the host knows, and announced once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import check, counted
+from torch.nn import functional as F
+
+from xla_amp.lazy.ops import dynamic_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:the size of what:UserWarning")
+NUMBERS = torch.tensor([3, 1, 1, 4, 0, 4, 4, 1])
+
+CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bincount": lambda x: torch.bincount(x, minlength=7),
+    "nonzero": torch.nonzero,
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, x),
+    "unique": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
+    "unique_consecutive": lambda x: torch.unique_consecutive(x, return_inverse=True, return_counts=True),
+    "unique_dim": lambda x: torch.unique(x.view(4, 2), dim=0, return_counts=True),
+    "where": lambda x: torch.where(x > 1),
+    "mask": lambda x: x[x > 1],
+    "masked_select": lambda x: x.masked_select(x > 1),
+}
+
+
+def computed(device: torch.device) -> torch.Tensor:
+    """`NUMBERS`, as values that only the device knows."""
+    return NUMBERS.float().to(device).long()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_as_the_cpu_with_one_wait(name, device):
+    check(lambda where: CALLS[name](NUMBERS.float().to(where).long()))
+    x = computed(device)
+    with counted() as counts:
+        CALLS[name](x)
+    assert counts.host_syncs == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nobody_waits_for_what_was_uploaded(name, device):
+    check(lambda where: CALLS[name](NUMBERS.to(where)))
+    x = NUMBERS.to(device) + 0
+    with counted() as counts, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CALLS[name](x)
+    assert (counts.host_syncs, counts.executions, counts.host_values) == (0, 0, 1)
+
+
+STATIC: dict[str, Callable[[torch.Tensor], Any]] = {
+    "nonzero_static": lambda x: torch.nonzero_static(x, size=9, fill_value=-2),
+    "one_hot": lambda x: F.one_hot(x, 6),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, x, output_size=18),
+    "histc": lambda x: torch.histc(x.double(), 4),
+    "histogram": lambda x: torch.histogram(x.double(), 4),
+    "combinations": lambda x: torch.cartesian_prod(x, x),
+}
+
+
+@pytest.mark.parametrize("name", STATIC)
+def test_results_of_fixed_size_do_not_wait(name, device):
+    check(lambda where: STATIC[name](NUMBERS.to(where)))
+    x = NUMBERS.to(device) + 0
+    with counted() as counts:
+        STATIC[name](x)
+    assert counts.host_syncs == 0
+
+
+def test_each_operation_is_announced_once(device, monkeypatch):
+    monkeypatch.setattr(dynamic_shape, "_announced", set())
+    x = computed(device)
+    with pytest.warns(UserWarning, match="nonzero returns depends on data"):
+        torch.nonzero(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nonzero(x)
+    with pytest.warns(UserWarning, match="_unique2"):
+        torch.unique(x)
+
+
+def test_gradients_flow_through_selections(device):
+    def program(where: str) -> Any:
+        x = torch.linspace(-1, 1, 8).to(where).requires_grad_()
+        (x[x > 0].pow(2).sum() + x.masked_select(x < 0).sum()).backward()
+        return x.grad
+
+    check(program)

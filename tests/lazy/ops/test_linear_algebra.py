@@ -1,0 +1,148 @@
+"""Linear algebra, Fourier transforms, complex numbers, distances and CTC on the device, through autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import check, counted
+from torch import Tensor, fft, linalg
+from torch.nn import functional as F
+
+from xla_amp import lazy as engine
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+MATRICES = sample(2, 4, 4)
+POSITIVE = MATRICES @ MATRICES.mT + torch.eye(4, dtype=torch.float64)
+VECTORS = sample(2, 4, 3)
+SIGNALS = sample(3, 8)
+NUMBERS = sample(3, 4, dtype=torch.complex128)
+LABELS = torch.tensor([[1, 2, 2, 3], [4, 1, 0, 0], [2, 2, 2, 0]])
+
+
+def rebuilt(factors: Any) -> Tensor:
+    u, s, vh = factors
+    return u * s.unsqueeze(-2) @ vh
+
+
+def ctc(targets: Tensor, **options: Any) -> Callable[[Tensor], Tensor]:
+    lengths = [8, 7, 8], [4, 2, 3]
+    return lambda x: F.ctc_loss(x.log_softmax(-1), targets.to(x.device), *lengths, **options)
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "cholesky": (linalg.cholesky, (POSITIVE,)),
+    "cholesky_solve": (torch.cholesky_solve, (VECTORS, linalg.cholesky(POSITIVE))),
+    "cond": (linalg.cond, (MATRICES,)),
+    "det": (linalg.det, (MATRICES,)),
+    "det of a transpose": (lambda a: linalg.det(a.mT), (MATRICES,)),
+    "eigvals": (lambda a: linalg.eigvals(a).abs().sort().values, (MATRICES,)),
+    "eigvalsh": (linalg.eigvalsh, (POSITIVE,)),
+    "inv": (linalg.inv, (MATRICES,)),
+    "lstsq": (lambda a, b: linalg.lstsq(a, b).solution, (sample(2, 5, 3), sample(2, 5, 2))),
+    "lu": (linalg.lu, (MATRICES,)),
+    "matrix_exp": (linalg.matrix_exp, (MATRICES,)),
+    "matrix_power": (lambda a: linalg.matrix_power(a, -2), (MATRICES,)),
+    "pinv": (linalg.pinv, (sample(2, 4, 3),)),
+    "qr": (linalg.qr, (sample(5, 3),)),
+    "slogdet": (linalg.slogdet, (MATRICES,)),
+    "slogdet of a transpose": (lambda a: linalg.slogdet(a.mT), (MATRICES,)),
+    "solve": (linalg.solve, (MATRICES, VECTORS)),
+    "solve from the right": (lambda a, b: linalg.solve(a, b.mT, left=False), (MATRICES, VECTORS)),
+    "solve of a transpose": (lambda a, b: linalg.solve(a.mT, b), (MATRICES, VECTORS)),
+    "solve_triangular": (lambda a, b: linalg.solve_triangular(a, b, upper=False), (linalg.cholesky(POSITIVE), VECTORS)),
+    "svd": (lambda a: rebuilt(linalg.svd(a, full_matrices=False)), (sample(4, 3),)),
+    "fft": (lambda x: fft.fft(x, norm="ortho"), (NUMBERS,)),
+    "fft2": (fft.fft2, (SIGNALS,)),
+    "hfft": (fft.hfft, (NUMBERS,)),
+    "irfftn": (fft.irfftn, (NUMBERS,)),
+    "rfft": (fft.rfft, (SIGNALS,)),
+    "conjugates": (lambda z: z.conj() * z + z.mH.sum() - z.conj().imag.sum(), (NUMBERS,)),
+    "parts": (lambda z: (z.real * 2, z.imag, z.abs(), z.angle(), z.sgn()), (NUMBERS,)),
+    "polar": (torch.polar, (SIGNALS.abs(), SIGNALS)),
+    "view_as_complex": (lambda x: torch.view_as_complex(x.view(3, 4, 2)).exp(), (SIGNALS,)),
+    "cdist": (torch.cdist, (MATRICES, VECTORS.mT)),
+    "cdist by product": (torch.cdist, (sample(30, 3), sample(40, 3))),
+    "pdist": (lambda x: F.pdist(x, 1.5), (SIGNALS,)),
+    "ctc": (ctc(LABELS), (sample(8, 3, 5),)),
+    "ctc, joined targets": (ctc(LABELS[LABELS != 0], reduction="sum"), (sample(8, 3, 5),)),
+    "ctc, each": (ctc(LABELS, reduction="none", zero_infinity=True), (sample(8, 3, 5),)),
+}
+
+
+def real(value: Any) -> list[Tensor]:
+    values = [value] if isinstance(value, Tensor) else value
+    return [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_and_gradient(name, device):
+    function, arguments = FUNCTIONS[name]
+
+    def program(where: str) -> Any:
+        operands = [x.to(where).requires_grad_() for x in arguments]
+        results = real(function(*operands))
+        weighted = [(r * torch.linspace(1, 2, r.numel(), dtype=r.dtype).view(r.shape).to(where)).sum() for r in results]
+        gradients = torch.autograd.grad(sum(w for w in weighted if w.requires_grad), operands)
+        return results, real(gradients)
+
+    check(program, rtol=1e-8, atol=1e-8)
+
+
+def test_parts_of_complex_numbers_are_views(device):
+    def program(where: str) -> Any:
+        z = NUMBERS.clone().to(where)
+        z.real.mul_(2)
+        torch.view_as_real(z)[0, 0, 1] = 7.0
+        return torch.view_as_real(z), z.imag[0]
+
+    check(program)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda a: linalg.cholesky(-a), "leading minor of order 1"),
+        (lambda a: linalg.inv_ex(a - a, check_errors=True), "diagonal element 1 is zero"),
+        (lambda a: linalg.solve(a - a, a), "singular"),
+        (lambda a: linalg.lstsq(a, a, driver="fast"), "driver"),
+        (lambda a: linalg.lstsq(a, a[:2]), "as many rows"),
+        (lambda a: F.ctc_loss(a[:, None], a[:1].long(), [5], [1]), "input_lengths from 0 to 4"),
+        (lambda a: F.ctc_loss(a[:, None], a[:1].long(), [4], [6]), "at least 6 columns"),
+        (lambda a: a.to_sparse(), "only gradients of embeddings are sparse"),
+    ],
+)
+def test_errors_are_raised_where_the_call_stands(call, words, device):
+    with pytest.raises(RuntimeError, match=words):
+        call(torch.eye(4, device=device))
+
+
+def test_unchecked_factorizations_do_not_wait(device):
+    a = POSITIVE.to(device)
+    engine.sync()
+    with counted() as counts:
+        results = linalg.cholesky_ex(a), linalg.inv_ex(a), linalg.qr(a), linalg.lstsq(a, a), linalg.det(a)
+        engine.sync()
+    assert (counts.host_syncs, counts.executions) == (0, 1)
+    del results
+
+
+def test_lengths_of_ctc_are_data(device):
+    log_probs = sample(8, 3, 5).to(device).log_softmax(-1)
+
+    def loss(lengths: list[int]) -> Tensor:
+        return F.ctc_loss(log_probs, LABELS.to(device), lengths, [4, 2, 3], reduction="none")
+
+    engine.sync()
+    loss([8, 8, 8]).cpu()
+    with counted() as counts:
+        other = loss([8, 7, 6]).cpu()
+    assert counts.compilations == 0
+    want = F.ctc_loss(log_probs.cpu(), LABELS, [8, 7, 6], [4, 2, 3], reduction="none")
+    torch.testing.assert_close(other, want, rtol=1e-11, atol=0)

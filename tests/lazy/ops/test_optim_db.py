@@ -1,0 +1,141 @@
+"""Every optimizer of torch.optim, with every set of options of torch's own optim_db, trains as on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import counted
+from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
+
+from xla_amp import lazy as engine
+from xla_amp.lazy.tensors import step_marker
+
+STEPS = 4
+OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}
+SPARSE = [name for name, info in OPTIMIZERS.items() if info.only_supports_sparse_grads]
+CLOSURE = [name for name, info in OPTIMIZERS.items() if info.step_requires_closure]
+PLAIN = [name for name in OPTIMIZERS if name not in SPARSE + CLOSURE]
+WAITS = {
+    "ASGD": "keeps its rates in tensors on the device and reads them back with .item()",
+    "Adafactor": "reads norms of parameters and updates with .item() for its step size",
+}
+"""Optimizers of torch whose step waits for the device, and for what."""
+ON_THE_DEVICE = ("capturable",)
+"""Options that the CPU refuses; they change where the step count lives and no number."""
+
+
+def options(info: OptimizerInfo) -> Iterator[dict[str, Any]]:
+    """torch's sets of options, those for accelerators too; the last one also in a loop over parameters and fused."""
+    sets = [dict(given.kwargs) for given in info.optim_inputs_func(device="cuda")]
+    for kwargs in sets:
+        kwargs.pop("foreach", None), kwargs.pop("fused", None)
+    yield from sets
+    last = [kwargs for kwargs in sets if "capturable" not in kwargs][-1]
+    if "foreach" in info.supported_impls:
+        yield {**last, "foreach": False}
+    if "fused" in info.supported_impls:
+        yield {**last, "fused": True}
+
+
+class Training:
+    """Two parameters under one optimizer, and gradients that depend on them.
+
+    Args:
+        info: the optimizer.
+        kwargs: its options.
+        where: device of the parameters.
+    """
+
+    def __init__(self, info: OptimizerInfo, kwargs: dict[str, Any], where: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((3, 4),) if info.optim_cls is torch.optim.Muon else ((3, 4), (5,))
+        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(where)) for shape in shapes]
+        self.targets = [torch.randn(shape, generator=generator).to(where) for shape in shapes]
+        if where == "cpu":
+            kwargs = {name: value for name, value in kwargs.items() if name not in ON_THE_DEVICE}
+        kwargs = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
+        self.optimizer = info.optim_cls(self.parameters, **kwargs)
+
+    def loss(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = torch.stack([(p - t).pow(2).sum() for p, t in zip(self.parameters, self.targets, strict=True)]).sum()
+        loss.backward()
+        if self.optimizer.__class__.__name__ in SPARSE:
+            for parameter in self.parameters:
+                parameter.grad = _rows_of(parameter.grad)
+        return loss
+
+    def step(self) -> None:
+        if self.optimizer.__class__.__name__ in CLOSURE:
+            self.optimizer.step(self.loss)
+        else:
+            self.loss()
+            self.optimizer.step()
+
+    def same_as(self, other: Training, what: Any) -> None:
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            torch.testing.assert_close(
+                mine.detach().cpu(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=lambda text: f"{what}: {text}"
+            )
+
+
+def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of two rows, in three entries."""
+    rows = torch.tensor([2, 0, 2]).to(gradient.device)
+    values = gradient.index_select(0, rows)
+    return torch.sparse_coo_tensor(rows.reshape(1, 3), values, gradient.shape, check_invariants=False)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's SparseAdam, once a process
+@pytest.mark.parametrize("name", PLAIN + SPARSE)
+def test_trains_as_on_the_cpu(device: torch.device, name: str) -> None:
+    """All sets of options side by side, so that a step of all is one executable."""
+    info = OPTIMIZERS[name]
+    rows = list(options(info))
+    ours = [Training(info, kwargs, "jax") for kwargs in rows]
+    theirs = [Training(info, kwargs, "cpu") for kwargs in rows]
+    for step in range(STEPS):
+        with step_marker.paused(), counted() as counts:
+            for training in (*ours, *theirs):
+                training.step()
+            engine.sync()
+        assert (counts.executions == 1 and counts.host_syncs == 0) or name in WAITS, step
+    assert counts.compilations == 0 or name in WAITS
+    for kwargs, mine, other in zip(rows, ours, theirs, strict=True):
+        mine.same_as(other, kwargs)
+
+
+@pytest.mark.parametrize("name", CLOSURE)
+def test_trains_as_on_the_cpu_with_a_closure(device: torch.device, name: str) -> None:
+    """A line search decides in Python by what it reads, so it waits for the device."""
+    for given in OPTIMIZERS[name].optim_inputs_func(device="cpu"):
+        ours, theirs = (Training(OPTIMIZERS[name], given.kwargs, where) for where in ("jax", "cpu"))
+        for _ in range(2):
+            ours.step()
+            theirs.step()
+        ours.same_as(theirs, given.kwargs)
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    public = {
+        name
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    assert public == {*PLAIN, *CLOSURE, *SPARSE}
+    assert SPARSE == ["SparseAdam"]
+    assert len(PLAIN) >= 12
+
+
+def test_the_comparison_can_fail(device: torch.device) -> None:
+    """The twin: one step fewer is seen for any optimizer."""
+    for name in PLAIN:
+        less, more = (Training(OPTIMIZERS[name], {}, "cpu") for _ in range(2))
+        more.step()
+        assert all(math.isfinite(p.sum().item()) for p in more.parameters)
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            less.same_as(more, name)

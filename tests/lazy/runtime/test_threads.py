@@ -1,0 +1,228 @@
+"""Several Python threads that record, cut, read and upload at once: right values, no lost or doubled work."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+
+import pytest
+import torch
+from lazy_device import array_behind, counted
+from torch import nn
+
+from xla_amp import lazy as engine
+from xla_amp.lazy.graph import trace
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*functions: Callable[[], None]) -> None:
+    """Runs the functions in threads of their own; raises the first error of any."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(f,)) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread is stuck"
+    if errors:
+        raise errors[0]
+
+
+def test_an_error_in_a_thread_is_seen(device: torch.device) -> None:
+    """The twin of every test here."""
+
+    def fails() -> None:
+        assert torch.ones(2, device=device).sum().item() == 3
+
+    with pytest.raises(AssertionError):
+        together(fails, lambda: None)
+
+
+def test_threads_that_record_and_read(device: torch.device) -> None:
+    def work(k: int) -> None:
+        x = torch.full((4,), float(k), device=device)
+        for i in range(60):
+            y = (x + i) * 2
+            x = y - y + x
+            if i % 7 == 0:
+                assert y.sum().item() == 8 * (k + i)
+        assert x.tolist() == [k] * 4
+
+    together(*[lambda k=k: work(k) for k in range(4)])
+
+
+def test_one_thread_cuts_while_another_records(device: torch.device) -> None:
+    done = threading.Event()
+
+    def record() -> None:
+        x = torch.zeros(5, device=device)
+        for _ in range(100):
+            x.add_(1)
+            x[1:3].sub_(1)
+        done.set()
+        assert x.tolist() == [100, 0, 0, 100, 100]
+
+    def cut() -> None:
+        while not done.is_set():
+            engine.sync()
+
+    together(record, cut)
+
+
+def test_threads_that_write_one_tensor(device: torch.device) -> None:
+    total = torch.zeros(3, device=device)
+
+    def work() -> None:
+        for i in range(100):
+            total.add_(1)
+            if i % 40 == 0:
+                engine.sync()
+
+    together(*[work] * 4)
+    assert total.tolist() == [400] * 3
+
+
+def test_threads_that_train(device: torch.device) -> None:
+    def train(seed: int) -> list[float]:
+        generator = torch.Generator().manual_seed(seed)
+        weight = nn.Parameter(torch.randn(3, 2, generator=generator).to(device))
+        x = torch.randn(4, 3, generator=generator).to(device)
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        losses = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = (x @ weight).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    alone = [train(seed) for seed in range(3)]
+    side_by_side: dict[int, list[float]] = {}
+    together(*[lambda s=s: side_by_side.__setitem__(s, train(s)) for s in range(3)])
+    for seed in range(3):
+        assert side_by_side[seed] == pytest.approx(alone[seed], rel=1e-6)
+
+
+def test_a_loaders_thread_uploads_meanwhile(device: torch.device) -> None:
+    queue: Queue[torch.Tensor | None] = Queue(maxsize=4)
+
+    def load() -> None:
+        for i in range(40):
+            queue.put(engine.to_device(torch.full((4, 3), float(i))))
+        queue.put(None)
+
+    model = nn.Linear(3, 1, bias=False).to(device)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    outputs = []
+
+    def train() -> None:
+        while (x := queue.get()) is not None:
+            optimizer.zero_grad()
+            y = model(x)
+            y.sum().backward()
+            optimizer.step()
+            outputs.append(y.detach()[0, 0])
+
+    with counted() as counts:
+        together(load, train)
+        engine.sync()
+    assert torch.stack(outputs).tolist() == [3.0 * i for i in range(40)]
+    assert counts.host_to_device == 40
+    assert counts.executions in range(40, 43)
+
+
+def test_uploads_of_new_shapes_beside_new_operations(device: torch.device) -> None:
+    """Both give identities to specs and instructions; two of one identity would mix programs up."""
+
+    def load(rank: int) -> None:
+        for i in range(1, 60):
+            x = engine.to_device(torch.full((i,) + (1,) * rank, float(i)))
+            assert x.shape[0] == i
+
+    def compute() -> None:
+        for i in range(1, 60):
+            x = torch.full((1, 1, 1, 1, i), 2.0, device=device)
+            y = x.view(-1) * 3
+            if i % 20 == 0:
+                assert y.tolist() == [6.0] * i
+
+    together(*[lambda r=r: load(r) for r in range(5, 8)], compute)
+    assert [instruction.id for instruction in trace.instructions] == list(range(len(trace.instructions)))
+    assert len({(spec.shape, spec.dtype) for spec in trace._specs.values()}) == len(set(trace._specs.values()))
+
+
+def test_a_backward_pass_in_another_thread(device: torch.device) -> None:
+    x = torch.arange(3.0).to(device).requires_grad_()
+    y = (x * x).sum()
+    together(y.backward)
+    assert x.grad.tolist() == [0, 2, 4]
+
+
+def test_hooks_run_in_autograds_thread(device: torch.device) -> None:
+    names = []
+    x = torch.ones(3, device=device, requires_grad=True)
+    y = x * 2
+
+    def hook(gradient: torch.Tensor) -> None:
+        names.append(threading.current_thread().name)
+        assert gradient.sum().item() == 3
+
+    y.register_hook(hook)
+    y.sum().backward()
+    assert len(names) == 1
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
+    """While one thread waits for a slow program, another one records."""
+
+    def slow() -> torch.Tensor:
+        x = torch.ones(600, 600, device=device)
+        for _ in range(100):
+            x = (x @ x).tanh()
+        engine.sync()
+        return x
+
+    slow().sum().item()
+    x = slow()
+    waiting = threading.Thread(target=engine.sync, kwargs={"wait": True})
+    waiting.start()
+    y = torch.ones(3, device=device) + 1
+    assert not array_behind(x).is_ready()
+    waiting.join()
+    assert array_behind(x).is_ready()
+    assert y.tolist() == [2, 2, 2]
+
+
+def test_seeds_of_threads_do_not_tear(device: torch.device) -> None:
+    def work() -> None:
+        for _ in range(30):
+            state = engine.get_rng_state()
+            torch.randn(2, device=device)
+            engine.set_rng_state(state)
+
+    together(work, work)
+    torch.manual_seed(0)
+    a = torch.randn(3, device=device).tolist()
+    torch.manual_seed(0)
+    assert torch.randn(3, device=device).tolist() == a

@@ -1,0 +1,530 @@
+"""Everything that turns a tensor into something on the host and back: printing, copying, checkpoints, loaders."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from lazy_device import array_behind, check, counted
+from torch import nn
+
+from xla_amp import lazy as engine
+from xla_amp.errors import DeviceError
+
+# ---- printing --------------------------------------------------------------------------------------------------------
+
+PRINTED: dict[str, torch.Tensor] = {
+    "floats": torch.tensor([[1.0, -2.5], [1e-5, 3e6]]),
+    "whole floats": torch.arange(6.0).view(2, 3),
+    "integers": torch.tensor([1, -20, 300]),
+    "booleans": torch.tensor([True, False]),
+    "half": torch.tensor([1.5, 2.25], dtype=torch.bfloat16),
+    "double": torch.tensor([0.1], dtype=torch.float64),
+    "complex": torch.tensor([1 + 2j, -3.5j]),
+    "scalar": torch.tensor(4.5),
+    "empty": torch.empty(0),
+    "empty with a shape": torch.empty(2, 0, 3),
+    "large": torch.arange(2000.0),
+    "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_tensor_prints_as_on_the_cpu_with_its_device(device: torch.device, name: str) -> None:
+    host = PRINTED[name]
+    x = host.to(device)
+    with counted() as counts:
+        text = repr(x)
+    expected = repr(host)
+    assert "device='jax:0'" in text
+    assert text.replace(", device='jax:0'", "").replace("\n", " ").split() == expected.replace("\n", " ").split()
+    assert counts.host_syncs <= 1
+
+
+def test_a_printed_graph_and_parameter(device: torch.device) -> None:
+    x = torch.ones(2).to(device).requires_grad_()
+    assert repr(x) == "tensor([1., 1.], device='jax:0', requires_grad=True)"
+    assert repr(x * 2) == "tensor([2., 2.], device='jax:0', grad_fn=<MulBackward0>)"
+    assert repr(x[:1].view(1)) == "tensor([1.], device='jax:0', grad_fn=<ViewBackward0>)"
+    parameter = nn.Parameter(torch.ones(2).to(device))
+    assert repr(parameter) == "Parameter containing:\ntensor([1., 1.], device='jax:0', requires_grad=True)"
+    assert repr(torch.ones(2).to(device)[:, None]) == "tensor([[1.],\n        [1.]], device='jax:0')"
+
+
+def test_formats(device: torch.device) -> None:
+    x = torch.tensor(1.5).to(device)
+    assert f"{x:.3f}" == "1.500"
+    assert f"{x}" == "1.5"
+    assert format(torch.tensor(3).to(device), "4d") == "   3"
+    assert f"{torch.tensor([1, 2]).to(device)}" == "tensor([1, 2], device='jax:0')"
+
+
+def test_printing_a_module_reads_nothing(device: torch.device) -> None:
+    model = nn.Linear(2, 3).to(device)
+    with counted() as counts:
+        str(model)
+    assert counts.host_syncs == 0
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_values_for_python(device: torch.device) -> None:
+    x = torch.arange(4.0).to(device)
+    assert (float(x[1]), int(x[2]), bool(x[0]), complex(x[3]), x[1].item()) == (1.0, 2, False, 3 + 0j, 1.0)
+    assert x.tolist() == [0, 1, 2, 3]
+    assert [10, 20, 30][torch.tensor(1).to(device)] == 20
+    assert list(x.unbind()) == [0, 1, 2, 3]
+    assert 2 in x
+    assert [int(value) for value in x] == [0, 1, 2, 3]
+    assert len(x) == 4
+    assert (3 if x.sum() > 5 else 4) == 3
+    assert torch.equal(x, x.clone())
+    assert torch.allclose(x, x + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    + [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128]
+    + [torch.uint16, torch.uint32, torch.uint64],
+    ids=str,
+)
+def test_every_dtype_there_and_back(device: torch.device, dtype: torch.dtype) -> None:
+    host = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(2, 2).to(dtype)
+    x = host.to(device)
+    assert x.dtype is dtype
+    assert x.cpu().dtype is dtype
+    assert torch.equal(
+        x.cpu().view(torch.uint8) if dtype.itemsize > 1 else x.cpu().float(),
+        host.view(torch.uint8) if dtype.itemsize > 1 else host.float(),
+    )
+    assert x.t().cpu().float().tolist() == host.t().float().tolist() if not dtype.is_complex else True
+    assert x.element_size() == dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "target", [torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float32, torch.uint8], ids=str
+)
+@pytest.mark.parametrize("source", [torch.float64, torch.float32], ids=str)
+def test_casts_round_as_torchs_do(device: torch.device, source: torch.dtype, target: torch.dtype) -> None:
+    """Also subnormals of float16, ties, the edge of its range, and negative numbers as bytes."""
+    torch.manual_seed(0)
+    tiny = [2.0**-24, 2.0**-25, 2.0**-25 * 1.01, 6.1e-5, 6.09e-5, 0.0, -0.0]
+    edges = torch.tensor([65504, 65519.99, 65520, -65520, *tiny])
+    spread = torch.randn(20_000, dtype=torch.float64) * 10.0 ** torch.randint(-9, 4, (20_000,))
+    host = torch.cat([edges.double(), spread, (spread * 4).round() / 8 + 2.0**-11]).to(source)
+    if target is torch.uint8:
+        host = host.clamp(-1e6, 1e6)
+    got, computed = host.to(device).to(target), (host.to(device) * 1).to(target).to(torch.float64).to(target)
+    expected = host.to(target).double()
+    assert torch.equal(got.cpu().double(), expected)
+    assert torch.equal(computed.cpu().double(), expected)
+
+
+def test_strided_and_conjugated_sources_are_uploaded_as_they_look(device: torch.device) -> None:
+    base = torch.arange(12.0).view(3, 4)
+    sources = [base.t(), base[:, ::2], base[1].expand(2, 4), torch.complex(base, base).conj(), base.flip(0)]
+    sources.append(torch.complex(base, base).conj().imag)  # a negative view
+    for source in sources:
+        assert torch.equal(source.to(device).cpu(), source.resolve_conj().resolve_neg())
+
+
+def test_numpy_is_refused_as_on_other_devices(device: torch.device) -> None:
+    x = torch.ones(2).to(device)
+    with pytest.raises(TypeError, match=r"can't convert jax:0 device type tensor to numpy. Use Tensor.cpu\(\)"):
+        x.numpy()
+    with pytest.raises(TypeError, match="can't convert jax:0"):
+        np.asarray(x)
+    assert x.numpy(force=True).tolist() == [1, 1]
+    assert x.cpu().numpy().tolist() == [1, 1]
+
+
+def test_tensors_made_from_python_and_numpy(device: torch.device) -> None:
+    assert torch.tensor([[1, 2], [3, 4]], device=device).tolist() == [[1, 2], [3, 4]]
+    assert torch.tensor([1.5], device=device, dtype=torch.bfloat16).item() == 1.5
+    assert torch.as_tensor(np.arange(3), device=device).tolist() == [0, 1, 2]
+    assert torch.asarray([1.0], device=device).device == device
+    x = torch.ones(2, device=device)
+    assert x.new_tensor([1, 2]).device == x.new_zeros(2).device == torch.ones(2).to(x).device == device
+    with torch.device("jax"):
+        assert torch.ones(2).device == device
+        assert nn.Linear(2, 2).weight.device == device
+
+
+def test_cpu_scalars_take_part(device: torch.device) -> None:
+    def program(where: str) -> Any:
+        x = torch.arange(3.0).to(where)
+        two = torch.tensor(2.0)
+        double = torch.tensor(2.0, dtype=torch.float64)
+        return x * two, two - x, x + torch.tensor(3), x / double, torch.where(x > 1, x, two), x.clone().mul_(two)
+
+    check(program)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_deepcopies_are_apart(device: torch.device) -> None:
+    model = nn.Sequential(OrderedDict(a=nn.Linear(3, 3), b=nn.BatchNorm1d(3))).to(device)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.a.weight.add_(1)
+        twin.b.running_mean.add_(1)
+    assert torch.equal(twin.a.weight.cpu(), model.a.weight.cpu() + 1)
+    assert model.b.running_mean.tolist() == [0, 0, 0]
+    assert type(twin.a.weight) is nn.Parameter
+    assert twin.a.weight.requires_grad
+    assert twin.a.weight.device == device
+
+
+def test_a_deepcopied_tie_stays_tied(device: torch.device) -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]).to(device)
+    model[1].weight = model[0].weight
+    twin = copy.deepcopy(model)
+    assert twin[1].weight is twin[0].weight
+    assert twin[1].weight is not model[0].weight
+
+
+def test_optimizers_copy_and_load(device: torch.device) -> None:
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3, device=device)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    model = nn.Linear(3, 2).to(device)
+    optimizer = trained(model)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["state"][0]["exp_avg"].device == device
+    other = torch.optim.Adam(nn.Linear(3, 2).to(device).parameters())
+    other.load_state_dict(state)
+    for key, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(other.state_dict()["state"][0][key].cpu(), value.cpu()), key
+    on_cpu = torch.load(_saved(optimizer.state_dict()), map_location="cpu")
+    other.load_state_dict(on_cpu)
+    parameter = other.param_groups[0]["params"][0]
+    assert other.state[parameter]["exp_avg"].device == device
+
+
+def test_pickles(device: torch.device) -> None:
+    parameter = nn.Parameter(torch.arange(4.0).view(2, 2).to(device))
+    loaded = pickle.loads(pickle.dumps({"p": parameter, "v": parameter.detach().t()}))
+    assert type(loaded["p"]) is nn.Parameter
+    assert loaded["p"].device == device
+    assert loaded["v"].tolist() == [[0, 2], [1, 3]]
+    model = pickle.loads(pickle.dumps(nn.Linear(2, 2).to(device)))
+    assert model.weight.device == device
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _saved(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def _values() -> dict[str, torch.Tensor]:
+    x = torch.arange(12.0).view(3, 4)
+    return {
+        "float": x,
+        "transposed": x.t(),
+        "row": x[1],
+        "bfloat16": x.bfloat16(),
+        "half": x.half(),
+        "double": x.double(),
+        "bool": x > 3,
+        "integers": torch.arange(5),
+        "complex": torch.complex(x, -x),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 2),
+    }
+
+
+PLACES = {
+    "type": lambda: "jax",
+    "type and index": lambda: "jax:0",
+    "device": lambda: torch.device("jax"),
+    "device 0": lambda: torch.device("jax", 0),
+    "mapping": lambda: {"cpu": "jax:0"},
+}
+"""Functions, because the name is no device before the engine has started."""
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cpu_checkpoint_loads_onto_the_device(device: torch.device, place: Any, weights_only: bool) -> None:
+    expected = _values()
+    loaded = torch.load(_saved(expected), map_location=PLACES[place](), weights_only=weights_only)
+    for name, want in expected.items():
+        assert loaded[name].device == device, name
+        assert loaded[name].stride() == want.stride(), name
+        assert loaded[name].dtype is want.dtype, name
+        assert torch.equal(loaded[name].cpu(), want), name
+    loaded["float"][1].add_(100)
+    assert loaded["row"].tolist() == [104, 105, 106, 107]  # they shared a storage in the file and do so here
+    assert loaded["transposed"][0].tolist() == [0, 104, 8]
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("place", [None, "cpu", "jax", {"jax:0": "cpu"}], ids=str)
+def test_a_checkpoint_of_the_device(device: torch.device, place: Any, weights_only: bool) -> None:
+    expected = _values()
+    on_device = {name: value.to(device) for name, value in expected.items()}
+    on_device["transposed"] = on_device["float"].t()
+    file = _saved({**on_device, "parameter": nn.Parameter(on_device["float"])})
+    loaded = torch.load(file, map_location=place, weights_only=weights_only)
+    where = "cpu" if place in ("cpu", {"jax:0": "cpu"}) else "jax"
+    assert type(loaded["parameter"]) is nn.Parameter
+    for name, want in expected.items():
+        assert loaded[name].device.type == where, name
+        assert loaded[name].dtype is want.dtype, name
+        assert torch.equal(loaded[name].cpu(), want), name
+
+
+def test_a_checkpoint_loads_without_the_device(device: torch.device) -> None:
+    """A process that never starts the device must be able to read it, so that a checkpoint can be shared."""
+    import subprocess
+    import sys
+
+    file = _saved({"w": torch.arange(3.0).to(device), "p": nn.Parameter(torch.ones(2, device=device))})
+    code = (
+        "import io, sys, torch; d = torch.load(io.BytesIO(sys.stdin.buffer.read()), map_location='cpu'); "
+        "print(d['w'].tolist(), d['p'].tolist(), d['p'].device, 'xla_amp' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], input=file.getvalue(), capture_output=True, check=False)
+    assert out.stdout.decode().strip() == "[0.0, 1.0, 2.0] [1.0, 1.0] cpu False", out.stderr.decode()
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_modules_load_both_ways(device: torch.device, tmp_path: Any, mmap: bool) -> None:
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2).to(device)
+    path = tmp_path / "model.pt"
+    torch.save(source.state_dict(), path)
+    target.load_state_dict(torch.load(path, map_location=None if mmap else device, mmap=mmap))
+    assert torch.equal(target.weight.cpu(), source.weight)
+    with torch.no_grad():
+        target.weight.mul_(2)
+    torch.save(target.state_dict(), path)
+    source.load_state_dict(torch.load(path, map_location="cpu", mmap=mmap))
+    assert torch.equal(target.weight.cpu(), source.weight)
+    source.load_state_dict(target.state_dict())  # across devices without a file
+    assert source.weight.device.type == "cpu"
+
+
+def test_load_state_dict_builds_nothing_new(device: torch.device) -> None:
+    model, x = nn.Linear(3, 2).to(device), torch.ones(1, 3).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> int:
+        with counted() as counts:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            engine.sync()
+        return counts.compilations
+
+    step(), step()
+    saved = {name: value.cpu() for name, value in model.state_dict().items()}
+    parameter = model.weight
+    assert step() == 0
+    model.load_state_dict(saved)
+    assert model.weight is parameter
+    assert torch.equal(model.weight.cpu(), saved["weight"])
+    assert step() == 0
+
+
+def test_load_state_dict_that_assigns(device: torch.device) -> None:
+    model = nn.Linear(3, 2, device="meta")
+    model.load_state_dict({"weight": torch.ones(2, 3).to(device), "bias": torch.zeros(2).to(device)}, assign=True)
+    assert model(torch.ones(1, 3).to(device)).tolist() == [[3, 3]]
+
+
+def test_safetensors(device: torch.device, tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = nn.Linear(3, 2).to(device)
+    safetensors.save_file({k: v.cpu() for k, v in model.state_dict().items()}, tmp_path / "m.safetensors")
+    loaded = safetensors.load_file(tmp_path / "m.safetensors")
+    model.load_state_dict(loaded)
+    assert torch.equal(model.weight.cpu(), loaded["weight"])
+
+
+# ---- what cannot be done with a storage that holds no bytes: an error, never a crash or garbage ----------------------
+
+
+def test_storages_are_not_made_or_copied(device: torch.device) -> None:
+    x = torch.ones(4).to(device)
+    for make in (
+        lambda: torch.UntypedStorage(8, device="jax"),
+        lambda: x.untyped_storage().clone(),
+        lambda: copy.deepcopy(x.untyped_storage()),
+    ):
+        with pytest.raises(DeviceError, match=r"hold no bytes.*tensor.cpu\(\).untyped_storage\(\)"):
+            make()
+    assert torch.UntypedStorage(8).nbytes() == 8
+    assert torch.UntypedStorage(8, device="cpu").clone().nbytes() == 8
+
+
+def test_tensors_are_not_sent_to_processes(device: torch.device) -> None:
+    from multiprocessing.reduction import ForkingPickler
+
+    for tensor in (torch.ones(4).to(device), nn.Parameter(torch.ones(4).to(device))):
+        with pytest.raises(DeviceError, match=r"cannot send .* to another process .*send tensor.cpu\(\)"):
+            ForkingPickler.dumps(tensor)
+    assert len(ForkingPickler.dumps(torch.ones(4))) > 0
+
+
+EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "capsule": lambda x: x.__dlpack__(),
+    "device": lambda x: x.__dlpack_device__(),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "torch": torch.from_dlpack,
+    "numpy": np.from_dlpack,
+    "jax": jax.dlpack.from_dlpack,
+    "storage_as_list": lambda x: x.untyped_storage().tolist(),
+    "typed_storage_as_list": lambda x: x.storage().tolist(),
+    "storage_on_the_cpu": lambda x: x.untyped_storage().cpu(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_memory_that_is_not_there_is_not_shown(device: torch.device, name: str) -> None:
+    export = EXPORTS[name] if name != "to_dlpack" else lambda x: torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(DeviceError, match=r"hold no bytes .* Use tensor.cpu\(\)"):
+        export(torch.ones(4).to(device))
+    export(torch.ones(4))
+
+
+# ---- torch.accelerator -----------------------------------------------------------------------------------------------
+
+
+def test_synchronizing(device: torch.device) -> None:
+    x = torch.ones(3).to(device) + 1
+    with counted() as counts:
+        torch.accelerator.synchronize()
+    assert (counts.executions, counts.host_syncs) == (1, 1)
+    assert array_behind(x) is not None
+
+
+def test_memory(device: torch.device) -> None:
+    before = torch.accelerator.memory_allocated()
+    x = torch.ones(1000).to(device)
+    assert torch.accelerator.memory_allocated(device) - before >= 4000
+    assert torch.accelerator.memory_stats()["bytes_in_use"] >= 4000
+    del x
+    torch.accelerator.empty_cache()
+    for name in ("max_memory_allocated", "get_memory_info"):  # XLA:CPU keeps no peak and no limit
+        if hasattr(torch.accelerator, name):
+            with pytest.raises(DeviceError, match="keeps no statistic"):
+                getattr(torch.accelerator, name)()
+    with pytest.raises(DeviceError, match="cannot be reset"):
+        torch.accelerator.reset_peak_memory_stats()
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def _dataset() -> torch.utils.data.Dataset:
+    return torch.utils.data.TensorDataset(torch.arange(32.0).view(16, 2), torch.arange(16))
+
+
+@pytest.mark.parametrize(("workers", "pin"), [(0, False), (0, True), (2, True)])
+def test_a_data_loader(device: torch.device, workers: int, pin: bool) -> None:
+    context = "forkserver" if workers else None
+    loader = torch.utils.data.DataLoader(
+        _dataset(), batch_size=4, num_workers=workers, pin_memory=pin, multiprocessing_context=context
+    )
+    total = torch.zeros((), device=device)
+    for x, y in loader:
+        total += x.to(device, non_blocking=True).sum() + y.to(device, non_blocking=True).sum()
+    assert total.item() == sum(range(32)) + sum(range(16))
+
+
+def test_pinning(device: torch.device) -> None:
+    x = torch.ones(2)
+    assert x.pin_memory("jax") is x
+    assert not torch.ones(2).to(device).is_pinned()
+
+
+# ---- modules that move -----------------------------------------------------------------------------------------------
+
+
+def test_moving_a_module_keeps_its_parameters(device: torch.device) -> None:
+    model = nn.ModuleList([nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)])
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight, values = model[0].weight, model[0].weight.detach().clone()
+    for where in ("jax", "cpu", "jax"):
+        model.to(where)
+        assert model[0].weight is model[1].weight is weight is optimizer.param_groups[0]["params"][0]
+        assert weight.device.type == where
+        assert type(weight) is nn.Parameter
+        assert weight.requires_grad
+        assert torch.equal(weight.detach().cpu(), values)
+    model[1](torch.ones(1, 3).to(device)).sum().backward()
+    optimizer.step()
+    assert torch.equal(weight.detach().cpu(), values - 0.1)
+
+
+def test_moving_a_module_moves_gradients_and_buffers(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model(torch.arange(12.0).view(4, 3)).sum().backward()
+    gradient = model[0].bias.grad.clone()
+    model.to(device)
+    assert model[0].bias.grad.device == model[1].running_mean.device == device
+    assert torch.equal(model[0].bias.grad.cpu(), gradient)
+    model.cpu()
+    assert model[0].bias.grad.device.type == "cpu"
+
+
+def test_changing_the_dtype_of_a_module_on_the_device(device: torch.device) -> None:
+    model = nn.Linear(2, 2).to(device)
+    weight = model.weight
+    model.to(torch.bfloat16)
+    assert model.weight is weight
+    assert model(torch.ones(1, 2, device=device, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    model.double().to("cpu")
+    assert (weight.dtype, weight.device.type) == (torch.float64, "cpu")
+
+
+def test_lazy_modules_move_before_they_are_initialized(device: torch.device) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.LazyConv1d(2, 1)).to(device)
+    outputs = model(torch.ones(2, 4, 4, device=device))
+    assert outputs.shape == (2, 2, 3)
+    assert type(model[0].weight) is nn.Parameter
+    assert model[1].running_mean.device == model[0].weight.device == device
+
+
+def test_moving_under_a_live_graph_is_refused(device: torch.device) -> None:
+    model = nn.Linear(2, 2)
+    loss = model(torch.ones(1, 2)).sum()
+    model.to(device)
+    with pytest.raises(RuntimeError, match="poisoned by swap_tensors"):
+        loss.backward()
+
+
+def test_modules_of_other_devices_convert_as_ever(device: torch.device) -> None:
+    """The device is started, and a CPU module's conversion still replaces data under a live graph."""
+    import weakref
+
+    model = nn.Linear(2, 2)
+    reference = weakref.ref(model.weight)
+    loss = model(torch.ones(1, 2)).sum()
+    model.to(torch.float64)
+    model.load_state_dict(nn.Linear(2, 2).state_dict())
+    loss.backward()
+    assert reference() is model.weight
+    assert model.weight.grad is not None
+    assert not torch.__future__.get_swap_module_params_on_conversion()

@@ -1,0 +1,290 @@
+"""Loops that never call `sync()`: one executable per optimizer step, nothing built anew, memory that does not grow."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import counted
+from torch import nn
+
+from xla_amp import lazy as engine
+from xla_amp.lazy.graph.trace import tape
+
+
+def network(width: int = 9) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1)).to("jax")
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(4, 5)
+
+
+LOOPS: dict[str, tuple[Callable[[], Callable[[], Any]], float]] = {}
+"""Name -> (maker of a loop body, executables per run of the body)."""
+
+
+def loop(executables: float) -> Callable[[Any], Any]:
+    def decorate(make: Callable[[], Callable[[], Any]]) -> Any:
+        LOOPS[make.__name__] = make, executables
+        return make
+
+    return decorate
+
+
+@loop(1)
+def zero_grad_before() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def body() -> None:
+        optimizer.zero_grad()
+        model(x.to("jax")).square().mean().backward()
+        optimizer.step()
+
+    return body
+
+
+@loop(1)
+def zero_grad_after() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def body() -> None:
+        model(x.to("jax")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+@loop(1)
+def data_on_the_device_already() -> Callable[[], Any]:
+    model, x = network(), batch().to("jax")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def body() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return body
+
+
+@loop(1)
+def no_module_and_no_upload() -> Callable[[], Any]:
+    weight, x = nn.Parameter(torch.ones(5, 2).to("jax")), batch().to("jax")
+    optimizer = torch.optim.SGD([weight], lr=0.01)
+
+    def body() -> None:
+        optimizer.zero_grad()
+        (x @ weight).square().mean().backward()
+        optimizer.step()
+
+    return body
+
+
+@loop(1)
+def loss_read_every_step() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def body() -> float:
+        optimizer.zero_grad()
+        loss = model(x.to("jax")).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return body
+
+
+@loop(2)
+def loss_read_before_the_step() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def body() -> float:
+        optimizer.zero_grad()
+        loss = model(x.to("jax")).square().mean()
+        loss.backward()
+        value = loss.item()
+        optimizer.step()
+        return value
+
+    return body
+
+
+@loop(1)
+def gradients_accumulated() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def body() -> None:
+        for _ in range(3):
+            model(x.to("jax")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return body
+
+
+@loop(2)
+def two_optimizers_in_turn() -> Callable[[], Any]:
+    one, two, x = network(), network(7), batch()
+    first = torch.optim.SGD(one.parameters(), lr=0.01)
+    second = torch.optim.Adam(two.parameters(), lr=0.01)
+
+    def body() -> None:
+        for model, optimizer in ((one, first), (two, second)):
+            optimizer.zero_grad()
+            model(x.to("jax")).square().mean().backward()
+            optimizer.step()
+
+    return body
+
+
+@loop(1)
+def two_optimizers_on_one_loss() -> Callable[[], Any]:
+    model, x = network(), batch()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.01)
+    second = torch.optim.Adam(model[2].parameters(), lr=0.01)
+
+    def body() -> None:
+        model(x.to("jax")).square().mean().backward()
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+
+    return body
+
+
+@loop(1)
+def losses_kept_on_the_device() -> Callable[[], Any]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    total = torch.zeros((), device="jax")
+
+    def body() -> None:
+        loss = model(x.to("jax")).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total.add_(loss.detach())
+
+    return body
+
+
+@loop(1)
+def clipped_and_averaged() -> Callable[[], Any]:
+    model, x = network(), batch()
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+
+    def body() -> None:
+        model(x.to("jax")).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        average.update_parameters(model)
+
+    return body
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_executables_per_step(device: torch.device, name: str) -> None:
+    make, expected = LOOPS[name]
+    body = make()
+    for _ in range(4):
+        body()
+    with counted() as counts:
+        for _ in range(10):
+            body()
+    assert counts.executions == 10 * expected
+    assert counts.compilations == 0
+    assert counts.fallbacks == 0
+    reads = 10 * name.startswith("loss_read")
+    assert (counts.host_syncs, counts.device_to_host) == (reads, reads)
+    assert tape.count < 2000
+
+
+def test_a_loop_without_an_optimizer_is_not_cut(device: torch.device) -> None:
+    """The twin of the table: the boundary is the optimizer's."""
+    model, x = network(), batch()
+    with counted() as counts:
+        for _ in range(5):
+            model(x.to(device)).mean()
+    assert counts.executions == 0
+
+
+def test_other_devices_optimizers_are_no_boundary(device: torch.device) -> None:
+    lazy, cpu = network(), nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(cpu.parameters(), lr=0.1)
+    kept = lazy(batch().to(device))
+    engine.sync()
+    with counted() as counts:
+        for _ in range(3):
+            kept = kept + 1
+            cpu(batch()).sum().backward()
+            optimizer.step()
+    assert counts.executions == 0
+
+
+def test_cpu_modules_carry_no_hook_between_steps(device: torch.device) -> None:
+    from torch.nn.modules import module
+
+    body = LOOPS["zero_grad_after"][0]()
+    for _ in range(3):
+        body()
+    assert len(module._global_forward_pre_hooks) == 1  # armed: waits for the next forward
+    network()(batch().to(device))
+    assert len(module._global_forward_pre_hooks) == 0
+
+
+def _resident() -> int:
+    """Bytes of this process in memory now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["zero_grad_after", "losses_kept_on_the_device", "no_module_and_no_upload"])
+def test_memory_does_not_grow(device: torch.device, name: str) -> None:
+    body = LOOPS[name][0]()
+    for _ in range(50):
+        body()
+    grown = []
+    for _ in range(3):  # a leak grows each time, an allocator that has just taken a chunk does not
+        gc.collect()
+        engine.sync(wait=True)
+        before, objects = _resident(), len(gc.get_objects())
+        for _ in range(300):
+            body()
+        gc.collect()
+        engine.sync(wait=True)
+        assert len(gc.get_objects()) - objects < 300
+        grown.append(_resident() - before)
+    assert min(grown) < 8 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_that_grows_is_seen(device: torch.device) -> None:
+    """The twin of the test above: what a loop keeps, shows."""
+    body = LOOPS["zero_grad_after"][0]()
+    body()
+    gc.collect()
+    before = len(gc.get_objects())
+    kept = []
+    for _ in range(300):
+        body()
+        kept.append(torch.ones(3, device=device) + 1)
+    assert len(gc.get_objects()) - before > 300

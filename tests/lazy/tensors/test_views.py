@@ -1,0 +1,424 @@
+"""Views, aliases and in-place writes against the CPU.  Values are small whole numbers, so equality is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import array_behind, check, counted
+
+from xla_amp import lazy as engine
+from xla_amp.lazy.graph.trace import tape
+
+
+def numbers(*shape: int, where: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return torch.arange(count, dtype=dtype).reshape(shape).to(where)
+
+
+PROGRAMS: dict[str, Callable[[str], Any]] = {}
+
+
+def program(function: Callable[[str], Any]) -> Callable[[str], Any]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+# ---- reading through views -------------------------------------------------------------------------------------------
+
+
+@program
+def chain_of_views(where: str) -> Any:
+    x = numbers(4, 6, 5, where=where)
+    return x[1:3, ::2].transpose(0, 2)[..., -1].unsqueeze(1).expand(5, 3, 3).flip(0)
+
+
+@program
+def every_view_operation(where: str) -> Any:
+    x = numbers(2, 3, 4, where=where)
+    return (
+        [x.view(6, 4), x.reshape(4, 6), x.permute(2, 0, 1), x.t() if x.dim() < 3 else x.mT, x.movedim(0, 2)]
+        + [x.select(1, 2), x.narrow(2, 1, 2), x[:, 1:, ::3], x.unsqueeze(0), x[:1].squeeze(0), x.flatten(1)]
+        + [*x.split(2, 2), *x.chunk(3, 1), *x.unbind(0), x.diagonal(0, 0, 1), x.unfold(2, 3, 1), x.unfold(1, 2, 2)]
+        + [x.expand(5, 2, 3, 4), x[0].broadcast_to(2, 3, 4), x.swapaxes(0, 1), x.view_as(x), x.unflatten(2, (2, 2))]
+        + [x.as_strided((3, 2), (5, 2), 4), x.ravel(), x.view(-1)[3:].view(3, 7), x.detach(), x.data, x[None, ..., 0]]
+    )
+
+
+@program
+def scalar_and_empty_views(where: str) -> Any:
+    x = numbers(3, 4, where=where)
+    scalar = x[1, 2]
+    return scalar, x[1:1], x[:, 4:], scalar.expand(3), scalar.view(1, 1), x[:0].reshape(2, 0), scalar.unfold(0, 1, 1)
+
+
+@program
+def same_bytes_as_another_dtype(where: str) -> Any:
+    x = numbers(2, 4, where=where)
+    return [x.view(t) for t in (torch.int32, torch.uint8, torch.float64, torch.bfloat16)], x[1].view(torch.int16)
+
+
+@program
+def writing_another_dtype(where: str) -> Any:
+    x = numbers(2, 4, where=where)
+    x.view(torch.int32)[0, 1] = 0x40490FDB  # pi
+    x[1].view(torch.int16)[3] = 0x4040  # upper half of 3
+    y = torch.ones(3, dtype=torch.bool).to(where)
+    y.view(torch.uint8)[1] = 0
+    z = numbers(4, where=where, dtype=torch.int64)
+    z.view(torch.int32)[::2] += 1
+    return x, y, z
+
+
+@program
+def parts_of_complex_numbers(where: str) -> Any:
+    x = torch.complex(torch.arange(4.0), torch.arange(4.0) + 10).to(where)
+    pairs = torch.arange(6.0).view(3, 2).to(where)
+    c = torch.view_as_complex(pairs)
+    torch.view_as_real(x)[1, 1] = 7
+    x.real[3] = -1
+    pairs[0, 0] = 5
+    return x, x.real, x.imag, torch.view_as_real(x), c, x.conj(), x.conj().imag, x.real.neg()
+
+
+# ---- writing through views -------------------------------------------------------------------------------------------
+
+
+@program
+def write_through_a_slice(where: str) -> Any:
+    x = numbers(4, 4, where=where)
+    y = x[1:3, ::2]
+    y.add_(100)
+    return x, y
+
+
+@program
+def write_the_base_read_the_view(where: str) -> Any:
+    x = numbers(4, 4, where=where)
+    y = x.t()[1]
+    x.mul_(2)
+    return y, x.t()[1:3] + y
+
+
+@program
+def write_through_a_chain(where: str) -> Any:
+    x = numbers(2, 3, 4, where=where)
+    x.permute(2, 0, 1)[1:3].select(1, 1)[:, ::2].fill_(-5)
+    return x
+
+
+@program
+def views_of_one_base_see_each_other(where: str) -> Any:
+    x = numbers(12, where=where)
+    a, b, c = x[:8], x[4:], x.view(3, 4).t()
+    a.mul_(2)
+    b.add_(1)
+    c[0] = 0
+    return x, a, b, c
+
+
+@program
+def write_a_diagonal(where: str) -> Any:
+    x = numbers(4, 5, where=where)
+    x.diagonal(1).zero_()
+    x.diagonal().copy_(torch.full((4,), 9.0).to(where))
+    return x
+
+
+@program
+def setitem_forms(where: str) -> Any:
+    x = numbers(4, 5, where=where)
+    x[0] = 1
+    x[1, 2] = torch.tensor(50.0)
+    x[2:, 1:3] = x[:2, 3:]
+    x[..., 4] = x[:, 0] * 2
+    x[3][0] = 77
+    x[:] = x + 1
+    return x
+
+
+@program
+def copy_between_overlapping_slices(where: str) -> Any:
+    x = numbers(8, where=where)
+    x[1:] = x[:-1].clone()
+    x[:4].copy_(x[4:])
+    return x
+
+
+@program
+def copy_converts_and_broadcasts(where: str) -> Any:
+    x = torch.zeros(3, 4, dtype=torch.int32).to(where)
+    x.copy_(torch.tensor([1.9, -2.9, 3.0, 0.5]).to(where))
+    y = torch.zeros(2, 2).to(where)
+    y[0].copy_(torch.tensor(3).to(where))
+    y[1].copy_(torch.tensor([5, 6]))  # from the CPU
+    return x, y
+
+
+@program
+def fill_of_an_expanded_tensor(where: str) -> Any:
+    x = numbers(3, where=where)
+    x[:1].expand(4).fill_(8)
+    return x
+
+
+# ---- who shares with whom --------------------------------------------------------------------------------------------
+
+
+@program
+def clones_are_copies(where: str) -> Any:
+    x = numbers(4, where=where)
+    y, z = x.clone(), x[1:3].clone()
+    x.add_(1)
+    y.mul_(3)
+    return x, y, z
+
+
+@program
+def contiguous_shares_or_copies(where: str) -> Any:
+    x = numbers(2, 3, where=where)
+    same, copied = x.contiguous(), x.t().contiguous()
+    x.zero_()
+    return same, copied
+
+
+@program
+def reshape_shares_or_copies(where: str) -> Any:
+    x = numbers(2, 3, where=where)
+    same, copied = x.reshape(6), x.t().reshape(6)
+    x.zero_()
+    return same, copied
+
+
+@program
+def to_without_a_change_is_the_same(where: str) -> Any:
+    x = numbers(2, where=where)
+    y, z = x.to(torch.float32), x.to(torch.float32, copy=True)
+    x.add_(1)
+    return y, z, y is x
+
+
+@program
+def detach_and_data_share(where: str) -> Any:
+    x = numbers(3, where=where).requires_grad_()
+    x.data.add_(1)
+    x.detach()[0] = 9
+    return x
+
+
+@program
+def data_can_be_replaced(where: str) -> Any:
+    p = torch.nn.Parameter(torch.zeros(3).to(where))
+    view = p.detach()
+    q = torch.ones(3).to(where)
+    p.data = q
+    q.add_(1)
+    return p, view, q
+
+
+@program
+def swapped_tensors(where: str) -> Any:
+    a, b = torch.zeros(2).to(where), numbers(3, where=where)
+    held = b[1:]
+    held.add_(1)
+    del held
+    torch.utils.swap_tensors(a, b)
+    a.add_(1)
+    return a, b
+
+
+@program
+def set_forms(where: str) -> Any:
+    a, b = torch.zeros(2, 3).to(where), numbers(6, where=where)
+    a.set_(b)
+    c = torch.empty(0, device=where).set_(b.untyped_storage(), 1, (2, 2), (2, 1))
+    d = torch.empty(0, device=where).set_(b.untyped_storage())
+    e = torch.ones(3, device=where).set_()
+    b[1] = 100
+    return a, b, c, d, tuple(e.shape)
+
+
+@program
+def resize_keeps_what_was_there(where: str) -> Any:
+    a = numbers(6, where=where)
+    view = a[2:]
+    a.resize_(2, 2)
+    a[0, 0] = -1
+    first = a.clone()
+    a.resize_(3, 3)
+    a.view(-1)[6:] = 0  # what the new memory holds is undefined
+    return first, a, tuple(a.shape), view.clone()[:1]
+
+
+@program
+def resize_as(where: str) -> Any:
+    a = numbers(6, where=where)
+    return a.resize_as_(torch.zeros(2, 2, device=where))
+
+
+@program
+def out_variants(where: str) -> Any:
+    x, y = numbers(4, where=where), numbers(4, where=where) + 1
+    whole, part, empty = torch.zeros(4).to(where), torch.zeros(2, 8).to(where), torch.empty(0, device=where)
+    narrow = torch.zeros(4, dtype=torch.float64).to(where)
+    returned = torch.add(x, y, out=whole)
+    torch.mul(x, y, out=part[1, ::2])
+    torch.sub(x, y, out=empty)
+    torch.add(x, y, alpha=2, out=narrow)
+    torch.add(x, x, out=x)
+    return whole, returned is whole, part, empty, narrow, x
+
+
+@program
+def in_place_forms(where: str) -> Any:
+    x = numbers(2, 3, where=where)
+    x += 1
+    x *= x
+    x -= torch.ones(3).to(where)
+    x.clamp_(max=20).neg_().sub_(1, alpha=2)
+    y = numbers(4, where=where, dtype=torch.int64)
+    y.add_(3).bitwise_and_(5)
+    z = x > -5
+    z.logical_not_()
+    return x, y, z, x.relu_().t_(), x.unsqueeze_(0).squeeze_(0).transpose_(0, 1)
+
+
+@program
+def write_from_itself(where: str) -> Any:
+    x = numbers(3, 3, where=where)
+    x.copy_(x.t().clone())
+    x.add_(x)
+    x[0].add_(x[1])
+    return x
+
+
+@program
+def autograd_through_writes(where: str) -> Any:
+    w = torch.ones(4, 4).to(where).requires_grad_()
+    y = w * 2
+    y[1:3].mul_(3)
+    y.view(16)[0] = 7
+    y.t()[2].add_(w[0])
+    y[:, 3] = w[:, 0] * w[:, 1]
+    (y * y).sum().backward()
+    return w.grad, y
+
+
+@program
+def gradient_of_views(where: str) -> Any:
+    x = numbers(3, 4, where=where).requires_grad_()
+    parts = [x.t()[1:].reshape(-1), x.unfold(1, 2, 1).reshape(-1), x.diagonal(), x[None].expand(2, 3, 4).reshape(-1)]
+    sum((part * part).sum() for part in parts).backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_as_the_cpu(device: torch.device, name: str) -> None:
+    check(PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_as_the_cpu_when_every_operation_is_cut(
+    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view then reads an array instead of a value of the same tape."""
+    monkeypatch.setattr(tape, "limit", 0)
+    check(PROGRAMS[name])
+
+
+def test_a_limit_of_none_cuts_every_operation(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above: it does cut in between."""
+    monkeypatch.setattr(tape, "limit", 0)
+    with counted() as counts:
+        check(PROGRAMS["write_from_itself"])
+    assert counts.executions == 4
+
+
+def test_the_comparison_can_fail(device: torch.device) -> None:
+    """The twin of the table: a program whose alias is lost on one side is told apart."""
+
+    def aliased(where: str) -> Any:
+        x = numbers(4, where=where)
+        y = x[1:] if where == "cpu" else x[1:].clone()
+        x.add_(1)
+        return y
+
+    with pytest.raises(AssertionError, match="result 0"):
+        check(aliased)
+
+
+# ---- what must not cost anything -------------------------------------------------------------------------------------
+
+
+def test_a_view_records_nothing_until_it_is_read(device: torch.device) -> None:
+    x = numbers(4, 6, where="jax")
+    engine.sync()
+    view = x[1:3].t()[::2].unsqueeze(0)
+    assert not tape.code
+    view + 1
+    assert tape.count == 3  # the buffer, one strided read however long the chain, the addition
+
+
+def test_a_clone_costs_no_memory_until_one_side_is_written(device: torch.device) -> None:
+    x = numbers(4, where="jax")
+    y = x.clone()
+    engine.sync()
+    assert array_behind(x) is array_behind(y)
+    x.add_(1)
+    engine.sync()
+    assert array_behind(x) is not array_behind(y)
+    assert y.tolist() == [0, 1, 2, 3]
+
+
+def test_an_uploaded_tensor_does_not_follow_its_source(device: torch.device) -> None:
+    source = torch.zeros(1000)
+    x = source.to(device)
+    source.fill_(1)
+    assert x.sum().item() == 0
+
+
+def test_a_downloaded_tensor_does_not_follow_its_source(device: torch.device) -> None:
+    x = torch.zeros(1000, device=device)
+    host = x.cpu()
+    host.fill_(1)
+    assert x.sum().item() == 0
+    x.fill_(2)
+    engine.sync()
+    assert host.sum().item() == 1000
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_outside_its_storage_is_refused(device: torch.device) -> None:
+    x = torch.ones(6, device=device)
+    outside = x.as_strided((4,), (5,), 0)
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 6"):
+        outside + 1
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 6"):
+        outside.zero_()
+    assert x.as_strided((2,), (5,), 0).sum().item() == 2  # the twin: the last element is inside
+
+
+def test_view_errors_are_torchs_own(device: torch.device) -> None:
+    x = torch.ones(2, 3, device=device)
+    with pytest.raises(RuntimeError, match="invalid for input of size 6"):
+        x.view(4, 2)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        x.t().view(6)
+    with pytest.raises(IndexError, match="out of bounds"):
+        x[2]
+    with pytest.raises(RuntimeError, match="maximum size for tensor at dimension 1 is 3 but size is 4"):
+        x.unfold(1, 4, 1)
+
+
+def test_writing_one_place_twice_is_refused(device: torch.device) -> None:
+    x = torch.zeros(3, device=device)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+        x[:1].expand(4).copy_(torch.arange(4.0).to(device))
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
+        x[:1].expand(4).add_(torch.arange(4.0).to(device))

@@ -1,0 +1,258 @@
+"""PyTorch's tools around training, on the device and on the CPU: same numbers, and no cut that nobody asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lazy_device import check, counted
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, parametrizations
+from torch.optim import swa_utils
+from torch.utils import checkpoint
+
+from xla_amp import lazy as engine
+
+PROGRAMS: dict[str, Callable[[str], Any]] = {}
+
+
+def program(function: Callable[[str], Any]) -> Callable[[str], Any]:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def network() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def batch(where: str) -> torch.Tensor:
+    return torch.linspace(-1, 1, 12).view(4, 3).to(where)
+
+
+def steps(model: nn.Module, where: str, count: int, after: Callable[[], Any] = lambda: None) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = model(batch(where)).pow(2).sum()
+        loss.backward()
+        optimizer.step()
+        after()
+        losses.append(loss.detach())
+    return losses
+
+
+@program
+def clipped_gradients(where: str) -> Any:
+    model = network().to(where)
+    norms = []
+    for kind, foreach in ((2.0, None), (2.0, False), (float("inf"), True), (1.0, None)):
+        model.zero_grad()
+        model(batch(where)).pow(2).sum().backward()
+        norms.append(get_total_norm([p.grad for p in model.parameters()], kind))
+        norms.append(clip_grad_norm_(model.parameters(), 0.5, kind, foreach=foreach))
+        norms.append(model[0].weight.grad.clone())
+    clip_grad_value_(model.parameters(), 0.01)
+    return norms, [p.grad for p in model.parameters()]
+
+
+@program
+def averages_of_weights(where: str) -> Any:
+    model = network().to(where)
+    plain = swa_utils.AveragedModel(model)
+    moving = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    one_by_one = swa_utils.AveragedModel(model, avg_fn=swa_utils.get_ema_avg_fn(0.5))
+    averages = (plain, moving, one_by_one)
+    losses = steps(model, where, 4, lambda: [average.update_parameters(model) for average in averages])
+    return losses, [list(average.module.parameters()) for average in averages], [a.n_averaged for a in averages]
+
+
+@program
+def stochastic_weight_averaging(where: str) -> Any:
+    model = nn.Sequential(network(), nn.BatchNorm1d(2)).to(where)
+    average = swa_utils.AveragedModel(model, use_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch(where)).pow(2).sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        schedule.step()
+    swa_utils.update_bn([batch("cpu"), 2 * batch("cpu")], average, device=torch.device(where))
+    return list(average.parameters()), average.module[1].running_mean, average.module[1].running_var
+
+
+def _tied(where: str) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 3)
+            self.head = nn.Linear(3, 7, bias=False)
+            self.table.weight.data = torch.randn(7, 3, generator=generator)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.table(torch.tensor([0, 3, 6, 3], device=x.device))))
+
+    return Tied().to(where)
+
+
+@program
+def tied_weights(where: str) -> Any:
+    model = _tied(where)
+    assert model.head.weight is model.table.weight
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.table.weight
+    losses = steps(model, where, 3)
+    twin.load_state_dict(model.state_dict())
+    return losses, list(model.parameters()), twin.head.weight, len(list(model.parameters()))
+
+
+@program
+def parametrized_weights(where: str) -> Any:
+    square = nn.Linear(2, 2, bias=False)  # torch completes other shapes with random columns
+    square.weight.data = torch.tensor([[0.6, -0.9], [1.1, 0.2]])
+    model = network().append(square)
+    parametrizations.weight_norm(model[0])
+    model = model.to(where)
+    parametrizations.orthogonal(square, orthogonal_map="householder")
+    losses = steps(model, where, 2)
+    return losses, list(model.parameters()), square.weight @ square.weight.t()
+
+
+def _checkpointed(where: str, run: Callable[[nn.Sequential, torch.Tensor], torch.Tensor]) -> Any:
+    model = network().to(where)
+    x = batch(where).requires_grad_()
+    loss = run(model, x).pow(2).sum()
+    loss.backward()
+    return loss, x.grad, [p.grad for p in model.parameters()]
+
+
+@program
+def checkpoints(where: str) -> Any:
+    return [
+        _checkpointed(where, lambda model, x: checkpoint.checkpoint(model, x, use_reentrant=True)),
+        _checkpointed(where, lambda model, x: checkpoint.checkpoint(model, x, use_reentrant=False)),
+        _checkpointed(where, lambda model, x: checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False)),
+        _checkpointed(where, lambda model, x: model(x)),
+    ]
+
+
+@program
+def an_ensemble(where: str) -> Any:
+    models = [network().to(where) for _ in range(3)]
+    for scale, model in enumerate(models, 1):
+        model[0].weight.data.mul_(scale)
+    parameters, buffers = torch.func.stack_module_state(models)
+
+    def loss(parameters: Any, buffers: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(models[0], (parameters, buffers), (x,)).pow(2).sum()
+
+    values = torch.func.vmap(loss, in_dims=(0, 0, None))(parameters, buffers, batch(where))
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(0, 0, None))(parameters, buffers, batch(where))
+    return values, gradients
+
+
+@program
+def gradients_per_sample(where: str) -> Any:
+    model = network().to(where)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).pow(2).sum()
+
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, batch(where))
+
+
+@program
+def accumulation_over_batches(where: str) -> Any:
+    model = network().to(where)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for index in range(6):
+        (model(batch(where) * (index + 1)).pow(2).mean() / 3).backward()
+        if index % 3 == 2:
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=index > 3)
+    return list(model.parameters())
+
+
+@program
+def a_schedule(where: str) -> Any:
+    model = network().to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [2])
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(batch(where)).pow(2).sum().backward()
+        optimizer.step()
+        schedule.step()
+    return list(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step\\(\\)`:UserWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same_as_the_cpu(device: torch.device, name: str) -> None:
+    # Two steps through an orthogonal matrix gather rounding errors of just over 2e-6 on one kind of CPU.
+    check(PROGRAMS[name], rtol=2e-5, atol=1e-5 if name == "parametrized_weights" else 2e-6)
+
+
+def test_clipping_does_not_wait(device: torch.device) -> None:
+    model = network().to(device)
+    model(batch("jax")).pow(2).sum().backward()
+    with counted() as counts:
+        clip_grad_norm_(model.parameters(), 0.5)
+    assert (counts.executions, counts.host_syncs) == (0, 0)
+    model[0].weight.grad.fill_(float("inf"))
+    with counted() as counts, pytest.raises(RuntimeError, match="non-finite"):
+        clip_grad_norm_(model.parameters(), 0.5, error_if_nonfinite=True)
+    assert counts.host_syncs == 1  # this form asks
+
+
+def test_accumulation_is_one_program(device: torch.device) -> None:
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with counted() as counts:
+            optimizer.zero_grad()
+            for _ in range(3):
+                model(batch("jax")).pow(2).sum().backward()
+            optimizer.step()
+            engine.sync()
+        assert (counts.executions, counts.host_syncs) == (1, 0)
+
+
+def test_an_average_is_part_of_the_step(device: torch.device) -> None:
+    model = network().to(device)
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    steps(model, "jax", 2, lambda: average.update_parameters(model))
+    engine.sync()
+    with counted() as counts:
+        average.update_parameters(model)
+        engine.sync()
+    assert counts.host_syncs == 0
+
+
+def test_the_comparison_can_fail(device: torch.device) -> None:
+    """The twin: a learning rate that differs by a thousandth is seen."""
+
+    def program(where: str) -> Any:
+        model = network().to(where)
+        model(batch(where)).pow(2).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1 if where == "cpu" else 0.1001).step()
+        return list(model.parameters())
+
+    with pytest.raises(AssertionError):
+        check(program, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,363 @@
+"""Each form of attention against float64, which form a call takes, and how its memory grows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xla_amp.lowering.attention import blocked, flash, sdpa, splash, square, tpu_kernels
+from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.operand import Permuted
+from xla_amp.stablehlo.tools import targets
+
+RNG = np.random.default_rng(0)
+
+
+def made(dtype: Any, batch: int, heads: int, shared: int, rows: int, columns: int, width: int, of_value: int) -> Any:
+    """Query, key, value and the gradient of the output."""
+    shapes = ((heads, rows, width), (shared, columns, width), (shared, columns, of_value), (heads, rows, of_value))
+    return [jnp.asarray(RNG.uniform(-1, 1, (batch, *shape)), dtype) for shape in shapes]
+
+
+def exact(arrays: Any, bias: Any, causal: bool, scale: float | None, kept: Any = 1.0) -> dict[str, np.ndarray]:
+    """Attention and its gradients by their definitions, in float64; a row that sees nothing is zero."""
+    query, key, value, grad = (np.asarray(x, np.float64) for x in arrays)
+    groups = query.shape[1] // key.shape[1]
+    wide_key, wide_value = (np.repeat(x, groups, 1) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = scale * query @ wide_key.swapaxes(-1, -2)
+    seen = np.ones(scores.shape, bool)
+    if causal:
+        seen = np.tril(seen)
+    if bias is not None and bias.dtype == bool:
+        seen = seen & bias
+    elif bias is not None:
+        scores = scores + np.asarray(bias, np.float64)
+    weights = np.where(seen, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    total = np.where(total == 0, 1, total)
+    weights /= total
+    output = weights * kept @ wide_value
+    dweights = grad @ wide_value.swapaxes(-1, -2) * kept
+    dscores = weights * (dweights - (grad * output).sum(-1, keepdims=True))
+
+    def shared(x: np.ndarray) -> np.ndarray:
+        return x.reshape(x.shape[0], key.shape[1], groups, *x.shape[2:]).sum(2)
+
+    return {
+        "output": output,
+        "logsumexp": np.log(total)[..., 0],
+        "query": scale * dscores @ wide_key,
+        "key": shared(scale * dscores.swapaxes(-1, -2) @ query),
+        "value": shared((weights * kept).swapaxes(-1, -2) @ grad),
+        "bias": dscores,
+    }
+
+
+def computed(form: Any, of: Attention, grad: Any) -> dict[str, Any]:
+    """The same by a form, in one program, rounded where torch's operation rounds."""
+    names = ("query", "key", "value", "bias", "rng")
+    operands = [*(getattr(of, name) for name in names), grad]
+
+    def both(*arrays: Any) -> Any:
+        *given, last = (
+            Permuted(x, operand.permutation) if isinstance(operand, Permuted) else x
+            for x, operand in zip(arrays, operands, strict=True)
+        )
+        call = dataclasses.replace(of, **dict(zip(names, given, strict=True)))
+        output, logsumexp = form.forward(call)
+        output = output.astype(of.dtype)
+        gradients = form.backward(call, last, output, logsumexp, of.bias is not None)
+        return output, logsumexp, *(None if x is None else x.astype(of.dtype) for x in gradients)
+
+    results = jax.jit(both)(*(x.base if isinstance(x, Permuted) else x for x in operands))
+    return dict(zip(("output", "logsumexp", "query", "key", "value", "bias"), results, strict=True))
+
+
+def agree(got: dict[str, Any], want: dict[str, np.ndarray], tolerances: tuple[float, float]) -> None:
+    """Each result by the size of what is wanted; the logarithm of the sum, which is never low, more closely."""
+    low, wide = tolerances
+    for name, y in want.items():
+        if (x := got[name]) is not None:
+            error = np.abs(np.asarray(x, np.float64) - y).max() / max(1.0, np.abs(y).max())
+            assert error < (wide if name == "logsumexp" else low), (name, error)
+
+
+TOLERANCES = {jnp.float64: (1e-13, 1e-13), jnp.float32: (2e-6, 2e-6), jnp.bfloat16: (8e-3, 2e-6)}
+"""dtype -> of what has the operands' dtype, and of the logarithm; bfloat16's half unit is 2e-3 to 4e-3."""
+
+SHAPES = {  # batch, heads, key heads, rows, columns, features, features of the result
+    "whole blocks": (1, 2, 2, 64, 48, 8, 8),
+    "a part of a block": (2, 2, 2, 53, 40, 8, 5),
+    "shared keys": (1, 4, 2, 50, 70, 8, 8),
+    "one key head, few columns": (1, 3, 1, 40, 9, 16, 4),
+    "less than a block": (1, 2, 2, 7, 90, 8, 8),
+}
+BIASES: dict[str, Any] = {
+    "none": lambda *shape: None,
+    "mask": lambda b, h, r, c: np.arange(r)[:, None] % 5 != np.arange(c) % 7,
+    "a row sees nothing": lambda b, h, r, c: (np.arange(r)[:, None] != 3) & (RNG.random((b, 1, r, c)) < 0.7),
+    "for each column": lambda b, h, r, c: RNG.uniform(-1, 1, (b, 1, 1, c)),
+    "matrix": lambda b, h, r, c: RNG.uniform(-1, 1, (r, c)),
+}
+
+
+@pytest.fixture(autouse=True)
+def wide_numbers():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("form", [blocked, square])
+@pytest.mark.parametrize(
+    ("shape", "bias"),
+    [
+        ("whole blocks", "none"),
+        ("a part of a block", "none"),
+        ("shared keys", "none"),
+        ("a part of a block", "matrix"),
+        ("shared keys", "a row sees nothing"),
+        ("one key head, few columns", "for each column"),
+        ("less than a block", "mask"),
+    ],
+)
+def test_forward_and_backward(shape, bias, form, monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 8)
+    batch, heads, _, rows, columns, *_ = SHAPES[shape]
+    added = BIASES[bias](batch, heads, rows, columns)
+    for dtype, causal in ((jnp.float64, False), (jnp.bfloat16, True)) if form is blocked else ((jnp.float64, True),):
+        query, key, value, grad = made(dtype, *SHAPES[shape])
+        low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else dtype)
+        of = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="cpu")
+        want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
+        if added is None or added.dtype == bool:
+            del want["bias"]
+        else:
+            extra = want["bias"].ndim - added.ndim
+            want["bias"] = want["bias"].sum(tuple(range(extra)))
+            ones = tuple(i for i, n in enumerate(added.shape) if n == 1)
+            want["bias"] = want["bias"].sum(ones, keepdims=True)
+        got = computed(form, of, grad)
+        if "bias" in want:
+            assert got["bias"].shape == added.shape
+        agree(got, want, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_permuted_operand_is_the_same_operand(platform, monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 8)
+    query, key, value, grad = made(jnp.float64, 2, 2, 2, 20, 20, 8, 8)
+    order = (0, 2, 1, 3)
+    turned = [Permuted(x.transpose(order), order) for x in (query, key, value, grad)]
+    want = exact((query, key, value, grad), None, True, None)
+    del want["bias"]
+    for form in (blocked, square):
+        of = Attention(query=turned[0], key=turned[1], value=turned[2], causal=True, platform=platform)
+        agree(computed(form, of, turned[3]), want, TOLERANCES[jnp.float64])
+
+
+def test_blocks_drop_the_same_weights_in_both_passes(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 8)
+    rows, columns, dropout = 36, 16, 0.4
+    query, key, _, _ = made(jnp.float64, 1, 2, 2, rows, columns, 8, 8)
+    value = jnp.broadcast_to(jnp.eye(columns), (1, 2, columns, columns))
+    grad = jnp.asarray(RNG.uniform(-1, 1, (1, 2, rows, columns)))
+    of = Attention(query=query, key=key, value=value, dropout=dropout, rng=jax.random.key(3), platform="cpu")
+    got = computed(blocked, of, grad)
+    kept = np.asarray(got["output"] != 0) / (1 - dropout)
+    assert 0.5 < (kept > 0).mean() < 0.7
+    assert len({tuple(row) for row in kept[0, 0]}) > rows // 2  # the blocks draw their own
+    want = exact((query, key, value, grad), None, False, None, kept)
+    del want["bias"]
+    agree(got, want, TOLERANCES[jnp.float64])
+
+
+def temporary(form: Any, length: int) -> int:
+    """Bytes of temporaries of a step of both passes, by XLA's count."""
+
+    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
+        of = Attention(query=query, key=key, value=value, causal=True, platform="cpu")
+        return tuple(computed(form, of, grad).values())[:5]
+
+    arrays = [jax.ShapeDtypeStruct((1, 2, length, 32), jnp.bfloat16)] * 4
+    return int(jax.jit(step).lower(*arrays).compile().memory_analysis().temp_size_in_bytes)
+
+
+def test_memory_of_blocks_is_linear_in_the_length_and_that_of_the_square_is_not():
+    short, long = (temporary(blocked, length) for length in (1024, 4096))
+    assert long < 5 * short
+    assert long < temporary(square, 4096) / 6
+    assert temporary(square, 2048) > 3.5 * temporary(square, 1024)
+
+
+# -- the kernels for TPUs ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """JAX's kernels computed by XLA:CPU instead of being compiled for a TPU."""
+    from jax.experimental import pallas
+
+    compiled = pallas.pallas_call
+    monkeypatch.setattr(pallas, "pallas_call", lambda *args, **said: compiled(*args, **said | {"interpret": True}))
+    yield
+    for form in (flash, splash):
+        form._forward.clear_cache()
+        form._backward.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "shape", "causal", "scale"),
+    [
+        (splash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
+        (splash, jnp.float32, (1, 2, 2, 128, 256, 24, 40), False, 0.3),
+        (splash, jnp.float32, (1, 1, 1, 128, 384, 16, 16), True, None),  # columns that no row sees
+        (splash, jnp.float32, (1, 1, 1, 384, 128, 16, 16), True, None),
+        (splash, jnp.bfloat16, (2, 4, 2, 256, 256, 64, 64), True, None),
+        (splash, jnp.bfloat16, (1, 2, 1, 256, 128, 128, 128), False, -0.125),
+        (flash, jnp.float32, (1, 2, 1, 256, 256, 64, 64), True, None),
+        (flash, jnp.bfloat16, (2, 2, 2, 128, 256, 32, 32), False, None),
+        (flash, jnp.bfloat16, (1, 1, 1, 256, 128, 128, 128), True, None),
+    ],
+)
+def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, monkeypatch):
+    monkeypatch.setattr(tpu_kernels, "_EDGES", (128,))
+    query, key, value, grad = made(dtype, *shape)
+    of = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
+    assert form.suits(of)
+    want = exact((query, key, value, grad), None, causal, scale)
+    agree(computed(form, of, grad), want, TOLERANCES[dtype])
+
+
+def call(**changes: Any) -> Attention:
+    shapes = {
+        name: (1, 8, changes.pop(length, 1024), changes.pop(f"width_of_{name}", 64))
+        for name, length in (("query", "rows"), ("key", "columns"), ("value", "columns"))
+    }
+    dtype = changes.pop("dtype", jnp.bfloat16)
+    operands = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    return Attention(**operands, **({"platform": "tpu", "causal": True} | changes))  # type: ignore[arg-type]
+
+
+_MASK = jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)
+_LONG = {"rows": 16384, "columns": 16384}
+
+
+def _features(number: int) -> dict[str, int]:
+    return {f"width_of_{name}": number for name in ("query", "key", "value")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "splash"),
+        ({"causal": False}, "splash"),
+        ({"dtype": jnp.float32}, "splash"),
+        ({"rows": 128}, "splash"),
+        (_LONG, "splash"),
+        ({"columns": 512}, "splash"),
+        ({"columns": 384}, "square"),
+        ({**_features(128), "columns": 512}, "square"),
+        ({"columns": 0}, "square"),
+        ({"rows": 1000}, "square"),
+        ({"width_of_value": 32}, "splash"),
+        (_features(32), "flash"),  # a factor of 1 / sqrt(32) would round the query
+        ({**_features(32), "given_scale": 0.5}, "splash"),
+        ({**_features(32), "dtype": jnp.float32}, "splash"),
+        (_features(128), "flash"),
+        ({**_features(128), "width_of_value": 64}, "square"),
+        (_features(192), "square"),
+        (_features(256), "splash"),
+        ({**_features(256), "dtype": jnp.float32}, "splash"),
+        ({**_features(512), "dtype": jnp.float32}, "square"),
+        (_features(1024), "square"),
+        ({"dtype": jnp.float16}, "square"),
+        ({"bias": _MASK}, "square"),
+        ({"rng": 0, "dropout": 0.1}, "square"),
+        ({"partitioned": True}, "square"),
+        ({"partitioned": True, **_LONG}, "blocked"),
+        ({"rng": 0, "dropout": 0.1, **_LONG}, "blocked"),
+        ({"platform": "gpu"}, "square"),
+        ({"platform": "gpu", **_LONG}, "blocked"),
+        ({"platform": "cpu", "rows": 256, "columns": 256}, "square"),
+        ({"platform": "cpu", **_LONG}, "blocked"),
+        ({"platform": "cpu", "rows": 1, "columns": 1 << 26}, "square"),
+    ],
+)
+def test_the_form_of_a_call(changes, name):
+    assert sdpa.form_of(call(**changes)).name == name
+
+
+def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCK", 8)
+    query, key, value, grad = made(jnp.float64, 1, 2, 2, 20, 12, 8, 8)
+    key_of_draws, options = jax.random.key(1), {"platform": "cpu", "scale": 0.3}
+
+    def both(query: Any, key: Any, value: Any, grad: Any) -> list[Any]:
+        output, logsumexp, *_, seed, _, _ = sdpa.attention(
+            query, key, value, None, 0.3, False, rng=key_of_draws, **options
+        )
+        saved = (output, logsumexp, None, None, 20, 12, 0.3, False, seed, None)
+        gradients = sdpa.attention_backward(grad, query, key, value, None, [True] * 4, *saved, **options)
+        return [output, logsumexp, *gradients[:3]]
+
+    monkeypatch.setattr(sdpa, "_LARGE", {"cpu": (0, 0)})
+    results = jax.jit(both)(query, key, value, grad)
+    of = Attention(query=query, key=key, value=value, dropout=0.3, given_scale=0.3, rng=key_of_draws, platform="cpu")
+    want = computed(blocked, of, grad)
+    for x, name in zip(results, ("output", "logsumexp", "query", "key", "value"), strict=True):
+        np.testing.assert_allclose(x, want[name], rtol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("features", [64, 128])
+def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_square_matrix(features):
+    def step(query: Any, key: Any, value: Any, grad: Any, layers: int) -> Any:
+        for _ in range(layers):
+            of = Attention(query=query, key=key, value=value, causal=True, platform="tpu")
+            results = computed(sdpa.form_of(of), of, grad)
+            query, key, value = (results[name] for name in ("query", "key", "value"))
+        return tuple(results.values())[:5]
+
+    def text(length: int, layers: int = 1) -> str:
+        arrays = [jax.ShapeDtypeStruct((1, 2, length, features), jnp.bfloat16)] * 4
+        traced = jax.jit(step, static_argnames="layers").trace(*arrays, layers=layers)
+        return str(traced.lower(lowering_platforms=("tpu",)).as_text())
+
+    assert text(2048, 2).count("custom_call @tpu_custom_call") == 3
+    assert "2048x2048" not in text(2048)
+    assert "256x256" in text(256)
+
+
+@pytest.fixture(scope="module")
+def compilers():
+    with targets.Compilers() as running:
+        yield running
+
+
+@pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")
+@pytest.mark.parametrize(
+    ("form", "dtype", "features", "scale"),
+    [
+        (splash, jnp.bfloat16, 512, 0.5),
+        (splash, jnp.float32, 256, None),
+        (splash, jnp.bfloat16, 36, 0.5),
+        (flash, jnp.float32, 256, None),
+        (flash, jnp.bfloat16, 36, None),
+    ],
+)
+def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(form, dtype, features, scale, compilers):
+    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
+        of = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
+        assert form.suits(of)
+        return tuple(computed(form, of, grad).values())[:5]
+
+    arrays = [jax.ShapeDtypeStruct((1, heads, 1024, features), dtype) for heads in (2, 1, 1, 2)]
+    compiled = compilers.compile(targets.lower(step, *arrays, target="v5e"), "v5e")
+    assert 0 < compiled.bytes_accessed < 1 << 28
+    assert "1024,1024" not in compiled.hlo

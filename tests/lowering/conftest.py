@@ -1,6 +1,0 @@
-"""Lets the tests of this folder import `harness` from wherever pytest is started."""
-
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))

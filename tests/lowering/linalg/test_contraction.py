@@ -1,0 +1,169 @@
+"""Matrix products against torch on the CPU, and the form in which they are written for each platform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from harness import check, sample
+
+from xla_amp.lowering import Permuted
+from xla_amp.lowering.linalg import contraction
+
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+
+ROWS = {
+    "mm": ((5, 7), (7, 3)),
+    "bmm": ((2, 5, 7), (2, 7, 3)),
+    "mv": ((5, 7), (7,)),
+    "dot": ((7,), (7,)),
+    "vdot": ((7,), (7,)),
+    "addmm": ((5, 3), (5, 7), (7, 3)),
+    "addmv": ((5,), (5, 7), (7,)),
+    "baddbmm": ((2, 5, 3), (2, 5, 7), (2, 7, 3)),
+    "addbmm": ((5, 3), (2, 5, 7), (2, 7, 3)),
+    "addr": ((5, 3), (5,), (3,)),
+}
+
+
+def operands(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [sample(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(ROWS[name])]
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_as_torch(name: str, dtype: torch.dtype) -> None:
+    check(name, *operands(name, dtype), wide=dtype is BF16)
+
+
+@pytest.mark.parametrize("name", ["addmm", "addmv", "baddbmm", "addbmm", "addr"])
+def test_factors(name: str) -> None:
+    check(name, *operands(name, F32), beta=0.5, alpha=2.0)
+    check(name, *operands(name, F64), beta=2, alpha=3)
+
+
+@pytest.mark.parametrize("name", ["addmm", "baddbmm"])
+def test_beta_zero_ignores_the_start(name: str) -> None:
+    start, *factors = operands(name, F32)
+    check(name, torch.full_like(start, float("nan")), *factors, beta=0.0)
+    check(name, torch.full_like(start, float("inf")), *factors, beta=0, alpha=2)
+
+
+def test_nan_in_the_start_shows_where_beta_is_not_zero() -> None:
+    start, *factors = operands("addmm", F32)
+    check("addmm", torch.full_like(start, float("nan")), *factors, beta=1.0)
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "addr", "dot"])
+def test_integers(name: str) -> None:
+    check(name, *operands(name, torch.int64))
+
+
+def test_complex() -> None:
+    check("vdot", *operands("vdot", torch.complex64))
+    check("mm", *operands("mm", torch.complex128))
+
+
+@pytest.mark.parametrize("use_gelu", [False, True])
+def test_addmm_activation(use_gelu: bool) -> None:
+    check("_addmm_activation", sample(3), sample(5, 7), sample(7, 3), use_gelu=use_gelu)
+
+
+def test_bias_is_added_before_the_one_rounding() -> None:
+    # 1 + 2**-8 is a tie between two bfloat16 numbers; the bias decides it, unless the product was rounded first.
+    left = torch.tensor([[1.0, 2.0**-8]], dtype=BF16)
+    right = torch.ones(2, 1, dtype=BF16)
+    check("addmm", torch.tensor([[2.0**-9]], dtype=BF16), left, right, rtol=0, atol=0, wide=True)
+    twice_rounded = (left @ right) + torch.tensor([[2.0**-9]], dtype=BF16)
+    once_rounded = (left.double() @ right.double() + 2.0**-9).to(BF16)
+    assert twice_rounded.item() != once_rounded.item()
+
+
+# -- transposed operands ----------------------------------------------------------------------------------------------
+
+PAIRS: dict[str, tuple[Callable[..., jax.Array], tuple[int, ...], tuple[int, ...]]] = {
+    "mm": (contraction.mm, (40, 24), (24, 16)),
+    "bmm": (contraction.bmm, (3, 40, 24), (3, 24, 16)),
+    "mv": (contraction.mv, (40, 24), (24,)),
+    "odd mm": (contraction.mm, (37, 11), (11, 5)),
+    "odd bmm": (contraction.bmm, (2, 37, 11), (2, 11, 5)),
+}
+
+
+def transposed(x: np.ndarray, dtype: object) -> Permuted:
+    """`x` as the transpose of an array that is laid out the other way around."""
+    order = tuple(reversed(range(x.ndim)))
+    return Permuted(jnp.asarray(x.transpose(order), dtype), order)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_folded_transposes(pair: str, dtype: str, platform: str) -> None:
+    function, *shapes = PAIRS[pair]
+    # small integers: every form must be exact
+    left, right = (np.random.default_rng(0).integers(-3, 4, shape).astype(float) for shape in shapes)
+    expected = np.matmul(left, right)
+    plain = [jnp.asarray(x, dtype) for x in (left, right)]
+    for a in (plain[0], transposed(left, dtype)):
+        for b in (plain[1], transposed(right, dtype)):
+            got = jax.jit(lambda a=a, b=b: function(a, b, platform=platform))()
+            np.testing.assert_array_equal(np.asarray(got, float), expected)
+
+
+def hlo(*operands: jax.Array | Permuted, platform: str) -> str:
+    bases = [x.base if isinstance(x, Permuted) else x for x in operands]
+
+    def run(*bases: jax.Array) -> jax.Array:
+        given = [
+            Permuted(base, x.permutation) if isinstance(x, Permuted) else base
+            for base, x in zip(bases, operands, strict=True)
+        ]
+        return contraction.mm(*given, platform=platform)
+
+    return jax.jit(run).lower(*bases).as_text()
+
+
+def test_forms() -> None:
+    low = jnp.zeros((64, 64), jnp.bfloat16)
+    flipped = Permuted(low, (1, 0))
+    # CPU: wide result, no transpose left, a blocked one for the left operand
+    for right in (low, flipped):
+        text = hlo(low, right, platform="cpu")
+        assert "-> tensor<64x64xf32>" in text
+        assert "stablehlo.transpose" not in text
+    text = hlo(flipped, low, platform="cpu")
+    assert "optimization_barrier" in text
+    assert "contracting_dims = [1] x [0]" in text
+    # accelerators: low in, low out, whatever the layout
+    for left in (low, flipped):
+        text = hlo(left, low, platform="gpu")
+        assert "-> tensor<64x64xbf16>" in text
+        assert "optimization_barrier" not in text
+        assert "stablehlo.transpose" not in text
+    # float32 is never anything less
+    wide = jnp.zeros((64, 64), jnp.float32)
+    for platform in ("cpu", "gpu", "tpu"):
+        assert "precision = [HIGHEST, HIGHEST]" in hlo(wide, wide, platform=platform)
+
+
+def test_float16_results_keep_their_range() -> None:
+    # 300 * 300 overflows float16: torch gives inf, and so must the converted accumulator
+    x = torch.full((1, 1), 300.0, dtype=F16)
+    check("mm", x, x)
+    check("mm", x, x, platform="gpu")
+
+
+def test_a_transpose_inside_the_program_is_not_folded_into_a_half_dot() -> None:
+    """XLA:CPU chooses its bfloat16 kernel before it folds, and a program with the folded form fails when it runs."""
+
+    def program(y: jax.Array, weight: jax.Array) -> jax.Array:
+        pooled = jnp.transpose(y, (1, 0, 2)).sum(-1).astype(jnp.bfloat16)
+        return contraction.contract(pooled, weight, ((1,), (1,)), platform="cpu")
+
+    y, weight = np.ones((32, 2, 3), np.float32), np.ones((4, 32), jnp.bfloat16)
+    np.testing.assert_array_equal(jax.jit(program)(y, weight), np.full((2, 4), 96))

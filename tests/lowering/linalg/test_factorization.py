@@ -1,0 +1,255 @@
+"""Linear algebra against torch on the CPU: values where they are unique, products of the factors where they are not."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import pytest
+import torch
+from harness import TOLERANCE, check, compare, lowering_of, operator, run, sample, to_array, to_tensor
+
+from xla_amp.lowering.linalg import factorization  # noqa: F401  (fills the table)
+
+every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+FACTOR = 20
+"""Tolerances of factorizations over those of one operation: errors grow with the matrix and its condition."""
+LU = (1, 2)
+"""Results that autograd keeps: their form depends on the memory of the operand."""
+
+
+def tol(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": FACTOR * TOLERANCE[dtype], "atol": FACTOR * TOLERANCE[dtype]}
+
+
+def square(n: int = 5, *batch: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Matrices far from singular."""
+    return sample(*batch, n, n, dtype=dtype, seed=seed) + 2 * n**0.5 * torch.eye(n, dtype=dtype)
+
+
+def positive(n: int = 5, *batch: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    x = sample(*batch, n, n, dtype=dtype, seed=seed)
+    return x @ x.mH + torch.eye(n, dtype=dtype)
+
+
+def hermitian(n: int = 5, *batch: int, dtype: torch.dtype) -> torch.Tensor:
+    x = sample(*batch, n, n, dtype=dtype)
+    return x + x.mH
+
+
+def results(name: str, *args: object, **kwargs: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(the lowering's results, torch's)."""
+    expected = operator(name)(*args, **kwargs)
+    expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
+    got = run(name, *args, like=expected, **kwargs)
+    for g, e in zip(got, expected, strict=True):
+        assert g.shape == e.shape
+    return got, expected
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    compare(got, want, **tol(want.dtype))
+
+
+# -- Cholesky and triangles -------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("upper", [False, True])
+def test_cholesky_family(dtype, upper):
+    a, b = positive(5, 2, dtype=dtype), sample(2, 5, 3, dtype=dtype)
+    # the other triangle is never read
+    junk = sample(2, 5, 5, dtype=dtype, seed=3)
+    half = a.triu() + junk.tril(-1) if upper else a.tril() + junk.triu(1)
+    check("linalg_cholesky_ex", half, upper=upper, **tol(dtype))
+    check("cholesky", a, upper, **tol(dtype))
+    factor = torch.linalg.cholesky(a, upper=upper)
+    check("_cholesky_solve_helper", b, factor, upper, **tol(dtype))
+    check("cholesky_inverse", factor, upper, **tol(dtype))
+
+
+def test_cholesky_says_which_minor_is_not_positive():
+    bad = torch.eye(4).repeat(4, 1, 1)
+    bad[1, 2, 2] = -1.0
+    bad[2, 0, 0] = 0.0
+    bad[3, 3, 0] = 5.0  # the last minor: 1 - 25
+    (factor, info), (_, expected) = results("linalg_cholesky_ex", bad)
+    assert info.tolist() == expected.tolist() == [0, 3, 1, 4]
+    assert torch.equal(factor[0], bad[0])
+    assert factor[1:].isnan().any((1, 2)).all()
+
+
+@pytest.mark.parametrize(("upper", "left", "unit"), list(itertools.product([False, True], repeat=3)))
+def test_solve_triangular(upper, left, unit):
+    dtype = torch.complex128 if unit else torch.float32
+    a = square(4, 3, 1, dtype=dtype) / 3
+    b = sample(2, 4, 4, dtype=dtype, seed=1)
+    options = {"upper": upper, "left": left, "unitriangular": unit}
+    check("linalg_solve_triangular", a, b, **options, **tol(dtype))
+    if left:
+        check("triangular_solve", b, a, upper, not upper, unit, **tol(dtype))
+
+
+# -- LU ---------------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(2, 5, 3), (3, 5)], ids=str)
+def test_lu(dtype, shape):
+    a = sample(*shape, dtype=dtype)
+    check("linalg_lu_factor_ex", a, **tol(dtype))
+    check("linalg_lu", a, **tol(dtype))
+    factors, pivots, _ = torch.linalg.lu_factor_ex(a)
+    check("lu_unpack", factors, pivots, **tol(dtype))
+    check("lu_unpack", factors, pivots, False, True)
+
+
+def test_lu_without_pivoting_and_of_singular_matrices():
+    a = square(4, 2, dtype=torch.float64)
+    factors, pivots, info = run("linalg_lu_factor_ex", a, like=torch.linalg.lu_factor_ex(a), pivot=False)
+    assert pivots.tolist() == [[1, 2, 3, 4]] * 2
+    assert info.tolist() == [0, 0]
+    close((factors.tril(-1) + torch.eye(4, dtype=a.dtype)) @ factors.triu(), a)
+    singular = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
+    for name in ("linalg_lu_factor_ex", "linalg_inv_ex"):
+        got, expected = results(name, singular)
+        assert got[-1].tolist() == expected[-1].tolist() == 2
+
+
+@every_dtype
+@pytest.mark.parametrize(("left", "adjoint"), list(itertools.product([True, False], repeat=2)))
+def test_solves_from_lu(dtype, left, adjoint):
+    a, b = square(4, 3, dtype=dtype), sample(3, 4, 4, dtype=dtype, seed=1)
+    factors, pivots, _ = torch.linalg.lu_factor_ex(a)
+    check("linalg_lu_solve", factors, pivots, b, left=left, adjoint=adjoint, **tol(dtype))
+    if not adjoint:
+        check("_linalg_solve_ex", a, b, left=left, skip=LU, **tol(dtype))
+
+
+@every_dtype
+def test_solve_of_vectors_inverse_and_determinants(dtype):
+    a = square(4, 3, dtype=dtype)
+    check("_linalg_solve_ex", a, sample(3, 4, dtype=dtype), skip=LU, **tol(dtype))
+    check("_linalg_solve_ex", a[0], sample(4, dtype=dtype), skip=LU, **tol(dtype))
+    check("linalg_inv_ex", a, **tol(dtype))
+    a[1, 0], a[1, 1] = a[1, 1].clone(), a[1, 0].clone()  # an odd permutation
+    check("_linalg_det", a, skip=LU, **tol(dtype))
+    check("_linalg_slogdet", a, skip=(2, 3), **tol(dtype))
+    singular = torch.ones(2, 2, dtype=dtype)
+    check("_linalg_det", singular)
+    check("_linalg_slogdet", singular)
+
+
+@pytest.mark.parametrize("name", ["_linalg_det", "_linalg_slogdet", "_linalg_solve_ex"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_factorizations_for_autograd_are_of_the_side_asked_for(name, transposed):
+    a, b = square(4, dtype=torch.float64), sample(4, 2, dtype=torch.float64)
+    arguments = (a, b) if "solve" in name else (a,)
+    like = operator(name)(*arguments)
+    with jax.enable_x64(True):
+        options = {"out": jax.ShapeDtypeStruct((4, 2), "float64")} if "solve" in name else {}
+        got = lowering_of(name).function(*map(to_array, arguments), transposed=transposed, **options)
+        results = [to_tensor(g, w.dtype) for g, w in zip(got, like, strict=True)]
+    where = 1 if name != "_linalg_slogdet" else 2
+    close(results[0], like[0])
+    p, lower, upper = torch.lu_unpack(results[where], results[where + 1])
+    close(p @ lower @ upper, a.mT if transposed else a)
+
+
+def test_empty_matrices():
+    a = torch.empty(2, 0, 0)
+    for name in ("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "linalg_cholesky_ex", "_linalg_eigh", "linalg_lu"):
+        check(name, a)
+    check("_linalg_svd", torch.empty(3, 0), True, True)
+
+
+# -- orthogonal factors: A = Q R is unique up to the signs that LAPACK gives both -------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(2, 5, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize("mode", ["reduced", "complete", "r"])
+def test_qr(dtype, shape, mode):
+    a = sample(*shape, dtype=dtype)
+    (q, r), (_, expected) = results("linalg_qr", a, mode)
+    close(r, expected)
+    if mode != "r":
+        close(q @ r, a)
+        close(q.mH @ q, torch.eye(q.shape[-1], dtype=dtype).expand(q.mH.shape[:-1] + q.shape[-1:]))
+
+
+@every_dtype
+def test_householder(dtype):
+    a = sample(5, 3, dtype=dtype)
+    check("geqrf", a, **tol(dtype))
+    packed, tau = torch.geqrf(a)
+    check("linalg_householder_product", packed, tau, **tol(dtype))
+    check("ormqr", packed, tau, sample(5, 2, dtype=dtype), **tol(dtype))
+    check("ormqr", packed, tau, sample(2, 5, dtype=dtype), False, True, **tol(dtype))
+
+
+# -- spectra ----------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("uplo", ["L", "U"])
+def test_eigh(dtype, uplo):
+    a = hermitian(5, 2, dtype=dtype)
+    junk = sample(2, 5, 5, dtype=dtype, seed=3)
+    half = a.triu() + junk.tril(-1) if uplo == "U" else a.tril() + junk.triu(1)
+    (values, vectors), (expected, _) = results("_linalg_eigh", half, uplo)
+    close(values, expected)
+    close(vectors @ torch.diag_embed(values.to(dtype)) @ vectors.mH, a)
+    check("_linalg_eigh", half, uplo, False, **tol(dtype))
+
+
+@every_dtype
+def test_eig(dtype):
+    a = sample(2, 4, 4, dtype=dtype)
+    (values, vectors), (expected, _) = results("linalg_eig", a)
+    close(a.to(values.dtype) @ vectors, vectors * values[..., None, :])
+
+    def ordered(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row[(row.real.round(decimals=3) * 1e3 + row.imag).argsort()] for row in x])
+
+    close(ordered(values), ordered(expected))
+    close(ordered(run("_linalg_eigvals", a, like=[expected])[0]), ordered(expected))
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", [(2, 5, 3), (3, 5)], ids=str)
+@pytest.mark.parametrize("full", [False, True])
+def test_svd(dtype, shape, full):
+    a = sample(*shape, dtype=dtype)
+    (u, s, vh), (_, expected, _) = results("_linalg_svd", a, full)
+    close(s, expected)
+    k = s.shape[-1]
+    close(u[..., :k] @ torch.diag_embed(s.to(dtype)) @ vh[..., :k, :], a)
+    for x in (u, vh.mH):
+        close(x.mH @ x, torch.eye(x.shape[-1], dtype=dtype).expand(x.mH.shape[:-1] + x.shape[-1:]))
+    check("_linalg_svd", a, full, False, **tol(dtype))
+
+
+@pytest.mark.parametrize("driver", ["gels", "gelsy", "gelsd", "gelss"])
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 6, 3), torch.complex64), ((3, 5), torch.float64)], ids=str)
+def test_lstsq(dtype, driver, shape):
+    a = sample(*shape, dtype=dtype)
+    b = sample(*shape[:-1], 2, dtype=dtype, seed=1)
+    check("linalg_lstsq", a, b, driver=driver, **tol(dtype))
+
+
+def test_lstsq_of_deficient_rank_takes_the_least_norm():
+    a = sample(6, 3, dtype=torch.float64)
+    a[:, 2] = a[:, 0] + a[:, 1]
+    b = sample(6, 2, dtype=torch.float64)
+    like = torch.linalg.lstsq(a, b, driver="gelsd")
+    solution, _, rank, _ = run("linalg_lstsq", a, b, driver="gelsd", like=like)
+    close(solution, like.solution)
+    assert rank.item() == 2
+
+
+@every_dtype
+@pytest.mark.parametrize("scale", [0.01, 8.0])
+def test_matrix_exp(dtype, scale):
+    a = sample(2, 4, 4, dtype=dtype) * scale / 3
+    check("linalg_matrix_exp", a, rtol=30 * tol(dtype)["rtol"], atol=30 * tol(dtype)["atol"])

@@ -1,0 +1,141 @@
+"""Convolutions and their gradients against torch on the CPU, in every form."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+from harness import check, sample
+
+from xla_amp.lowering.nn import convolution
+from xla_amp.lowering.nn.convolution_taps import Geometry
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+class Case(NamedTuple):
+    rank: int = 2
+    channels: int = 4
+    filters: int = 6
+    kernel: int = 3
+    stride: int = 1
+    padding: int = 1
+    dilation: int = 1
+    groups: int = 1
+    transposed: bool = False
+    output_padding: int = 0
+
+    def arguments(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+        """Input, weight, bias and the geometry arguments."""
+        x = sample(2, self.channels, *(9, 8, 7)[: self.rank], dtype=dtype)
+        if self.transposed:
+            shape = (self.channels, self.filters // self.groups)
+        else:
+            shape = (self.filters, self.channels // self.groups)
+        weight = sample(*shape, *[self.kernel] * self.rank, dtype=dtype, low=-1, high=1, seed=1)
+        bias = sample(self.filters, dtype=dtype, seed=2)
+        spread = [[v] * self.rank for v in (self.stride, self.padding, self.dilation)]
+        return x, weight, bias, (*spread, self.transposed, [self.output_padding] * self.rank, self.groups)
+
+
+CASES = {
+    "1d": Case(rank=1),
+    "2d strided dilated": Case(stride=2, dilation=2),
+    "3d": Case(rank=3),
+    "grouped": Case(groups=2, stride=2, padding=0),
+    "depthwise": Case(groups=4, filters=4),
+    "depthwise strided": Case(groups=4, filters=4, stride=2, dilation=2),
+    "depthwise over-padded": Case(groups=4, filters=4, padding=3),
+    "depthwise times two": Case(groups=4, filters=8, kernel=2, padding=0),
+    "pointwise": Case(kernel=1, padding=0),
+    "pointwise strided padded": Case(kernel=1, stride=2),
+    "transposed": Case(transposed=True, stride=2, output_padding=1),
+    "transposed grouped": Case(transposed=True, groups=2, stride=2, dilation=2, output_padding=1),
+    "transposed depthwise": Case(transposed=True, groups=4, filters=4, stride=2, padding=0),
+    "transposed pointwise 1d": Case(transposed=True, rank=1, kernel=1, padding=0),
+}
+
+TOLERANCE = {F64: {"rtol": 1e-11, "atol": 1e-11}, F32: {"rtol": 1e-5, "atol": 2e-4}}
+
+
+@pytest.mark.parametrize(("dtype", "platform"), [(F64, "cpu"), (F32, "gpu")], ids=["float64-cpu", "float32-gpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_as_torch(case: str, dtype: torch.dtype, platform: str) -> None:
+    x, weight, bias, geometry = CASES[case].arguments(dtype)
+    check("convolution", x, weight, bias, *geometry, platform=platform, **TOLERANCE[dtype])
+    y = torch.ops.aten.convolution(x, weight, bias, *geometry)
+    grad = sample(*y.shape, dtype=dtype, seed=3)
+    sizes = [bias.shape[0]]
+    check("convolution_backward", grad, x, weight, sizes, *geometry, [True] * 3, platform=platform, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", ["2d strided dilated", "grouped", "depthwise", "pointwise", "transposed"])
+def test_halves_round_once(case: str) -> None:
+    x, weight, bias, geometry = CASES[case].arguments(BF16)
+    check("convolution", x, weight, bias, *geometry, wide=True, rtol=2**-8, atol=1e-6)
+    y = torch.ops.aten.convolution(x, weight, bias, *geometry)
+    grad = sample(*y.shape, dtype=BF16, seed=3)
+    sizes = [bias.shape[0]]
+    check("convolution_backward", grad, x, weight, sizes, *geometry, [True] * 3, wide=True, rtol=2**-8, atol=1e-5)
+
+
+def test_masked_gradients() -> None:
+    x, weight, bias, geometry = CASES["1d"].arguments(F64)
+    grad = torch.ones(torch.ops.aten.convolution(x, weight, bias, *geometry).shape, dtype=F64)
+    for mask in ([True, False, False], [False, True, False], [False, False, True]):
+        check("convolution_backward", grad, x, weight, [6], *geometry, mask)
+
+
+def test_no_bias() -> None:
+    x, weight, _, geometry = CASES["1d"].arguments(F32)
+    check("convolution", x, weight, None, *geometry)
+
+
+def form(dtype: str, *weight_shape: int, groups: int = 1) -> str:
+    return convolution._cpu_form(np.dtype(jax.numpy.dtype(dtype)), weight_shape, groups)
+
+
+def test_choice_of_form() -> None:
+    assert form("float32", 64, 64, 3, 3) == "xla"
+    assert form("bfloat16", 64, 64, 3, 3) == "xla"
+    assert form("bfloat16", 256, 256, 3, 3) == "channels_last"
+    assert form("float32", 256, 256, 3, 3) == "xla"
+    assert form("float32", 64, 64, 1, 1) == "channels_first"
+    assert form("float32", 64, 16, 3, 3, groups=4) == "channels_first"
+    assert form("float32", 64, 1, 3, 3, groups=64) == "depthwise"
+    assert form("float32", 128, 1, 3, 3, groups=64) == "channels_first"
+
+
+@pytest.mark.parametrize("name", ["channels_first", "channels_last"])
+@pytest.mark.parametrize("strided", [False, True])
+def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str, strided: bool) -> None:
+    # the form is chosen by size; here small shapes are forced into it
+    monkeypatch.setattr(convolution, "_cpu_form", lambda *_: name)
+    x, weight, bias, geometry = Case(stride=2 if strided else 1, dilation=2 if strided else 1).arguments(F64)
+    check("convolution", x, weight, bias, *geometry)
+    y = torch.ops.aten.convolution(x, weight, bias, *geometry)
+    check("convolution_backward", sample(*y.shape, dtype=F64), x, weight, [6], *geometry, [True] * 3)
+
+
+def test_channels_last_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_WIDE", 4)
+    x, weight, bias, geometry = Case(channels=8, filters=8).arguments(BF16)
+    assert convolution._cpu_form(jax.numpy.bfloat16, weight.shape, 1) == "channels_last"
+    check("convolution", x, weight, bias, *geometry, wide=True, rtol=2**-8, atol=1e-6)
+
+
+def test_extents() -> None:
+    geometry = Geometry.of([2], [1], [1], 1, 2)
+    assert geometry.extents((9, 8), (3, 3)) == (5, 4)
+
+
+def test_output_padding_beyond_the_stride() -> None:
+    """torch allows it up to the dilation; no element of the input reaches the last places."""
+    x, weight = sample(2, 4, 4, 4, dtype=torch.float64), sample(4, 2, 4, 5, dtype=torch.float64)
+    geometry = ([3, 2], [1, 2], [4, 4], True, [2, 3], 2)
+    check("convolution", x, weight, sample(4, dtype=torch.float64), *geometry)
+    y = torch.ops.aten.convolution(x, weight, None, *geometry)
+    check("convolution_backward", sample(*y.shape, dtype=torch.float64, seed=1), x, weight, [4], *geometry, [True] * 3)

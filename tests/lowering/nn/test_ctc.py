@@ -1,0 +1,49 @@
+"""The CTC loss against torch on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import check, sample
+
+from xla_amp.lowering.nn import ctc  # noqa: F401  (fills the table)
+
+LENGTHS = ([8, 6, 3, 8], [3, 2, 0, 4])
+REPEATED = torch.tensor([[1, 1, 2, 0], [3, 2, 0, 0], [0, 0, 0, 0], [4, 4, 4, 1]])
+
+
+def case(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    log_probs = sample(8, 4, 5, dtype=dtype).log_softmax(-1)
+    return log_probs, REPEATED, *map(torch.tensor, LENGTHS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_and_gradient(dtype):
+    log_probs, targets, *lengths = case(dtype)
+    check("_ctc_loss.Tensor", log_probs, targets, *lengths, skip=[1])
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs, targets, *LENGTHS)
+    assert loss.isfinite().all()
+    check("_ctc_loss_backward.Tensor", sample(4, dtype=dtype), log_probs, targets, *lengths, loss, clean(alpha), 0)
+
+
+def clean(alpha: torch.Tensor) -> torch.Tensor:
+    """log_alpha as the lowering gives it: torch leaves the places that it never reaches as it found them."""
+    reached = alpha.clone()
+    for row, (steps, width) in enumerate(zip(*LENGTHS, strict=True)):
+        reached[row, steps:] = -torch.inf
+        reached[row, :, 2 * width + 1 :] = -torch.inf
+    return reached
+
+
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_targets_that_do_not_fit(zero_infinity):
+    log_probs, targets, _, target_lengths = case(torch.float64)
+    short = torch.tensor([2, 6, 3, 6])  # 3 labels in 2 steps; 4 labels of which 3 are equal in 6
+    check("_ctc_loss.Tensor", log_probs, targets, short, target_lengths, skip=[1])
+    loss, alpha = torch.ops.aten._ctc_loss(log_probs, targets, short.tolist(), LENGTHS[1])
+    assert loss.isinf().tolist() == [True, False, False, False]
+    for row, steps in enumerate(short):
+        alpha[row, steps:] = -torch.inf
+        alpha[row, :, 2 * LENGTHS[1][row] + 1 :] = -torch.inf
+    grad = sample(4, dtype=torch.float64)
+    check("_ctc_loss_backward.Tensor", grad, log_probs, targets, short, target_lengths, loss, alpha, 0, zero_infinity)

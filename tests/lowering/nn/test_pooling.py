@@ -1,0 +1,259 @@
+"""Pooling and resampling against torch on the CPU."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from harness import check, sample, untested
+
+from xla_amp.lowering.nn import axis_map, pooling
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+aten = torch.ops.aten
+
+
+def with_ties(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
+    return (sample(*shape, dtype=F64) * 2).round().to(dtype)
+
+
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+MAX_WINDOWS: dict[str, tuple[Any, ...]] = {
+    "overlapping": ([3], [2], [1], [1], False),
+    "ceil": ([3], [2], [1], [1], True),
+    "no stride given, ceil": ([2], [], [0], [1], True),
+    "dilated": ([3], [1], [1], [2], False),
+    "uneven": ([2, 3], [1, 2], [1, 0], [2, 1], True),
+    "large": ([9], [2], [4], [1], False),
+}
+
+
+PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+
+
+@pytest.mark.parametrize("window", MAX_WINDOWS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@PLATFORMS
+def test_max_pool(platform: str, window: str, dtype: torch.dtype) -> None:
+    kernel, stride, *rest = MAX_WINDOWS[window]
+    x = with_ties(2, 3, 11, 9, dtype=dtype)
+    check("max_pool2d_with_indices", x, kernel, stride, *rest, rtol=0, atol=0, platform=platform)
+    y, indices = aten.max_pool2d_with_indices(x, kernel, stride, *rest)
+    backward = (sample(*y.shape, dtype=dtype, seed=1), x, kernel, stride or kernel, *rest, indices)
+    # a TPU adds up to four gradients in bfloat16: three roundings of sums that may be larger than the result
+    exact = platform != "tpu" or dtype == F32
+    tolerances = {"rtol": 2**-7} if exact else {"rtol": 2**-6, "atol": 2**-5}
+    check("max_pool2d_with_indices_backward", *backward, wide=True, platform=platform, **tolerances)
+
+
+@PLATFORMS
+def test_max_pool_3d_and_unbatched(platform: str) -> None:
+    x, window = with_ties(2, 5, 6, 7), ([3, 2, 2], [2], [1, 0, 1], [1], True)
+    check("max_pool3d_with_indices", x, *window, platform=platform)
+    y, indices = aten.max_pool3d_with_indices(x, *window)
+    check(
+        "max_pool3d_with_indices_backward",
+        *(sample(*y.shape), x, [3, 2, 2], [2, 2, 2], [1, 0, 1], [1, 1, 1], True, indices),
+        platform=platform,
+    )
+
+
+@PLATFORMS
+def test_max_pool_specials(platform: str) -> None:
+    x = sample(2, 3, 8, 8)
+    x[0, 0, :2, :2] = math.nan
+    x[1] = -math.inf
+    check("max_pool2d_with_indices", x, [3], [2], [1], platform=platform)
+    check("adaptive_max_pool2d", x, [3, 3])
+    check("max_pool2d_with_indices", sample(1, 8, 8, dtype=torch.int64), [3], [2], [1], platform=platform)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [(3, "bf16"), (9, "f32")])
+def test_many_gradients_for_one_place_are_not_added_in_a_half(kernel: int, dtype: str) -> None:
+    def backward(grad: jax.Array, x: jax.Array) -> jax.Array:
+        window = ([kernel], [2], [0], [1], False)
+        return pooling.max_pool2d_with_indices_backward(grad, x, *window, None, platform="tpu")
+
+    grad, x = (jax.ShapeDtypeStruct((1, 1, n, n), jnp.bfloat16) for n in ((19 - kernel) // 2 + 1, 19))
+    (sums,) = [line for line in str(jax.make_jaxpr(backward)(grad, x)).splitlines() if "select_and_scatter_add" in line]
+    assert f":{dtype}[1,1,19,19]" in sums
+
+
+@pytest.mark.parametrize("taps", [0, 64], ids=["scatter", "taps"])
+def test_max_pool_gradient_forms(monkeypatch: pytest.MonkeyPatch, taps: int) -> None:
+    monkeypatch.setattr(pooling, "_TAPS", taps)
+    x, window = with_ties(1, 2, 7, 6, dtype=F64), ([3, 3], [1, 2], [1, 1], [1, 1], False)
+    y, indices = aten.max_pool2d_with_indices(x, *window)
+    check("max_pool2d_with_indices_backward", sample(*y.shape, dtype=F64), x, *window, indices)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_positions_cost_nothing_when_unread(platform: str) -> None:
+    def pooled(x: jax.Array, part: slice) -> Any:
+        out = jax.ShapeDtypeStruct((1, 4, 4), x.dtype)
+        return pooling.max_pool2d_with_indices(x, [2], [2], out=out, platform=platform)[part]
+
+    x = np.zeros((1, 8, 8), np.float32)
+    values = jax.jit(lambda x: pooled(x, slice(0, 1))).lower(x).compile().as_text()
+    both = jax.jit(lambda x: pooled(x, slice(0, 2))).lower(x).compile().as_text()
+    assert "s32[" not in values
+    assert "s32[" in both
+
+
+AVERAGE_WINDOWS: dict[str, tuple[Any, ...]] = {
+    "overlapping": ([3], [2], [1], False, True, None),
+    "ceil": ([3], [2], [1], True, True, None),
+    "ceil, padding not counted": ([3], [2], [1], True, False, None),
+    "no stride given": ([2], [], [0], True, False, None),
+    "divisor": ([3], [1], [1], False, True, 5),
+    "gaps": ([2, 3], [4, 5], [1, 0], False, True, None),
+}
+
+
+@pytest.mark.parametrize("window", AVERAGE_WINDOWS)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_avg_pool(window: str, dtype: torch.dtype) -> None:
+    kernel, stride, *rest = AVERAGE_WINDOWS[window]
+    x = sample(2, 3, 11, 9, dtype=dtype)
+    check("avg_pool2d", x, kernel, stride, *rest, wide=True)
+    y = aten.avg_pool2d(x, kernel, stride, *rest)
+    grad = sample(*y.shape, dtype=dtype, seed=1)
+    check("avg_pool2d_backward", grad, x, kernel, stride or kernel, *rest, wide=True)
+
+
+def test_avg_pool_3d_and_integers() -> None:
+    x, window = sample(1, 2, 5, 6, 7), ([2, 3, 2], [2, 1, 2], [1, 1, 0], True, False, None)
+    check("avg_pool3d", x, *window)
+    check("avg_pool3d_backward", sample(*aten.avg_pool3d(x, *window).shape), x, *window)
+    check("avg_pool2d", sample(1, 8, 8, dtype=torch.int64).abs(), [3], [2], [1])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (4, 3), (13, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 11, 9), (1, 2, 14, 14)], ids=str)
+def test_adaptive(shape: tuple[int, ...], size: tuple[int, int]) -> None:
+    for dtype in (F32, BF16):
+        x, grad = sample(*shape, dtype=dtype), sample(*shape[:-2], *size, dtype=dtype, seed=1)
+        check("_adaptive_avg_pool2d", x, size, wide=True)
+        check("_adaptive_avg_pool2d_backward", grad, x, wide=True)
+    check("adaptive_max_pool2d", x, size)
+    check("adaptive_max_pool2d_backward", grad, x, aten.adaptive_max_pool2d(x, size)[1], wide=True)
+
+
+def test_adaptive_3d() -> None:
+    x, size = sample(1, 2, 5, 6, 7), (2, 3, 4)
+    grad = sample(1, 2, *size, seed=1)
+    check("_adaptive_avg_pool3d", x, size)
+    check("_adaptive_avg_pool3d_backward", grad, x)
+    check("adaptive_max_pool3d", x, size)
+    check("adaptive_max_pool3d_backward", grad, x, aten.adaptive_max_pool3d(x, size)[1])
+
+
+def test_unpool() -> None:
+    y, indices = aten.max_pool2d_with_indices(sample(1, 2, 6, 8), [2])
+    check("max_unpool2d", y, indices, [6, 8])
+    y, indices = aten.max_pool3d_with_indices(sample(1, 2, 4, 6, 8), [2])
+    check("max_unpool3d", y, indices, [4, 6, 8], [2, 2, 2], [0, 0, 0])
+
+
+def test_axis_map_transpose_is_the_transpose() -> None:
+    maps = [
+        axis_map.windows(9, 4, 3, 2, 1),
+        axis_map.windows(9, 9, 1, 1, 0),
+        axis_map.windows(12, 4, 3, 3, 0),
+        axis_map.adaptive_windows(9, 4),
+        axis_map.adaptive_windows(3, 6),
+    ]
+    for one in maps:
+        matrix = np.stack([np.asarray(one.apply(column, 0)) for column in np.eye(one.extent, dtype=np.float32)], axis=1)
+        rows = matrix.shape[0]
+        transposed = [np.asarray(one.transpose().apply(row, 0)) for row in np.eye(rows, dtype=np.float32)]
+        np.testing.assert_array_equal(np.stack(transposed, axis=1), matrix.T)
+
+
+# -- interpolation ----------------------------------------------------------------------------------------------------
+
+NEAREST = {1: ["upsample_nearest1d", "_upsample_nearest_exact1d"]}
+NEAREST |= {r: [f"upsample_nearest{r}d", f"_upsample_nearest_exact{r}d"] for r in (2, 3)}
+SMOOTH = {
+    1: ["upsample_linear1d"],
+    2: ["upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"],
+    3: ["upsample_trilinear3d"],
+}
+SIZES: list[tuple[Sequence[int], Sequence[float]]] = [
+    ((14, 10, 6), ()),
+    ((5, 9, 2), ()),
+    ((21, 15, 9), ()),
+    ((1, 1, 2), ()),
+    ((10, 8, 5), (1.5, 1.7, 1.9)),
+]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(("size", "scales"), SIZES, ids=str)
+def test_upsample(rank: int, size: Sequence[int], scales: Sequence[float]) -> None:
+    x, grad = sample(1, 2, *(7, 5, 3)[:rank]), sample(1, 2, *size[:rank], seed=1)
+    for name in NEAREST[rank] + SMOOTH[rank]:
+        align = () if name in NEAREST[rank] else (sum(size) % 2 == 0,)
+        arguments = (list(size[:rank]), *align, *scales[:rank])
+        check(name, x, *arguments, rtol=1e-5, atol=1e-5)
+        backward = (grad, arguments[0], list(x.shape), *arguments[1:])
+        check(f"{name}_backward", *backward, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["upsample_nearest2d", "upsample_bilinear2d"])
+def test_upsample_halves(name: str) -> None:
+    align = () if "nearest" in name else (False,)
+    check(name, sample(1, 2, 4, 5, dtype=BF16), [8, 7], *align, wide=True)
+    grad = sample(1, 2, 8, 7, dtype=BF16)
+    check(f"{name}_backward", grad, [8, 7], [1, 2, 4, 5], *align, wide=True)
+
+
+def test_upsample_specials() -> None:
+    check("upsample_nearest2d", sample(1, 2, 3, 4, dtype=torch.uint8), [6, 9])
+    # an infinity stays where it is: a dense matrix product would spread NaN over the row
+    x = sample(1, 1, 4, 4)
+    x[0, 0, 0, 0] = math.inf
+    check("upsample_nearest2d", x, [8, 8])
+    check("upsample_bilinear2d", x, [3, 3], False)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["bilinear", "nearest", "bicubic"])
+@pytest.mark.parametrize("padding", [0, 1, 2], ids=["zeros", "border", "reflection"])
+@pytest.mark.parametrize("align", [False, True])
+def test_grid_sampler(mode: int, padding: int, align: bool) -> None:
+    x = sample(2, 3, 5, 6, dtype=F64)
+    grid = sample(2, 4, 7, 2, dtype=F64, low=-1.6, high=1.6, seed=5)
+    grad = sample(2, 3, 4, 7, dtype=F64, seed=7)
+    check("grid_sampler_2d", x, grid, mode, padding, align)
+    check("grid_sampler_2d_backward", grad, x, grid, mode, padding, align, [True, True])
+
+
+def test_grid_sampler_under_its_other_name() -> None:
+    x, grid = sample(2, 3, 5, 6, dtype=F32), sample(2, 4, 7, 2, dtype=F32, low=-1.6, high=1.6, seed=5)
+    check("_grid_sampler_2d_cpu_fallback", x, grid, 0, 1, True)
+    check("_grid_sampler_2d_cpu_fallback_backward", sample(2, 3, 4, 7, dtype=F32, seed=7), x, grid, 0, 1, True)
+
+
+def test_grid_sampler_3d() -> None:
+    x = sample(1, 2, 5, 6, 4, dtype=F64)
+    grid = sample(1, 4, 3, 2, 3, dtype=F64, low=-1.6, high=1.6, seed=5)
+    grad = sample(1, 2, 4, 3, 2, dtype=F64, seed=7)
+    for mode in (0, 1):
+        check("grid_sampler_3d", x, grid, mode, 2, False)
+        check("grid_sampler_3d_backward", grad, x, grid, mode, 2, False, [True, True])
+
+
+def test_every_lowering_is_named_here() -> None:
+    text = pathlib.Path(__file__).read_text()
+    names = [name for table in (NEAREST, SMOOTH) for row in table.values() for name in row]
+    looped = [*names, *(f"{name}_backward" for name in names)]
+    rest = untested(["pooling", "resampling"], [], elsewhere=looped)
+    assert [name for name in rest if f'"{name}"' not in text] == []

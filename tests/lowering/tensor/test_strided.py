@@ -1,0 +1,221 @@
+"""Windows of a flat buffer against `torch.as_strided` on the CPU, which needs no tolerance: values are only moved."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from xla_amp.lowering import Permuted
+from xla_amp.lowering.tensor import strided
+
+Window = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def _as_array(x: jax.Array | Permuted) -> jax.Array:
+    return x.materialize() if isinstance(x, Permuted) else x
+
+
+def _check(cases: Sequence[tuple[tuple[int, ...], Window]]) -> None:
+    """Reads every window of its buffer and, where no two elements share a place, writes it; one executable for all."""
+    bases = [_buffer(shape) for shape, _ in cases]
+    windows = [window for _, window in cases]
+    news = [
+        None if _overlaps(window) else -1 - torch.arange(math.prod(window[0]), dtype=torch.int32).reshape(window[0])
+        for window in windows
+    ]
+
+    def run(bases: list[jax.Array], news: list[jax.Array | None]) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [
+            (_as_array(strided.read(base, *window)), None if new is None else strided.write(base, new, *window))
+            for base, new, window in zip(bases, news, windows, strict=True)
+        ]
+
+    results = jax.jit(run)([b.numpy() for b in bases], [None if n is None else n.numpy() for n in news])
+    for base, new, window, (read, written) in zip(bases, news, windows, results, strict=True):
+        where = f"{window} of {tuple(base.shape)}"
+        expected = base.as_strided(*window).numpy()
+        assert read.shape == expected.shape
+        np.testing.assert_array_equal(np.asarray(read), expected, err_msg=f"read {where}")
+        if new is not None:
+            changed = base.clone()
+            changed.as_strided(*window).copy_(new)
+            assert written.dtype == base.numpy().dtype
+            np.testing.assert_array_equal(np.asarray(written), changed.numpy(), err_msg=f"write {where}")
+
+
+def _last(window: Window) -> int:
+    shape, strides, offset = window
+    return offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+def _overlaps(window: Window) -> bool:
+    """Whether two elements of the window share a place (found by listing them all)."""
+    places = torch.arange(_last(window) + 1).as_strided(*window).flatten().tolist()
+    return len(set(places)) != len(places)
+
+
+def _of_views(generator: random.Random) -> tuple[tuple[int, ...], Window]:
+    """The geometry that a random chain of torch's own view operations ends with."""
+    shape = tuple(generator.choice((1, 2, 3, 4, 5)) for _ in range(generator.randint(1, 4)))
+    view = torch.empty(shape)
+    for _ in range(generator.randint(1, 5)):
+        match generator.randrange(6):
+            case 0 if view.dim() > 1:
+                a, b = generator.sample(range(view.dim()), 2)
+                view = view.transpose(a, b)
+            case 1 if view.dim() > 1:
+                dim = generator.randrange(view.dim())
+                view = view.select(dim, generator.randrange(view.shape[dim]))
+            case 2 if view.dim():
+                dim = generator.randrange(view.dim())
+                start = generator.randrange(view.shape[dim])
+                view = view.narrow(dim, start, generator.randint(1, view.shape[dim] - start))
+            case 3 if view.dim():
+                dim = generator.randrange(view.dim())
+                if view.shape[dim] > 1:
+                    index = [slice(None)] * view.dim()
+                    index[dim] = slice(generator.randrange(2), None, generator.randint(1, 3))
+                    view = view[tuple(index)]
+            case 4:
+                view = view.unsqueeze(generator.randint(0, view.dim()))
+            case 5 if view.is_contiguous() and view.numel() % 2 == 0:
+                view = view.view(2, -1)
+    return shape, (tuple(view.shape), view.stride(), view.storage_offset())
+
+
+def _of_numbers(generator: random.Random) -> tuple[tuple[int, ...], Window]:
+    """Sizes, strides and an offset that no view operation need have made: overlapping, indivisible, broadcast."""
+    rank = generator.randint(0, 4)
+    shape = tuple(generator.choice((1, 1, 2, 3, 4)) for _ in range(rank))
+    strides = tuple(generator.choice((0, 1, 2, 3, 4, 6, 8, 12)) for _ in range(rank))
+    window = shape, strides, generator.randrange(7)
+    return (_last(window) + 1 + generator.randrange(5),), window
+
+
+def _buffer(shape: Sequence[int]) -> torch.Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.int32).reshape(shape)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_that_views_make(seed: int) -> None:
+    generator = random.Random(seed)
+    _check([_of_views(generator) for _ in range(80)])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_of_any_numbers(seed: int) -> None:
+    generator = random.Random(seed)
+    _check([_of_numbers(generator) for _ in range(80)])
+
+
+def test_both_generators_make_what_they_are_for() -> None:
+    """The twin of the two tests above: their samples reach transposes, gathers, broadcasts and padding."""
+    generator = random.Random(0)
+    views = [_of_views(generator)[1] for _ in range(200)]
+    numbers = [_of_numbers(generator) for _ in range(200)]
+    base = jax.ShapeDtypeStruct((10_000,), np.float32)
+
+    def transposed(window: Window) -> bool:
+        found = []
+        jax.eval_shape(lambda x: found.append(isinstance(strided.read(x, *window), Permuted)), base)
+        return found[0]
+
+    assert sum(map(transposed, views)) > 20
+    assert sum(_overlaps(window) for _, window in numbers) > 40
+    assert sum(strided._factor(math.prod(shape), *window) is None for shape, window in numbers) > 40
+    assert sum(any(s == 0 and e > 1 for e, s in zip(*window[:2], strict=True)) for _, window in numbers) > 20
+
+
+NAMED: dict[str, tuple[tuple[int, ...], Window]] = {
+    "whole": ((2, 3), ((2, 3), (3, 1), 0)),
+    "reshaped": ((2, 3), ((3, 2), (2, 1), 0)),
+    "scalar of a scalar": ((), ((), (), 0)),
+    "scalar inside": ((2, 3), ((), (), 4)),
+    "empty": ((2, 3), ((0, 3), (3, 1), 0)),
+    "empty at the end": ((2, 3), ((2, 0), (3, 1), 3)),
+    "column": ((3, 4), ((3,), (4,), 2)),
+    "last column, stride past the end": ((3, 4), ((3, 1), (4, 7), 3)),
+    "diagonal": ((3, 3), ((3,), (4,), 0)),
+    "every third of ten": ((10,), ((4,), (3,), 0)),
+    "every third of ten, shifted": ((10,), ((3,), (3,), 1)),
+    "transpose": ((2, 3), ((3, 2), (1, 3), 0)),
+    "transpose of a slice": ((4, 6), ((3, 2), (1, 12), 8)),
+    "expanded row": ((1, 3), ((4, 3), (0, 1), 0)),
+    "expanded column": ((3, 1), ((3, 4), (1, 0), 0)),
+    "expanded between transposed": ((2, 3), ((3, 5, 2), (1, 0, 3), 0)),
+    "one element expanded": ((5,), ((2, 2), (0, 0), 3)),
+    "sliding windows": ((7,), ((3, 3), (2, 1), 0)),
+    "two equal strides": ((5,), ((3, 3), (1, 1), 0)),
+    "inner crosses the outer": ((12,), ((2, 5), (4, 1), 0)),
+    "unit dimension of stride zero": ((2, 3), ((2, 1, 3), (3, 0, 1), 0)),
+    "unit dimensions around a transpose": ((2, 3), ((1, 3, 1, 2, 1), (9, 1, 2, 3, 0), 0)),
+}
+
+
+def test_named_windows() -> None:
+    _check(list(NAMED.values()))
+
+
+@pytest.mark.parametrize(
+    ("window", "permutation"),
+    [(((3, 2), (1, 3), 0), (1, 0)), (((1, 3, 2), (0, 1, 3), 0), (0, 2, 1)), (((2, 2), (1, 3), 1), (1, 0))],
+)
+def test_a_pure_transpose_stays_pending(window: Window, permutation: tuple[int, ...]) -> None:
+    got = strided.read(jnp.arange(6).reshape(2, 3), *window)
+    assert isinstance(got, Permuted)
+    assert got.permutation == permutation
+    assert got.shape == window[0]
+
+
+@pytest.mark.parametrize("name", ["whole", "reshaped", "column", "expanded between transposed", "sliding windows"])
+def test_what_is_no_transpose_is_an_array(name: str) -> None:
+    shape, window = NAMED[name]
+    assert isinstance(strided.read(jnp.zeros(shape), *window), jax.Array)
+
+
+@pytest.mark.parametrize("name", ["column", "transpose of a slice", "every third of ten", "expanded row", "diagonal"])
+def test_a_divisible_window_needs_no_gather(name: str) -> None:
+    shape, window = NAMED[name]
+
+    def read(base: jax.Array) -> jax.Array:
+        return _as_array(strided.read(base, *window))
+
+    text = jax.jit(read).lower(jnp.zeros(shape)).as_text()
+    assert "gather" not in text
+
+
+def test_heads_are_cut_before_the_axis_is_split() -> None:
+    batch, time, heads, width = 2, 5, 3, 8
+    qkv = jnp.arange(batch * time * 3 * heads * width).reshape(batch * time, -1)
+    strides = (time * 3 * heads * width, width, 3 * heads * width, 1)
+
+    def key(x: jax.Array) -> jax.Array:
+        view = strided.read(x, (batch, heads, time, width), strides, heads * width)
+        assert isinstance(view, Permuted)
+        return view.materialize()
+
+    (cut,) = [e for e in jax.make_jaxpr(key)(qkv).eqns if e.primitive.name == "slice"]
+    assert cut.outvars[0].aval.shape == (batch, time, heads * width)
+    want = qkv.reshape(batch, time, 3, heads, width)[:, :, 1].transpose(0, 2, 1, 3)
+    np.testing.assert_array_equal(key(qkv), want)
+
+
+def test_an_overlapping_window_needs_a_gather() -> None:
+    """The twin of the test above."""
+    shape, window = NAMED["sliding windows"]
+    text = jax.jit(lambda base: strided.read(base, *window)).lower(jnp.zeros(shape)).as_text()
+    assert "gather" in text
+
+
+def test_a_write_does_not_leave_the_window() -> None:
+    base = jnp.zeros((4, 6))
+    changed = np.asarray(strided.write(base, jnp.ones((2, 3)), (2, 3), (12, 1), 8))
+    assert changed.sum() == 6
+    np.testing.assert_array_equal(np.nonzero(changed.reshape(-1))[0], [8, 9, 10, 20, 21, 22])

@@ -1,0 +1,112 @@
+"""Rules for classes of operations and for modules."""
+
+from __future__ import annotations
+
+import pytest
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import load, module_patterns, op_catalog, override, resolve, unused_rules
+
+# pattern, module path (None: outside of any), operation, whether the pattern means it
+PLACES = [
+    ("*.attention.softmax", "h.0.attention", "softmax.int", True),
+    ("*.attention.softmax", "attention", "softmax.int", True),  # at the top no dot precedes it
+    ("*.attention.softmax", "h.0.attention.core", "softmax.int", True),
+    ("*.attention.softmax", "h.0.attention.softmax", "exp", True),  # a module of that name
+    ("*.attention.softmax", "h.0.attention", "exp", False),
+    ("*.attention.softmax", "h.0.mlp", "softmax.int", False),
+    ("*.attention.softmax", "", "softmax.int", False),
+    ("*.attention.softmax.int", "h.0.attention", "softmax.int", True),
+    ("*.attention.pow.Scalar", "h.0.attention", "pow.Tensor_Scalar", False),
+    ("*.attention", "h.0.attention", "linear", True),
+    ("*.attention", "h.0.attention.query", "linear", True),
+    ("*.attention", "h.0.attention_norm", "layer_norm", False),
+    ("*.attention", "h.0.attention", "cat", False),  # moves values: only a rule that names it
+    ("*.attention.cat", "h.0.attention", "cat", True),
+    ("*.attention.reshape", "h.0.attention", "reshape", False),  # takes no rule
+    ("attention", "h.attention", "linear", False),
+    ("h.[01].*", "h.1.mlp", "linear", True),
+    ("h.[01].*", "h.2.mlp", "linear", False),
+    ("*.softmax", "", "softmax.int", True),
+    ("*", "", "linear", True),
+    ("*.head.mylib::attention", "head", "mylib::attention", True),
+    ("*.head", "head", "mylib::attention", False),
+]
+
+
+@pytest.mark.parametrize(("pattern", "path", "operation", "meant"), PLACES)
+def test_what_a_pattern_means(pattern, path, operation, meant):
+    assert module_patterns.reaches(f"module:{pattern}", operation, path) is meant
+    with override(module=pattern, cast="ban"):
+        effective = resolve("tpu")
+        assert effective.by_module
+        decision = effective.decide(operation, path)
+        assert (decision.cast == "ban") is meant
+        assert (decision.layer == "override") is meant
+        assert effective.decide(operation) == load("tpu").decide(operation), "outside modules nothing changes"
+        if meant:
+            assert operation in effective.ruled_in_modules()
+            assert decision.rule is not None
+            assert unused_rules("tpu") == ()
+
+
+def test_modules_rank_inside_their_layer_only():
+    both = {"softmax": "low", "module:*.attention": "promote"}
+    with override(both):
+        effective = resolve("tpu")
+        assert effective.decide("softmax.int", "attention").cast == "promote"
+        assert effective.decide("softmax.int", "mlp").cast == "low"
+        with override(softmax="keep"):
+            assert resolve("tpu").decide("softmax.int", "attention").cast == "keep"
+
+
+def test_two_modules_that_disagree():
+    with override({"module:*.attention": "low", "module:*.attention.softmax": "fp32"}):
+        assert resolve("tpu").decide("linear", "attention").cast == "low"
+        with pytest.raises(PolicyError, match=r"in module 'attention' is reached by rules of one layer that disagree"):
+            resolve("tpu").decide("softmax.int", "attention")
+
+
+def test_every_layer_can_name_modules_and_classes(monkeypatch, tmp_path):
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "cpu"\n[[rule]]\noperations = ["module:head", "class:fourier"]\ncast = "keep"\n')
+    assert load(own).decide("linear", "head.out").cast == "keep"
+    assert load(own).decide("fft_fft").cast == "keep"
+    assert load(own).decide("linear", "body").cast == "low"
+    monkeypatch.setenv("XLA_AMP_RULES", "module:head.linear=fp32;class:loss=promote")
+    assert resolve(own).decide("linear", "head").layer == "environment"
+    assert resolve(own).decide("matmul", "head").cast == "keep"
+    assert resolve(own).decide("mse_loss").cast == "promote"
+
+
+def test_a_class_reaches_its_operations():
+    with override(hlo_class="reduction", cast="fp32"):
+        effective = resolve("cpu")
+    members = {name for name, kind in op_catalog.catalogue().classes.items() if kind == "reduction"}
+    assert {name for name in members if effective.decide(name).layer == "override"} == members
+    assert effective.decide("linear") == load("cpu").decide("linear")
+    assert not effective.by_module
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"module": "x"}, "go with cast="),
+        ({"cast": "low"}, "go with cast="),
+        ({"module": 3, "cast": "low"}, "module=3.*expected a string, got int"),
+        ({"module": "", "cast": "low"}, "names no module"),
+        ({"module": "a", "cast": "lower"}, "did you mean 'low'"),
+        ({"module": "a", "cast": "fp32_out"}, "end the pattern in one that has"),
+        ({"hlo_class": "reductions", "cast": "low"}, "did you mean 'class:reduction'"),
+    ],
+)
+def test_mistakes(keywords, words):
+    with pytest.raises(PolicyError, match=words):
+        override(**keywords)
+
+
+def test_a_rule_for_a_module_that_does_not_exist_can_be_listed():
+    with override(module="*.atention", cast="low"):
+        resolve("tpu").decide("linear", "attention")
+        (rule,) = unused_rules("tpu")
+        assert rule.operations == ("module:*.atention",)

@@ -1,0 +1,134 @@
+"""Arguments of `autocast`: what it takes for a device, what it refuses and in which words."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import autocast
+from xla_amp.errors import DeviceError, PolicyError, UnsupportedDtypeError
+from xla_amp.pytorch.autocast import autocast as module
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+
+
+@pytest.mark.parametrize("device", ["xla", "xla:0", "jax", "jax:0", "cpu", "cpu:0", torch.device("cpu")])
+def test_devices(device):
+    expected = "cpu" if "cpu" in str(device) else "jax"
+    assert autocast(device).device == expected
+
+
+def test_what_xla_device_returned():
+    assert autocast(xla_amp.xla_device()).device == "jax"
+
+
+def test_torchs_own_xla_device_means_the_active_engine():
+    assert autocast(torch.device("xla")).device == "jax"
+
+
+@pytest.mark.parametrize("device", [3, None, torch.float16, ["cpu"]])
+def test_what_is_no_device(device):
+    with pytest.raises(ValueError, match=rf"expected a device.*got {type(device).__name__}"):
+        autocast(device)
+
+
+@pytest.mark.parametrize("device", ["", "cpu:", "cuda:one", ":0"])
+def test_strings_that_are_no_device(device):
+    with pytest.raises(ValueError, match="expected a device type and perhaps an index"):
+        autocast(device)
+
+
+def test_an_unknown_name():
+    with pytest.raises(DeviceError, match="torch knows no device type 'gpu'; expected 'cuda'"):
+        autocast("gpu")
+
+
+def test_a_device_without_autocast():
+    with pytest.raises(RuntimeError, match="User specified an unsupported autocast device_type 'meta'"):
+        autocast("meta")
+
+
+def test_the_device_is_required():
+    with pytest.raises(TypeError, match="device"):
+        autocast()
+
+
+@NO_CUDA
+def test_cuda_without_cuda():
+    with pytest.raises(DeviceError, match="there is no CUDA device, so autocast would do nothing"):
+        autocast("cuda")
+
+
+@NO_CUDA
+def test_cuda_without_cuda_when_it_is_off_anyway():
+    with autocast("cuda", enabled=False):
+        assert not torch.is_autocast_enabled("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, "bfloat16"])
+def test_dtypes_that_are_not_low(device, dtype):
+    with pytest.raises(UnsupportedDtypeError, match=r"expected torch.bfloat16 or torch.float16, got"):
+        autocast(device, dtype=dtype)
+
+
+def test_torch_only_warns_there():
+    with pytest.warns(UserWarning, match="Disabling autocast"):
+        torch.autocast("cpu", dtype=torch.float32)
+
+
+def test_a_dtype_that_the_policy_does_not_offer():
+    with pytest.raises(UnsupportedDtypeError, match=r"the policy 'hpu' offers torch.bfloat16, got torch.float16"):
+        autocast("xla", dtype=torch.float16, policy="hpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_when_it_is_off_the_dtype_does_not_matter(device):
+    with autocast(device, dtype=torch.float32, enabled=False):
+        pass
+
+
+def test_an_unknown_policy():
+    with pytest.raises(PolicyError, match="unknown policy 'tqu'; nearest: tpu"):
+        autocast("xla", policy="tqu")
+
+
+def test_a_policy_decides_on_the_xla_device():
+    matrix = torch.ones(2, 2, device=xla_amp.xla_device())
+    with autocast("xla", policy="gpu"):
+        assert torch.mm(matrix, matrix).dtype is torch.float16
+    with autocast("xla", policy="gpu", dtype=torch.bfloat16):
+        assert torch.mm(matrix, matrix).dtype is torch.bfloat16
+
+
+def test_repr():
+    assert repr(autocast("cpu")) == "autocast('cpu')"
+    shown = repr(autocast("cpu", torch.float16, cache_enabled=False))
+    assert shown == "autocast('cpu', dtype=torch.float16, cache_enabled=False)"
+    assert repr(autocast("xla", enabled=False)) == "autocast('jax', enabled=False)"
+
+
+@pytest.mark.parametrize("flag", ["XLA_USE_BF16", "XLA_USE_F16"])
+def test_legacy_dtype_flags_are_warned_of_once(monkeypatch, flag):
+    monkeypatch.setattr(module, "_warned", False)
+    monkeypatch.setenv(flag, "1")
+    with pytest.warns(UserWarning, match=f"{flag} set in the environment.*Unset {flag}") as caught:
+        autocast("xla")
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocast("xla")
+
+
+def test_legacy_dtype_flags_that_are_off_or_elsewhere(monkeypatch):
+    monkeypatch.setattr(module, "_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv("XLA_USE_BF16", "0")
+        autocast("xla")
+        monkeypatch.setenv("XLA_USE_BF16", "1")
+        autocast("cpu")
+        autocast("xla", enabled=False)

@@ -1,0 +1,439 @@
+"""Rules on PyTorch's own devices: what changes, for whom, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import samples
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import xla_amp
+from xla_amp import autocast, policy
+from xla_amp.errors import PolicyError, UnsupportedDtypeError
+from xla_amp.policy import Policy, load
+from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
+
+LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
+CPU = load("cpu")
+KEYS = tuple(native_dispatch.KEYS.values())
+TABLE = sorted(filter(samples.here, CPU.operations()))
+
+
+def registrations() -> dict[str, list[str]]:
+    return {key: sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in KEYS}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = registrations()
+    yield
+    assert registrations() == before
+    assert kernel_registry._held == {}
+    assert kernel_registry._needed == {}
+    assert native_dispatch._held == {}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def full() -> torch.Tensor:
+    return torch.rand(4, 4)
+
+
+@pytest.fixture
+def low(full) -> torch.Tensor:
+    return full.to(LOW)
+
+
+class Watch(TorchDispatchMode):
+    """Notes what floating tensors are converted to until the first other operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, torch.dtype]] = []
+        self.over = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        converts = function is torch.ops.aten._to_copy.default and kwargs["dtype"].is_floating_point
+        self.over = self.over or not converts
+        if not self.over:
+            self.found.append((args[0].dtype, kwargs["dtype"]))
+        return function(*args, **(kwargs or {}))
+
+
+def conversions(operation: str, *dtypes: torch.dtype) -> set[tuple[torch.dtype, torch.dtype]]:
+    """What autocast converts the operands to, which have `dtypes` in turn."""
+    given = samples.arguments(operation, samples.Maker("cpu", dtypes))
+    watch = Watch()
+    try:
+        with watch:
+            samples.call(operation, given)
+    except (RuntimeError, NotImplementedError):
+        pass  # on what the operation says about its operands' dtypes: that comes after the cast
+    return set(watch.found)
+
+
+def observed(operation: str) -> str:
+    """The cast that is in force for an operation, as seen from what happens to its operands."""
+    if conversions(operation, FULL) == {(FULL, LOW)}:
+        return "low"
+    if conversions(operation, LOW) == {(LOW, FULL)}:
+        return "fp32"
+    return "promote" if conversions(operation, LOW, FULL) == {(LOW, FULL)} else "keep"
+
+
+def all_observed(operations=TABLE) -> dict[str, str]:
+    return {operation: observed(operation) for operation in operations}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # deprecated operations are in the table too
+
+
+# ---- what torch does, with and without us ----------------------------------------------------------------------------
+
+
+def test_only_the_overridden_operation_changes_and_afterwards_nothing_has():
+    table = {name: CPU.decide(name).cast for name in TABLE}
+    dumps = {name: torch._C._dispatch_dump(f"aten::{name}") for name in (*TABLE, "softmax.int", "exp")}
+    with torch.autocast("cpu", cache_enabled=False):
+        assert all_observed() == table
+    with autocast("cpu", cache_enabled=False), policy.override({"mm": "fp32", "mse_loss": "low", "exp": "low"}):
+        changed = all_observed((*TABLE, "exp", "softmax.int"))
+    assert changed == {**table, "mm": "fp32", "mse_loss": "low", "exp": "low", "softmax.int": "keep"}
+    with torch.autocast("cpu", cache_enabled=False):
+        assert all_observed((*TABLE, "exp")) == {**table, "exp": "keep"}
+    assert {name: torch._C._dispatch_dump(f"aten::{name}") for name in dumps} == dumps
+
+
+def test_a_region_without_rules_of_its_own_installs_nothing(full):
+    with autocast("cpu"):
+        assert kernel_registry._held == {}
+        assert (full @ full).dtype is LOW
+
+
+def step(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """A forward and backward pass in which a weight is used twice, so that torch's cache of casts counts."""
+    weight = weight.clone().requires_grad_()
+    with torch.autocast("cpu"):
+        hidden = torch.relu(x @ weight)
+        loss = F.mse_loss(F.linear(hidden, weight).softmax(-1), x)
+    loss.backward()
+    return [loss.detach(), weight.grad]
+
+
+def test_torchs_own_results_stay_bit_for_bit(full):
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 4), torch.randn(4, 4)
+    expected = step(weight, x)
+    with policy.override(exp="low", softmax="keep"):
+        held = step(weight, x)  # kernels stand on the key, but the rules say what torch does
+    elsewhere: list[torch.Tensor] = []
+    with policy.override(matmul="fp32", linear="fp32", mse_loss="low"), autocast("cpu", policy="cuda"):
+        thread = threading.Thread(target=lambda: elsewhere.extend(step(weight, x)))
+        thread.start()
+        thread.join()
+    for results in (held, elsewhere, step(weight, x)):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    with policy.override(matmul="fp32"):
+        assert not torch.equal(step(weight, x)[1], expected[1])
+
+
+# ---- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_around_and_inside_a_region(full, low):
+    with policy.override(softmax="low", mm="fp32"), autocast("cpu"):
+        assert torch.softmax(full, -1).dtype is LOW
+        assert torch.mm(low, low).dtype is FULL
+    with autocast("cpu"):
+        with policy.override(softmax="low"):
+            assert torch.softmax(full, -1).dtype is LOW
+            with policy.override(softmax="fp32"):
+                assert torch.softmax(low, -1).dtype is FULL
+            assert torch.softmax(full, -1).dtype is LOW
+        assert torch.softmax(full, -1).dtype is FULL
+
+
+def test_a_plain_region_of_torchs_follows_overrides(full):
+    with policy.override(softmax="low"):
+        assert torch.softmax(full, -1).dtype is FULL
+        with torch.autocast("cpu", dtype=HALF):
+            assert torch.softmax(full, -1).dtype is HALF
+    with torch.autocast("cpu"), policy.override(softmax="low"):
+        assert torch.softmax(full, -1).dtype is LOW
+    with torch.autocast("cpu"):
+        assert torch.softmax(full, -1).dtype is FULL
+
+
+def test_values_are_those_of_a_cast_by_hand(full):
+    with policy.override(softmax="low", matmul="fp32"), autocast("cpu"):
+        results = torch.softmax(full, -1), full @ full
+    assert torch.equal(results[0], torch.softmax(full.to(LOW), -1))
+    assert torch.equal(results[1], full @ full)
+
+
+def test_keep_means_all_of_the_operation(full):
+    with policy.override(einsum="keep", linear="keep"), autocast("cpu"):
+        assert torch.einsum("ij,jk->ik", full, full).dtype is FULL
+        assert F.linear(full, full).dtype is FULL
+        assert (full @ full).dtype is LOW
+    with autocast("cpu"):
+        assert torch.einsum("ij,jk->ik", full, full).dtype is LOW
+
+
+def test_numbers_where_tensors_are_expected(full, low):
+    for device in ("cpu", xla_amp.xla_device()):
+        x = low.to(device)
+        with autocast(device, policy="hpu"):  # mul is low, add is promoted, div is float32
+            assert [(x * 0.5).dtype, (x.float() * 2).dtype, (x + 1).dtype, (x / 3).dtype] == [LOW, LOW, LOW, FULL]
+
+
+def test_ban_and_numbers(full):
+    with policy.override({"exp": "ban", "add.Tensor": "low"}), autocast("cpu"):
+        assert (full + 1).dtype is LOW
+        with pytest.raises(RuntimeError, match="exp is banned under autocast"):
+            torch.exp(full)
+        assert (full @ full).dtype is LOW  # the error left the key as it was
+    with policy.override({"add.Tensor": "keep"}), torch.autocast("cpu"):
+        assert (full + 1).dtype is FULL
+
+
+def test_the_same_override_inside_itself_and_left_by_an_exception(full):
+    override = policy.override(softmax="low")
+    with pytest.raises(RuntimeError, match="shapes"), override, autocast("cpu"), override:
+        torch.mm(torch.softmax(full, -1), full[:1])
+    with torch.autocast("cpu"):
+        assert torch.softmax(full, -1).dtype is FULL
+
+
+def test_regions_that_close_out_of_order(full):
+    first, second = autocast("cpu", policy="cuda"), autocast("cpu", dtype=LOW, policy="cuda")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.softmax(full.to(LOW), -1).dtype is FULL
+    second.__exit__(None, None, None)
+
+
+def test_file_and_environment_reach_our_regions(monkeypatch, tmp_path, full):
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\noperations = ["class:normalization"]\ncast = "low"\n')
+    monkeypatch.setenv("XLA_AMP_POLICY", str(rules))
+    monkeypatch.setenv("XLA_AMP_RULES", "exp=low")
+    with autocast("cpu"):
+        assert torch.softmax(full, -1).dtype is LOW
+        assert torch.exp(full).dtype is LOW
+    with torch.autocast("cpu"):
+        assert torch.exp(full).dtype is FULL
+
+
+def test_a_custom_operator(full):
+    @torch.library.custom_op("xla_amp_native::twice", mutates_args=())
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 2
+
+    with policy.override({"xla_amp_native::twice": "low"}), autocast("cpu"):
+        assert twice(full).dtype is LOW
+    torch.library.register_autocast("xla_amp_native::twice", "cpu", HALF)
+    with policy.override({"xla_amp_native::twice": "low"}), autocast("cpu"):
+        assert twice(full).dtype is LOW
+    with autocast("cpu"):
+        assert twice(full).dtype is HALF, "its own rule is there again"
+    twice._lib._destroy()
+
+
+def test_gradients_keep_their_parameters_dtype():
+    weight = torch.rand(4, 4, requires_grad=True)
+    with policy.override(softmax="low"), autocast("cpu"):
+        torch.softmax(weight, -1)[0].sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype is FULL
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_thread_has_its_own_rules(full):
+    barrier = threading.Barrier(4, timeout=20)
+    seen: dict[str, Any] = {}
+
+    def work(name: str, cast: str | None) -> None:
+        if cast is None:
+            with torch.autocast("cpu"):
+                barrier.wait()
+                seen[name] = torch.softmax(full, -1).dtype, torch.mm(full, full).dtype
+                barrier.wait()
+        else:
+            with policy.override({"softmax": cast}), autocast("cpu"):
+                barrier.wait()
+                seen[name] = torch.softmax(full, -1).dtype, torch.mm(full, full).dtype
+                barrier.wait()
+
+    jobs = {"low": "low", "full": "fp32", "torch": None, "low too": "low"}
+    threads = [threading.Thread(target=work, args=job) for job in jobs.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"low": (LOW, LOW), "full": (FULL, LOW), "torch": (FULL, LOW), "low too": (LOW, LOW)}
+
+
+# ---- another policy on a native device -------------------------------------------------------------------------------
+
+
+def cast_under(rules: Policy, operation: str) -> str:
+    """As `observed`, for policies that also set dtypes of results."""
+    cast = rules.decide(operation).cast
+    if cast not in ("fp32_out", "fp32_append"):
+        return observed(operation)
+    result = samples.call(operation, samples.arguments(operation, samples.Maker("cpu", [LOW])))
+    return cast if result.dtype is FULL else "keep"
+
+
+OTHER_DEVICES = ("cudnn", "_cudnn", "_thnn", "_mps", "_scaled_dot_product_flash_attention", "mkldnn")
+
+
+@pytest.mark.parametrize("name", ["cuda", "hpu"])
+def test_a_region_under_another_devices_policy(name):
+    rules = load(name)
+    operations = [n for n in rules.ruled() | CPU.ruled() if samples.here(n) and not n.startswith(OTHER_DEVICES)]
+    expected = {n: rules.decide(n).cast for n in operations if rules.decide(n).cast != "ban"}
+    # One tensor operand has nothing to be promoted to; batch and instance norm cast the first operand only.
+    single = [n for n, cast in expected.items() if cast == "promote" and n.endswith("Scalar")]
+    with autocast("cpu", dtype=LOW, policy=name, cache_enabled=False):
+        found = {n: cast_under(rules, n) for n in expected}
+    wrong = {n: (found[n], expected[n]) for n in expected if found[n] != expected[n] and n not in single}
+    assert wrong == {}
+
+
+def test_the_dtype_of_another_devices_policy(full):
+    with autocast("cpu", policy="cuda"):
+        assert (full @ full).dtype is HALF
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(full, full)
+    with pytest.raises(UnsupportedDtypeError, match=r"offers torch\.bfloat16"):
+        autocast("cpu", dtype=HALF, policy="hpu")
+    with pytest.raises(PolicyError, match="rules can be changed on cpu, cuda"):
+        autocast("mtia", policy="cuda")
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        query = self.query(x)
+        return torch.softmax(query @ query.T, -1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.recompute = recompute
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x):
+        inner = checkpoint(self.attention, x, use_reentrant=False) if self.recompute else self.attention(x)
+        self.dtypes = [inner.dtype, torch.softmax(x, -1).dtype, (x @ x).dtype]
+        return inner
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_a_rule_for_a_module(device):
+    model = Model().to(xla_amp.xla_device() if device == "xla" else "cpu")
+    x = torch.rand(4, 4, device=next(model.parameters()).device)
+    rules = {"cpu": "cpu", "xla": "tpu"}[device]
+    plain = FULL if load(rules).decide("softmax.int").cast == "fp32" else None
+    for pattern, cast, expected in [
+        ("*.attention.softmax", "low", [LOW, FULL, LOW]),
+        ("*.attention", "fp32", [FULL, FULL, LOW]),
+        ("attention.query", "fp32", [plain or LOW, FULL, LOW]),
+    ]:
+        with policy.override(module=pattern, cast=cast), autocast(device):
+            model(x)
+            assert model.dtypes == expected, pattern
+        with autocast(device), policy.override(module=pattern, cast=cast):
+            model(x)
+            assert model.dtypes == expected, pattern
+    with policy.override(module="*.attention.softmax", cast="low"), torch.autocast(x.device.type):
+        model(x)
+        assert model.dtypes == [LOW, FULL, LOW]
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_recomputation_follows_the_rules_for_modules(device):
+    """Torch compares the dtypes of what it recomputes with the first pass's and raises when they differ."""
+    model = Model(recompute=True).to(xla_amp.xla_device() if device == "xla" else "cpu")
+    x = torch.rand(4, 4, device=next(model.parameters()).device)
+    with policy.override(module="*.attention.softmax", cast="low"), autocast(device):
+        model(x)[0].float().sum().backward()
+    gradient = model.attention.query.weight.grad
+    assert gradient is not None
+    assert gradient.dtype is FULL
+
+
+# ---- devices that are not here ---------------------------------------------------------------------------------------
+
+
+def test_cuda():
+    """Fake tensors go through the dispatcher as real ones would."""
+    with FakeTensorMode():
+        x = torch.empty(4, 4, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            assert [torch.mm(x, x).dtype, torch.softmax(x.half(), -1).dtype] == [HALF, FULL]
+            region = policy.Region(policy=policy.resolve(load("cuda")), low="float16")
+            token = policy.push("cuda", region)
+            with policy.override(mm="fp32", softmax="low"):
+                assert [torch.mm(x, x).dtype, torch.softmax(x, -1).dtype] == [FULL, HALF]
+            policy.pop(token)
+            assert [torch.mm(x, x).dtype, torch.softmax(x.half(), -1).dtype] == [HALF, FULL]
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+def test_gaudis_lists_change_the_hpu_policy(monkeypatch, tmp_path):
+    x = torch.rand(4, 4, device=xla_amp.xla_device())
+    with autocast("xla", policy="hpu"):
+        assert [torch.mm(x, x).dtype, torch.softmax(x, -1).dtype] == [LOW, LOW]
+    listed = tmp_path / "low.txt"
+    listed.write_text("softmax\nlinear\n")
+    monkeypatch.setenv("PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST", str(listed))
+    listed = tmp_path / "full.txt"
+    listed.write_text("mm\n")
+    monkeypatch.setenv("PT_HPU_AUTOCAST_FP32_OPS_LIST", str(listed))
+    for device in ("xla", "cpu"):
+        y = x if device == "xla" else x.cpu()
+        with autocast(device, policy="hpu"):
+            assert [torch.mm(y.to(LOW), y.to(LOW)).dtype, torch.softmax(y, -1).dtype] == [FULL, LOW]
+            assert torch.log(y.to(LOW)).dtype is LOW  # the default fp32 list is gone
+
+
+@pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["ours", "torchs"])
+def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region, monkeypatch):
+    """torch's own region goes on with the casts of the weights from before the step."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with region("cpu"):
+        before = (torch.ones(2, 2) @ weight).sum()
+        before.backward()
+        optimizer.step()
+        after = (torch.ones(2, 2) @ weight).sum()
+    assert before.item() == 8
+    assert after.item() == (-8 if region is autocast else 8)
+
+    cleared = []
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
+    optimizer.step()
+    assert cleared == []  # nothing of ours is left on optimizers

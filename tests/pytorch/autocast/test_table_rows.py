@@ -1,0 +1,181 @@
+"""Every row of every built-in table on the lazy device: result dtypes, and values against casting by hand.
+
+Each operation of a row is called inside a region under the row's policy, and again outside of it with operands that
+the test has cast as the row says.  Both must agree bit for bit: it is the same program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import samples
+import torch
+
+import xla_amp
+from xla_amp import autocast
+from xla_amp.policy import BUILTIN, Policy, Rule, load
+
+NOT_ON_DEVICE: Mapping[str, str] = MappingProxyType(
+    {
+        "_cudnn_rnn": "cuDNN's kernel, with weights in cuDNN's layout",
+        "cudnn_convolution": "cuDNN's kernel; convolution is there",
+        "cudnn_convolution_transpose": "cuDNN's kernel; convolution is there",
+        "_mps_convolution": "Metal's kernel; convolution is there",
+        "mkldnn_rnn_layer": "oneDNN's kernel; lstm is there",
+        "_scaled_dot_product_flash_attention": "one backend's kernel; scaled_dot_product_attention is there",
+    }
+)
+"""Operation -> why the lazy device refuses it.  Such a row is still run: it must be refused, with an error."""
+
+FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FIRST_OPERAND_ONLY = ("batch_norm", "instance_norm")
+"""Their running statistics are written to; see `xla_amp.pytorch.autocast.casting`."""
+
+
+def given(cast: str, low: torch.dtype) -> list[torch.dtype]:
+    """dtypes that operands have in turn, such that the cast changes some of them."""
+    return {"low": [torch.float32], "promote": [low, torch.float32]}.get(cast, [low])
+
+
+def cast_to(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in FLOATING else value
+    if isinstance(value, list):
+        return [cast_to(item, dtype) for item in value]
+    return value
+
+
+def by_hand(operation: str, cast: str, low: torch.dtype, sample: samples.Arguments, made: int) -> Any:
+    """The operation outside autocast, as the cast says for `made` operands."""
+    positional, keywords = sample
+    if cast == "fp32_out":
+        return samples.call(operation, (positional, {**keywords, "dtype": torch.float32}))
+    if cast == "keep":
+        return samples.call(operation, sample)
+    if cast == "fp32_append":
+        positional = (*positional, False) if operation == "norm.ScalarOpt_dim" else positional  # keepdim
+        sibling = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}[operation]
+        return samples.call(sibling, (positional, {"dtype": torch.float32}))
+    target = low if cast == "low" or (cast == "promote" and made == 1) else torch.float32
+    if operation in FIRST_OPERAND_ONLY:
+        return samples.call(operation, ((cast_to(positional[0], target), *positional[1:]), keywords))
+    changed = tuple(cast_to(value, target) for value in positional)
+    return samples.call(operation, (changed, {name: cast_to(value, target) for name, value in keywords.items()}))
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def difference(results: list[torch.Tensor], expected: list[torch.Tensor], *, values: bool = True) -> str | None:
+    for number, (one, other) in enumerate(zip(results, expected, strict=True)):
+        if one.dtype is not other.dtype or one.shape != other.shape:
+            return f"result {number} is {one.dtype} {tuple(one.shape)}, by hand {other.dtype} {tuple(other.shape)}"
+        if values and not torch.equal(torch.nan_to_num(one.cpu(), 123.0), torch.nan_to_num(other.cpu(), 123.0)):
+            return f"result {number}: the values are not those of casting by hand"
+    return None
+
+
+class Trial:
+    """One operation under one policy, recorded but not run: reading the first value runs what was recorded."""
+
+    def __init__(
+        self, policy: Policy, operation: str, cast: str, device: torch.device, *, control: str | None = None
+    ) -> None:
+        """`control` is cast by hand instead of `cast`."""
+        self.operation, self.cast = operation, cast
+        self.low = getattr(torch, policy.low)
+        self.results: list[torch.Tensor] = []
+        self.expected: list[torch.Tensor] = []
+        region = autocast(device, policy=policy)
+        maker = samples.Maker(device, given(cast, self.low))
+        sample = samples.arguments(operation, maker)
+        self.made = maker.made
+        if cast == "ban":
+            with region, pytest.raises(RuntimeError, match="unsafe to autocast"):
+                samples.call(operation, sample)
+        elif operation in NOT_ON_DEVICE:
+            with region, pytest.raises(RuntimeError, match=r"has no lowering|not implemented|not allocated"):
+                samples.call(operation, sample)
+        else:
+            torch.manual_seed(0)
+            with region:
+                self.results = tensors(samples.call(operation, sample))
+            # The operands are made once more: running statistics have changed.
+            sample = samples.arguments(operation, samples.Maker(device, given(cast, self.low)))
+            torch.manual_seed(0)
+            self.expected = tensors(by_hand(operation, control or cast, self.low, sample, self.made))
+
+    def problem(self, *, values: bool = True) -> str | None:
+        """What the operation does otherwise than its cast says, or None."""
+        aim = self.low if self.cast == "low" or (self.cast == "promote" and self.made == 1) else torch.float32
+        floating = {tensor.dtype for tensor in self.results if tensor.dtype in FLOATING}
+        if floating - {aim} and self.cast != "keep":
+            return f"{self.operation}: {floating}, not {aim}"
+        found = difference(self.results, self.expected, values=values)
+        return found and f"{self.operation}: {found}"
+
+
+ROWS = [
+    pytest.param(load(name), rule, id=f"{name}-{number}-{rule.cast}")
+    for name in BUILTIN
+    for number, rule in enumerate(load(name).rules, 1)
+]
+
+
+@pytest.fixture(scope="module")
+def device():
+    return xla_amp.xla_device()
+
+
+SEEN: set[tuple[str, str, torch.dtype]] = set()
+"""Operation, cast and low dtype whose values were compared; policies share most rows, and the program is the same."""
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated operations have rows too
+@pytest.mark.parametrize(("policy", "rule"), ROWS)
+def test_row(policy: Policy, rule: Rule, device):
+    operations = filter(samples.here, rule.operations)
+    trials = [Trial(policy, operation, policy.decide(operation).cast, device) for operation in operations]
+    found = []
+    for trial in trials:
+        key = trial.operation, trial.cast, trial.low
+        found.append(trial.problem(values=key not in SEEN))
+        SEEN.add(key)
+    assert [problem for problem in found if problem] == []
+
+
+def test_samples_are_for_listed_operations_and_for_all_of_them():
+    listed = frozenset[str]().union(*(load(name).ruled() for name in BUILTIN))
+    assert samples.SAMPLES.keys() == listed
+    assert NOT_ON_DEVICE.keys() <= listed
+    missing = {name for name in listed if not samples.here(name)}
+    assert missing == (set() if torch.__version__ < "2.14" else {"cholesky", "qr"})
+
+
+@pytest.mark.parametrize(
+    ("operation", "cast", "control", "words"),
+    [
+        ("mm", "low", "fp32", "result 0 is torch.bfloat16 .*, by hand torch.float32"),
+        ("mm", "fp32", "fp32", "mm: {torch.bfloat16}, not torch.float32"),
+        ("logsumexp", "fp32", "low", "result 0 is torch.float32 .*, by hand torch.bfloat16"),
+        ("norm.Scalar", "fp32_append", "low", "by hand torch.bfloat16"),
+        ("cat", "promote", "low", "by hand torch.bfloat16"),
+    ],
+)
+def test_the_check_can_fail(operation, cast, control, words, device):
+    found = Trial(load("tpu"), operation, cast, device, control=control).problem()
+    assert found is not None
+    assert re.search(words, found)
+
+
+def test_a_value_that_was_rounded_is_noticed(device):
+    exact = torch.rand(64, device=device)
+    assert difference([exact], [exact.bfloat16().float()]) is not None
+    assert difference([exact], [exact.clone()]) is None

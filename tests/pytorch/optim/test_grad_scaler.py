@@ -1,0 +1,560 @@
+"""GradScaler: torch's contract on the CPU and on the lazy device, where nothing may wait for the device."""
+
+from __future__ import annotations
+
+import collections
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import xla_amp
+from xla_amp import GradScaler, syncfree
+from xla_amp.pytorch.optim.grad_scaler import SkipLimitError
+
+INF = float("inf")
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+def parameters(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(device)) for shape in [(3, 2), (2,)]]
+
+
+def set_gradients(params, scaler, step, bad=False):
+    """What a backward pass of a scaled loss leaves: gradients times the scale, one of them inf if `bad`."""
+    generator = torch.Generator().manual_seed(100 + step)
+    one = torch.ones((), device=params[0].device)
+    for parameter in params:
+        gradient = torch.randn(parameter.shape, generator=generator)
+        if bad:
+            gradient.view(-1)[0] = INF
+        parameter.grad = gradient.to(parameter.device).to(parameter.dtype) * scaler.scale(one).to(parameter.dtype)
+
+
+def train(scaler, optimizer, params, bad=(), steps=8):
+    scales = []
+    for step in range(steps):
+        set_gradients(params, scaler, step, bad=step in bad)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def reference(name, options, bad, **kwargs):
+    """Scales and parameters with torch's scaler and torch's optimizer on the CPU."""
+    params = parameters("cpu")
+    optimizer = getattr(torch.optim, name)(params, lr=0.05, **options)
+    return train(torch.amp.GradScaler("cpu", **kwargs), optimizer, params, bad), params
+
+
+def assert_close(params, expected, rtol=1e-4, atol=2e-5):
+    # A step is 0.05 times something near 1; counting on the device, torch corrects biases in float32.
+    for parameter, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), other.detach().cpu(), rtol=rtol, atol=atol)
+
+
+# ---- any optimizer ---------------------------------------------------------------------------------------------------
+
+TORCH_OPTIMIZERS = [
+    ("ASGD", {}),
+    ("Adadelta", {}),
+    ("Adam", {}),
+    ("Adam", {"amsgrad": True, "foreach": False}),
+    ("Adam", {"fused": True}),
+    ("AdamW", {}),
+    ("Adamax", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("RMSprop", {"momentum": 0.9, "centered": True}),
+    ("Rprop", {}),
+    ("SGD", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.3}),
+    ("SGD", {"momentum": 0.9, "fused": True}),
+]
+READS_ONCE = ("SGD", {"momentum": 0.9, "dampening": 0.3})
+"""Its state before the first step (none) cannot be expressed on the device."""
+
+
+@pytest.mark.parametrize("bad", [(), (0, 1, 4)], ids=str)
+@pytest.mark.parametrize(("name", "options"), TORCH_OPTIMIZERS, ids=str)
+def test_torchs_optimizers(device, name, options, bad):
+    if options.get("fused") and name == "SGD":
+        bad = bad[1:]  # torch's own fused SGD reads uninitialised memory after a skipped first step
+    kwargs = {"init_scale": 64.0, "growth_interval": 2}
+    scales, expected = reference(name, options, bad, **kwargs)
+    params = parameters(device)
+    optimizer = getattr(torch.optim, name)(params, lr=0.05, **options)
+    scaler = GradScaler(device, **kwargs)
+    assert train(scaler, optimizer, params, bad) == scales
+    assert_close(params, expected)
+    assert int(scaler.skipped_steps()) == len(bad)
+
+
+@pytest.mark.parametrize(("name", "options"), [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {"amsgrad": True})])
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("bad", [(), (0, 3)], ids=str)
+def test_syncfree_optimizers(device, name, options, scaler_class, bad):
+    kwargs = {"init_scale": 64.0, "growth_interval": 2}
+    scales, expected = reference(name, options, bad, **kwargs)
+    params = parameters(device)
+    optimizer = getattr(syncfree, name)(params, lr=0.05, **options)
+    assert train(scaler_class(device.type, **kwargs), optimizer, params, bad) == scales
+    assert_close(params, expected)
+
+
+OURS_OR_TORCHS = [(syncfree, "SGD", {"momentum": 0.9, "dampening": 0.3}), (syncfree, "AdamW", {})]
+OURS_OR_TORCHS += [(torch.optim, name, options) for name, options in TORCH_OPTIMIZERS if (name, options) != READS_ONCE]
+
+
+@pytest.mark.parametrize(("library", "name", "options"), OURS_OR_TORCHS, ids=lambda value: str(value)[:40])
+def test_nothing_waits_for_the_device(library, name, options):
+    device = xla_amp.xla_device()
+    params = parameters(device)
+    optimizer = getattr(library, name)(params, lr=0.05, **options)
+    scaler = GradScaler(growth_interval=2)
+    xla_amp.sync()
+    before = xla_amp.metrics()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            set_gradients(params, scaler, step, bad=step in (0, 3))
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(params, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            xla_amp.sync()
+    after = xla_amp.metrics()
+    for counter in ("host_syncs", "device_to_host", "fallbacks"):
+        assert after[counter] == before[counter], counter
+    assert after["executions"] - before["executions"] == 6
+
+
+def test_torchs_scaler_waits_there():
+    # The twin of the test above.
+    device = xla_amp.xla_device()
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = torch.amp.GradScaler(device.type)
+    before = xla_amp.metrics()["host_syncs"]
+    set_gradients(params, scaler, 0)
+    scaler.step(optimizer)
+    assert xla_amp.metrics()["host_syncs"] == before + 1
+
+
+class HostCounter(torch.optim.Optimizer):
+    """Keeps a count in Python and a moment that begins at 3, as someone's own optimizer may."""
+
+    def __init__(self, params):
+        super().__init__(params, {"count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update(moment=torch.full_like(parameter, 3.0), seen=[0, torch.zeros(())])
+                state["moment"] = state["moment"] * 0.5 + parameter.grad
+                state["seen"][0] += 1
+                state["seen"][1] += 1
+                parameter.sub_(state["moment"] / group["count"] / state["seen"][0])
+
+
+def test_an_optimizer_that_counts_on_the_host(device):
+    bad, kwargs = (0, 1, 4), {"init_scale": 64.0}
+    expected = parameters("cpu")
+    train(torch.amp.GradScaler("cpu", **kwargs), HostCounter(expected), expected, bad)
+    params = parameters(device)
+    optimizer = HostCounter(params)
+    scaler = GradScaler(device, **kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(scaler, optimizer, params, bad)
+    assert_close(params, expected)
+    assert optimizer.param_groups[0]["count"] == 5
+    assert optimizer.state[params[0]]["seen"] == [5, torch.tensor(5.0)]
+    if device.type != "cpu":
+        assert [str(w.message) for w in caught if "HostCounter keeps a count on the host" in str(w.message)]
+
+
+def test_options_are_put_back():
+    params = parameters(xla_amp.xla_device())
+    optimizer = torch.optim.Adam(params, lr=0.05)
+    scaler = GradScaler()
+    train(scaler, optimizer, params, steps=2)
+    assert optimizer.param_groups[0]["capturable"] is False
+    assert optimizer.state[params[0]]["step"].device == params[0].device
+    other = parameters("cpu")
+    torch.optim.Adam(other).load_state_dict(optimizer.state_dict())  # as where counting on the device is not allowed
+
+
+# ---- bounds and the limit on skips -----------------------------------------------------------------------------------
+
+
+def test_bounds_of_the_scale(device):
+    params = parameters(device)
+    scaler = GradScaler(device, init_scale=8.0, growth_interval=1, min_scale=3.0, max_scale=24.0)
+    bad = {0, 1, 2}
+    assert train(scaler, torch.optim.SGD(params, lr=0.0), params, bad, steps=7) == [
+        4.0,
+        3.0,
+        3.0,
+        6.0,
+        12.0,
+        24.0,
+        24.0,
+    ]
+    scaler.update(1024.0)  # said by the user
+    assert scaler.get_scale() == 1024.0
+    assert set(scaler.state_dict()) == set(train_one(torch.device("cpu")).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"min_scale": 4.0, "max_scale": 2.0}, "expected 0 < min_scale <= max_scale"),
+        ({"min_scale": -1.0}, "expected 0 < min_scale <= max_scale"),
+        ({"max_scale": 2.0}, "the first scale is out of the bounds"),
+        ({"max_consecutive_skips": 0}, "expected a positive number of steps"),
+        ({"max_consecutive_skips": 2.5}, "expected a positive number of steps"),
+    ],
+)
+def test_limits_that_cannot_be(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GradScaler("cpu", **kwargs)
+
+
+@pytest.mark.parametrize("clean", [0, 1, 4])
+def test_too_many_skips_in_a_row(device, clean):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).to(device)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05)
+    scaler = GradScaler(device, max_consecutive_skips=3)
+
+    def step(bad):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2, device=device)).sum()).backward()
+        if bad:
+            model[0].weight.grad.fill_(INF)
+            model[1].bias.grad.fill_(float("nan"))
+        scaler.step(optimizer)
+        scaler.update()
+
+    for bad in [*[False] * clean, True, True, False, True, True]:
+        step(bad)
+    assert int(scaler.consecutive_skips()) == 2
+    with pytest.raises(
+        SkipLimitError, match=r"3 steps in a row were skipped.*not finite of 0.weight, 1.bias"
+    ) as caught:
+        step(True)
+    assert caught.value.parameters == ["0.weight", "1.bias"]
+    assert scaler.get_scale() == 2.0**16 / 2**5  # update() had done its work
+    for bad in [True, True, False]:  # counts anew
+        step(bad)
+    assert int(scaler.skipped_steps()) == 7
+
+
+def test_names_of_parameters_in_that_error():
+    model = nn.Linear(2, 1)
+    scaler = GradScaler("cpu", max_consecutive_skips=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for name in [r"param_groups\[0\]\['params'\]\[1\] \(1,\)", "bias"]:
+        set_gradients(list(model.parameters()), scaler, 0)
+        model.bias.grad.fill_(INF)
+        scaler.step(optimizer)
+        with pytest.raises(SkipLimitError, match=f"not finite of {name}"):
+            scaler.update()
+        scaler.name_parameters(model)
+
+
+def test_the_limit_reads_one_number_in_as_many_steps():
+    device = xla_amp.xla_device()
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = GradScaler(max_consecutive_skips=5)
+    set_gradients(params, scaler, 0)
+    before = xla_amp.metrics()["host_syncs"]
+    for _ in range(20):
+        scaler.step(optimizer)
+        scaler.update()
+    assert xla_amp.metrics()["host_syncs"] - before == 4
+
+
+# ---- torch's contract ------------------------------------------------------------------------------------------------
+
+
+def started(device, **kwargs):
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = GradScaler(device, **kwargs)
+    set_gradients(params, scaler, 0)
+    return scaler, optimizer, params
+
+
+def test_positional_order():
+    ours, theirs = (cls("cpu", 4.0, 3.0, 0.25, 7, True) for cls in (GradScaler, torch.amp.GradScaler))
+    assert ours.state_dict() == theirs.state_dict()
+    assert ours.state_dict()["growth_factor"] == 3.0
+
+
+@pytest.mark.parametrize("given", ["xla", "jax:0", torch.device("xla"), None])
+def test_devices(given):
+    xla_amp.xla_device()
+    scaler = GradScaler() if given is None else GradScaler(given)
+    scaled = scaler.scale(torch.ones((), device="jax"))
+    assert scaled.device.type == "jax"
+    assert scaler._scale.dtype is torch.float32
+    assert scaler._scale.dim() == 0
+
+
+def test_what_is_no_device():
+    with pytest.raises(ValueError, match=r"GradScaler\(1024.0\): expected a device"):
+        GradScaler(1024.0)
+
+
+def test_scale_of_containers(device):
+    Pair = collections.namedtuple("Pair", ["a", "b"])
+    scaler = GradScaler(device, init_scale=4.0)
+    one = torch.ones(2, device=device)
+    assert scaler.scale(one).tolist() == [4.0, 4.0]
+    pair, extra = scaler.scale((Pair(one, [one]), {"x": one}))
+    assert isinstance(pair, Pair)
+    assert [pair.a.tolist(), pair.b[0].tolist(), extra["x"].tolist()] == [[4.0, 4.0]] * 3
+    assert [tensor.tolist() for tensor in scaler.scale(iter([one]))] == [[4.0, 4.0]]
+    assert scaler.scale(one.to(torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("outputs", [3, None, "loss", [1], {"x": "y"}])
+def test_scale_refuses(outputs):
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got"):
+        GradScaler("cpu").scale(outputs)
+
+
+def test_order_of_calls(device):
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    for call in ("step", "unscale_"):
+        with pytest.raises(AssertionError, match=f"Attempted {call} but _scale is None"):
+            getattr(GradScaler(device), call)(optimizer)
+    with pytest.raises(AssertionError, match="Attempted update but _scale is None"):
+        GradScaler(device).update()
+
+    scaler, optimizer, params = started(device)
+    with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
+        scaler.update()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) is being called after step"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+        scaler.step(optimizer)
+
+    empty = torch.optim.SGD(parameters(device), lr=0.05)
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(empty)
+
+
+def test_closures(device):
+    scaler, optimizer, _ = started(device)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: None)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, lambda: None)  # slips through torch's
+
+
+def test_float16_gradients(device):
+    params = parameters(device, torch.float16)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = GradScaler(device, init_scale=2.0)
+    set_gradients(params, scaler, 0)
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+
+
+def test_bfloat16_gradients(device):
+    params = parameters(device, torch.bfloat16)
+    scaler = GradScaler(device, init_scale=4.0)
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    set_gradients(params, scaler, 0)
+    expected = [(parameter.grad / 4).cpu() for parameter in params]
+    scaler.unscale_(optimizer)
+    assert [parameter.grad.tolist() for parameter in params] == [gradient.tolist() for gradient in expected]
+
+
+def test_unscale_and_check(device):
+    scaler, optimizer, params = started(device, init_scale=8.0)
+    expected = [parameter.grad.cpu() / 8 for parameter in params]
+    scaler.unscale_(optimizer)
+    for parameter, gradient in zip(params, expected, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), gradient)
+    assert [flag.item() for flag in scaler._found_inf_per_device(optimizer).values()] == [0.0]
+
+
+@pytest.mark.parametrize("value", [INF, -INF, float("nan")])
+def test_every_kind_of_bad_gradient(device, value):
+    scaler, optimizer, params = started(device)
+    before = [parameter.tolist() for parameter in params]
+    with torch.no_grad():
+        params[1].grad[1] = value
+    scaler.step(optimizer)
+    scaler.update()
+    assert [parameter.tolist() for parameter in params] == before
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_two_optimizers_and_one_bad_gradient(device):
+    first, second = parameters(device), parameters(device)
+    optimizers = [torch.optim.SGD(first, lr=0.05), syncfree.SGD(second, lr=0.05)]
+    before = [parameter.tolist() for parameter in first]
+    scaler = GradScaler(device, init_scale=8.0)
+    for step in range(2):
+        set_gradients(first, scaler, step, bad=True)
+        set_gradients(second, scaler, step, bad=step == 1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 8.0 / 2 ** (step + 1)
+    assert [parameter.tolist() for parameter in first] == before
+    assert [parameter.tolist() for parameter in second] != before
+    assert int(scaler.skipped_steps()) == 2
+
+
+def test_the_scale_stays_finite(device):
+    params = parameters(device)
+    scaler = GradScaler(device, init_scale=2.0**127, growth_interval=1)
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    scaler.scale(torch.ones((), device=device))
+    for parameter in params:
+        parameter.grad = torch.zeros_like(parameter)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**127
+
+
+def test_changed_parameters_take_effect(device):
+    scaler, optimizer, params = started(device, init_scale=4.0, growth_interval=1)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    scaler.set_growth_factor(3.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 24.0
+    scaler.set_growth_interval(2)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 24.0
+    scaler.set_backoff_factor(0.25)
+    params[0].grad.fill_(INF)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 6.0
+
+
+def test_setting_the_scale(device):
+    scaler = started(device)[0]
+    scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    scaler.update(16)
+    assert scaler.get_scale() == 16.0
+    scaler.update(torch.tensor(5.0, device=device))
+    assert scaler.get_scale() == 5.0
+    with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
+        scaler.update(torch.ones(2, device=device))
+
+
+def test_skipping_is_visible_on_the_device(device):
+    scaler, optimizer, params = started(device)
+    with pytest.raises(RuntimeError, match="no iteration has ended yet"):
+        scaler.step_was_skipped()
+    assert int(scaler.skipped_steps()) == 0
+    for step, bad in enumerate([False, True, True, False]):
+        set_gradients(params, scaler, step, bad)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = scaler.step_was_skipped()
+        assert skipped.device.type == device.type
+        assert skipped.dtype is torch.bool
+        assert bool(skipped) is bad
+    assert scaler.skipped_steps().dtype is torch.int32
+    assert int(scaler.skipped_steps()) == 2
+
+
+def test_state_dict_goes_both_ways(device):
+    params = parameters(device)
+    optimizer = syncfree.SGD(params, lr=0.05)
+    source = GradScaler(device, init_scale=4.0, growth_interval=3)
+    train(source, optimizer, params, bad=(4,), steps=6)
+    expected = source.state_dict()
+    assert expected == {
+        "scale": 4.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 3,
+        "_growth_tracker": 1,
+    }
+    for target in (torch.amp.GradScaler("cpu"), GradScaler(device), train_one(device)):
+        target.load_state_dict(expected)
+        assert target.state_dict() == expected
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        GradScaler(device).load_state_dict({})
+
+
+def train_one(device):
+    scaler, optimizer, _ = started(device)
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler
+
+
+def test_pickle(device):
+    params = parameters(device)
+    optimizer = syncfree.SGD(params, lr=0.05)
+    scaler = GradScaler(device, init_scale=4.0, growth_interval=3)
+    train(scaler, optimizer, params, bad=(1,), steps=3)
+    copy = pickle.loads(pickle.dumps(scaler))
+    assert copy.state_dict() == scaler.state_dict()
+    assert int(copy.skipped_steps()) == 1
+    assert train(copy, optimizer, params, bad=(0,), steps=4) == train(scaler, optimizer, params, bad=(0,), steps=4)
+    assert int(copy.skipped_steps()) == int(scaler.skipped_steps()) == 2
+    set_gradients(params, scaler, 0)
+    scaler.unscale_(optimizer)
+    with pytest.raises(AssertionError, match="may only be pickled at the beginning of an iteration"):
+        pickle.dumps(scaler)
+
+
+def test_disabled(device):
+    params = parameters(device)
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    scaler = GradScaler(device, enabled=False)
+    loss = torch.ones((), device=device)
+    assert scaler.scale(loss) is loss
+    assert scaler.scale("anything") == "anything"
+    set_gradients(params, GradScaler(device), 0)
+    before = [parameter.tolist() for parameter in params]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [parameter.tolist() for parameter in params] != before
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    assert not scaler.is_enabled()
+    assert pickle.loads(pickle.dumps(scaler)).state_dict() == {}
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [({"growth_factor": 1.0}, "> 1.0"), ({"backoff_factor": 1.0}, "< 1.0")])
+def test_factors_out_of_range(kwargs, message):
+    with pytest.raises(AssertionError, match=message):
+        GradScaler("cpu", **kwargs)

@@ -1,0 +1,191 @@
+"""Steps of torch on the lazy device as StableHLO programs: exported, converted, run."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import checks
+import jax
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import xla_amp
+from xla_amp.errors import CaptureError
+from xla_amp.lazy.interop.export import Exported, export
+from xla_amp.stablehlo import autocast, io, ir
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    yield xla_amp.xla_device()
+    xla_amp.sync()
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.second = nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.second(F.relu(self.norm(self.first(x)))))
+
+
+def resnet() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    layers = [
+        nn.Conv2d(3, 8, 3, stride=2),
+        nn.MaxPool2d(2),
+        ResidualBlock(8),
+        ResidualBlock(8),
+        nn.AdaptiveAvgPool2d(1),
+    ]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 10))
+    return model, (torch.randn(8, 3, 32, 32), torch.randint(10, (8,))), lambda m, x, y: F.cross_entropy(m(x), y)
+
+
+def gpt2() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=50, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    tokens = torch.randint(50, (2, 8))
+    return GPT2LMHeadModel(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
+
+
+def bert() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=64, vocab_size=50,
+        max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    tokens = torch.randint(50, (2, 8))
+    return BertForMaskedLM(config), (tokens, tokens), lambda m, x, y: m(x, labels=y).loss
+
+
+def exported_step(make: Any, device: torch.device, *, low: bool = False) -> Exported:
+    torch.manual_seed(0)
+    model, data, loss_of = make()
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, enabled=low):
+            loss = loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss, [parameter.grad for parameter in model.parameters()]
+
+    return export(step, *(each.to(device) for each in data))
+
+
+# Gradients before a batch norm are small differences of large ones, and a relu or a largest pixel flips here and there.
+MODELS = [(resnet, 17, 0.15), (gpt2, 30, 0.05), (bert, 40, 0.05)]
+
+
+@pytest.mark.parametrize(("make", "contractions", "tolerance"), MODELS, ids=["resnet", "gpt2", "bert"])
+def test_step_of_a_model(make: Any, contractions: int, tolerance: float, device: torch.device) -> None:
+    program = exported_step(make, device)
+    names = [value.name for value in program.inputs]
+    assert names[:2] == ["x", "y"]
+    assert all(name.startswith("model.") for name in names[2:])
+    assert program.outputs[0].name == "output[0]"
+    assert {value.name for value in program.outputs} >= {
+        f"new {value.name}" for value in program.inputs if value.name.endswith("weight")
+    }
+
+    converted = autocast(program)
+    assert checks.wide_contractions(converted.module) == []
+    assert len(checks.contractions(converted.module)) >= contractions
+    assert list(checks.low_denied(converted.module, "tpu")) == []
+    given = [value.initial for value in program.inputs]
+    expected = [np.asarray(each) for each in program.call()]
+    with jax.enable_x64(True):
+        got = [np.asarray(each) for each in converted.program.exported.call(*given)]
+    # Gradients that cancel to nothing (a bias before a norm, BERT's key bias) have no size to be relative to.
+    sizes = [np.linalg.norm(each.astype(np.float64)) for each in expected]
+    some = [i for i, size in enumerate(sizes) if size > 1e-4]
+    assert len(some) > 0.8 * len(sizes)
+    assert checks.error([got[i] for i in some], [expected[i] for i in some]) < tolerance
+
+
+def test_autocast_of_torch_is_inside_the_program(device: torch.device) -> None:
+    def perceptron() -> tuple[nn.Module, tuple[torch.Tensor, ...], Any]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        return model, (torch.randn(4, 4), torch.randint(3, (4,))), lambda m, x, y: F.cross_entropy(m(x), y)
+
+    for low in (False, True):
+        program = exported_step(perceptron, device, low=low)
+        module = ir.parse(program.mlir_module_serialized)
+        assert len(checks.contractions(module)) == 5
+        assert len(checks.wide_contractions(module)) == (0 if low else 5)
+
+
+def test_program_is_what_the_call_computed(device: torch.device, tmp_path: pathlib.Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).to(device)
+    x = torch.randn(4, 3).to(device)
+
+    def forward(batch: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+        return {"y": (model(batch["x"]) * scale).t()}
+
+    with xla_amp.autocast(device):
+        program = export(forward, {"x": x}, 2.0)
+        wanted = forward({"x": x}, 2.0)["y"].float().cpu().detach().numpy()
+    assert [value.name for value in program.inputs] == [
+        "batch['x']", "model.0.weight", "model.0.bias", "model.2.weight", "model.2.bias",
+    ]  # fmt: skip
+    assert [(value.name, value.shape, value.dtype) for value in program.outputs] == [
+        ("output['y']", (2, 4), "bfloat16")
+    ]
+    np.testing.assert_array_equal(np.asarray(program.call()[0]).astype(np.float32), wanted)
+    path = tmp_path / "step.jax_export"
+    path.write_bytes(program.serialize())
+    loaded = io.load(path)
+    assert loaded.format == "export"
+    again = jax.export.deserialize(bytearray(program.serialize())).call(*(value.initial for value in program.inputs))
+    np.testing.assert_array_equal(np.asarray(again[0]).astype(np.float32), wanted)
+    assert "bf16" in program.mlir_text
+    with pytest.raises(TypeError, match="takes 5 arrays"):
+        program.call(1)
+
+
+def test_a_training_step_gives_new_values(device: torch.device) -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(3, 3).to(device).requires_grad_()
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    x = torch.randn(2, 3).to(device)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (x @ weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step(x)
+    program = export(step, x)
+    assert [value.name for value in program.inputs][:2] == ["x", "weight"]
+    new = dict(zip([value.name for value in program.outputs], program.call(), strict=True))
+    np.testing.assert_allclose(np.asarray(new["new weight"]), weight.detach().cpu().numpy(), rtol=1e-6)
+    assert any(name.startswith("new optimizer.state[0].exp_avg") for name in new)
+
+
+def test_what_cannot_be_exported(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * (x.sum() * 2).item()
+
+    with pytest.raises(CaptureError, match="ran 2 programs"):
+        export(reads, x)
+    with pytest.raises(CaptureError, match="recorded nothing"):
+        export(lambda: None)

@@ -1,0 +1,532 @@
+"""Single rules of the pass, on modules of a few lines: what each operation runs in, and what the module looks like."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from xla_amp.errors import ModuleError, PolicyError, UnsupportedDtypeError
+from xla_amp.policy.op_catalog import catalogue
+from xla_amp.stablehlo import Converted, autocast, ir
+from xla_amp.stablehlo.passes.clone_functions import SMALL
+from xla_amp.stablehlo.passes.op_table import table
+
+DOT = "contracting_dims = [1] x [0] : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>"
+
+
+def main(body: str, *, arguments: str = "%x: tensor<4x4xf32>, %w: tensor<4x4xf32>", more: str = "") -> str:
+    """A module whose entry function returns ``%out``, of 4 x 4 float32."""
+    return f"""
+func.func @main({arguments}) -> tensor<4x4xf32> {{
+  {body}
+  return %out : tensor<4x4xf32>
+}}
+{more}
+"""
+
+
+def runs_in(converted: Converted, operation: str) -> list[str]:
+    """What the operations of one name compute in, in program order."""
+    return [each.after for each in converted.report.operations if each.operation == operation]
+
+
+def why(converted: Converted, operation: str) -> str:
+    return next(each.why for each in converted.report.operations if each.operation == operation)
+
+
+# Propagation.
+
+BETWEEN = [
+    # (operation between two dots on %a, what it runs in, words of the reason)
+    ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "bfloat16", "between two low"),
+    ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply", "bfloat16", "between two low"),
+    ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>", "transpose", "bfloat16", ""),
+    ("%b = stablehlo.exponential %a : tensor<4x4xf32>", "exponential", "float32", "range"),
+    ("%b = stablehlo.rsqrt %a : tensor<4x4xf32>", "rsqrt", "float32", ""),
+    ("%b = stablehlo.add %a, %x : tensor<4x4xf32>", "add", "float32", ""),
+]
+
+
+@pytest.mark.parametrize(("line", "name", "dtype", "reason"), BETWEEN, ids=[row[1] for row in BETWEEN])
+def test_between_two_contractions(line: str, name: str, dtype: str, reason: str) -> None:
+    converted = autocast(
+        main(f"%a = stablehlo.dot_general %x, %w, {DOT}\n{line}\n%out = stablehlo.dot_general %b, %w, {DOT}")
+    )
+    assert runs_in(converted, name) == [dtype]
+    assert reason in why(converted, name)
+    assert runs_in(converted, "dot_general") == ["bfloat16", "bfloat16"]
+
+
+def test_deny_goes_forward_through_infer_and_stops_at_allow() -> None:
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %e = stablehlo.exponential %a : tensor<4x4xf32>
+            %t = stablehlo.transpose %e, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>
+            %m = stablehlo.multiply %t, %a : tensor<4x4xf32>
+            %b = stablehlo.dot_general %m, %w, {DOT}
+            %n = stablehlo.negate %b : tensor<4x4xf32>
+            %out = stablehlo.dot_general %n, %w, {DOT}"""
+        )
+    )
+    assert runs_in(converted, "multiply") == ["float32"]
+    assert "follows an operation that stays" in why(converted, "multiply")
+    assert runs_in(converted, "transpose") == ["float32"]
+    assert runs_in(converted, "negate") == ["bfloat16"]
+
+
+def test_a_bias_is_low_and_a_target_is_not() -> None:
+    arguments = "%x: tensor<4x4xf32>, %w: tensor<4x4xf32>, %bias: tensor<4xf32>, %target: tensor<4x4xf32>"
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %b = stablehlo.broadcast_in_dim %bias, dims = [1] : (tensor<4xf32>) -> tensor<4x4xf32>
+            %c = stablehlo.add %a, %b : tensor<4x4xf32>
+            %d = stablehlo.subtract %c, %target : tensor<4x4xf32>
+            %out = stablehlo.dot_general %d, %w, {DOT}""",
+            arguments=arguments,
+        )
+    )
+    assert runs_in(converted, "add") == ["bfloat16"]
+    assert runs_in(converted, "broadcast_in_dim") == ["bfloat16"]
+    assert runs_in(converted, "subtract") == ["float32"]
+
+
+def test_one_cast_for_each_value() -> None:
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %b = stablehlo.dot_general %a, %w, {DOT}
+            %c = stablehlo.dot_general %b, %w, {DOT}
+            %out = stablehlo.dot_general %c, %x, {DOT}"""
+        )
+    )
+    assert converted.report.casts == {"f32->bf16": 2}
+    assert converted.text().count("stablehlo.convert") == 2
+
+
+def test_last_contraction_gives_its_accumulator() -> None:
+    converted = autocast(main(f"%out = stablehlo.dot_general %x, %w, {DOT}"))
+    decision = next(each for each in converted.report.operations if each.operation == "dot_general")
+    assert (decision.after, decision.result) == ("bfloat16", "float32")
+    assert "(tensor<4x4xbf16>, tensor<4x4xbf16>) -> tensor<4x4xf32>" in converted.text()
+
+
+def test_sums_stay_wide_whatever_the_policy_says() -> None:
+    body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
+      %zero = stablehlo.constant dense<0.0> : tensor<f32>
+      %s = stablehlo.reduce(%a init: %zero) applies stablehlo.add across dimensions = [1] : (tensor<4x4xf32>, tensor<f32>) -> tensor<4xf32>
+      %b = stablehlo.broadcast_in_dim %s, dims = [0] : (tensor<4xf32>) -> tensor<4x4xf32>
+      %out = stablehlo.dot_general %b, %w, {DOT}"""  # noqa: E501
+    for rules in (None, {"sum": "low"}):
+        converted = autocast(main(body), rules=rules)
+        assert runs_in(converted, "reduce.add") == ["float32"]
+        assert "running sum" in why(converted, "reduce.add")
+    converted = autocast(main(body.replace("stablehlo.add across", "stablehlo.maximum across")))
+    assert runs_in(converted, "reduce.maximum") == ["bfloat16"]
+    assert "stablehlo.maximum across dimensions = [1] : (tensor<4x4xbf16>, tensor<bf16>)" in converted.text()
+
+
+def test_a_rule_changes_a_colour_and_is_named() -> None:
+    body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
+      %b = stablehlo.tanh %a : tensor<4x4xf32>
+      %out = stablehlo.dot_general %b, %w, {DOT}"""
+    converted = autocast(main(body), rules={"tanh": "fp32"})
+    decision = next(each for each in converted.report.operations if each.operation == "tanh")
+    assert (decision.colour, decision.after, decision.layer, decision.aten) == ("deny", "float32", "context", "tanh")
+    with pytest.raises(PolicyError, match="bans it"):
+        autocast(main(body), rules={"tanh": "ban"})
+
+
+# Constants.
+
+CONSTANTS = [
+    # (constant, low dtype, whether the operation that reads it runs low, words of the reason)
+    ("1.0e+04", "bfloat16", True, ""),
+    ("3.4028235e+38", "bfloat16", False, "overflows in bfloat16"),
+    ("0xFF800000", "bfloat16", True, ""),
+    ("7.0e+04", "float16", False, "overflows in float16"),
+    ("1.0e-08", "float16", False, "becomes zero in float16"),
+    ("1.0e-08", "bfloat16", True, ""),
+]
+
+
+@pytest.mark.parametrize(("value", "dtype", "low", "reason"), CONSTANTS, ids=[f"{r[0]} {r[1]}" for r in CONSTANTS])
+def test_constants_are_checked_before_they_are_narrowed(value: str, dtype: str, low: bool, reason: str) -> None:
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %c = stablehlo.constant dense<{value}> : tensor<f32>
+            %d = stablehlo.broadcast_in_dim %c, dims = [] : (tensor<f32>) -> tensor<4x4xf32>
+            %b = stablehlo.minimum %a, %d : tensor<4x4xf32>
+            %out = stablehlo.dot_general %b, %w, {DOT}"""
+        ),
+        dtype=dtype,
+    )
+    assert runs_in(converted, "minimum") == [dtype if low else "float32"]
+    assert reason in why(converted, "minimum")
+    assert converted.report.casts[f"f32->{'bf16' if dtype == 'bfloat16' else 'f16'}"] == (2 if low else 3)
+
+
+def test_a_contraction_with_a_constant_out_of_range_stays() -> None:
+    arguments = "%x: tensor<4x4xf32>"
+    weight = "%w = stablehlo.constant dense<1.0e5> : tensor<4x4xf32>"
+    converted = autocast(
+        main(f"{weight}\n%out = stablehlo.dot_general %x, %w, {DOT}", arguments=arguments), dtype="f16"
+    )
+    assert runs_in(converted, "dot_general") == ["float32"]
+    assert "overflows in float16" in why(converted, "dot_general")
+
+
+def test_a_constant_that_both_read_is_there_twice() -> None:
+    converted = autocast(
+        main(
+            f"""%c = stablehlo.constant dense<0.1> : tensor<4x4xf32>
+            %a = stablehlo.dot_general %x, %c, {DOT}
+            %out = stablehlo.add %a, %c : tensor<4x4xf32>"""
+        )
+    )
+    assert converted.report.casts == {"f32->bf16": 1}  # of %x
+    assert "dense<1.000980e-01> : tensor<4x4xbf16>" in converted.text()
+    assert "dense<1.000000e-01> : tensor<4x4xf32>" in converted.text()
+
+
+# Loops and functions.
+
+
+def loop(step: str) -> str:
+    """A loop of three turns that carries %h and gives ``%new``."""
+    return main(
+        f"""%n = stablehlo.constant dense<0> : tensor<i32>
+        %r:2 = stablehlo.while(%h = %x, %i = %n) : tensor<4x4xf32>, tensor<i32>
+        cond {{
+          %end = stablehlo.constant dense<3> : tensor<i32>
+          %go = stablehlo.compare LT, %i, %end : (tensor<i32>, tensor<i32>) -> tensor<i1>
+          stablehlo.return %go : tensor<i1>
+        }} do {{
+          {step}
+          %one = stablehlo.constant dense<1> : tensor<i32>
+          %j = stablehlo.add %i, %one : tensor<i32>
+          stablehlo.return %new, %j : tensor<4x4xf32>, tensor<i32>
+        }}
+        %out = stablehlo.dot_general %r#0, %w, {DOT}"""
+    )
+
+
+LOOPS = [
+    # (body, what the carried value is stored in, words of the reason)
+    (f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.tanh %d : tensor<4x4xf32>", "bfloat16", "only low"),
+    (f"%d = stablehlo.dot_general %x, %w, {DOT}\n%new = stablehlo.add %h, %d : tensor<4x4xf32>", "float32", "sum"),
+    (
+        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.exponential %d : tensor<4x4xf32>",
+        "bfloat16",
+        "only low",
+    ),
+    (
+        f"%d = stablehlo.dot_general %h, %w, {DOT}\n%e = stablehlo.sine %h : tensor<4x4xf32>\n"
+        "%new = stablehlo.add %d, %e : tensor<4x4xf32>",
+        "float32",
+        "sum",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "dtype", "reason"), LOOPS, ids=["state", "running sum", "cast in the loop", "read wide"]
+)
+def test_one_colour_on_the_back_edge(step: str, dtype: str, reason: str) -> None:
+    converted = autocast(loop(step))
+    assert runs_in(converted, "while#0") == [dtype]
+    assert reason in why(converted, "while#0")
+    inputs = [np.full((4, 4), 0.1, np.float32), np.full((4, 4), 0.2, np.float32)]
+    expected = ir.run(ir.parse(loop(step)), inputs)[0]
+    np.testing.assert_allclose(ir.run(converted.module, inputs)[0], expected, rtol=0.03)
+
+
+def test_one_colour_for_a_function_and_all_its_callers() -> None:
+    def relu(length: int) -> str:
+        turns = [f"%n{i + 1} = stablehlo.negate %n{i} : tensor<4x4xf32>" for i in range(length)]
+        return f"""func.func private @relu(%n0: tensor<4x4xf32>) -> tensor<4x4xf32> {{
+          %zero = stablehlo.constant dense<0.0> : tensor<4x4xf32>
+          {" ".join(turns)}
+          %b = stablehlo.maximum %n{length}, %zero : tensor<4x4xf32>
+          return %b : tensor<4x4xf32>
+        }}"""
+
+    body = f"""%a = stablehlo.dot_general %x, %w, {DOT}
+      %b = func.call @relu(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>
+      %c = stablehlo.dot_general %b, %w, {DOT}"""
+    last = f"%out = stablehlo.dot_general %c, %w, {DOT}"
+    alone = autocast(main(f"{body}\n{last}", more=relu(0)))
+    assert runs_in(alone, "maximum") == ["bfloat16"]
+    assert "@relu(%arg0: tensor<4x4xbf16>) -> tensor<4x4xbf16>" in alone.text()
+    other = "%out = func.call @relu(%e) : (tensor<4x4xf32>) -> tensor<4x4xf32>"
+    both = f"{body}\n%e = stablehlo.exponential %c : tensor<4x4xf32>\n{other}"
+    shared = autocast(main(both, more=relu(SMALL)))
+    assert runs_in(shared, "maximum") == ["float32"]
+    assert runs_in(shared, "dot_general") == ["bfloat16", "bfloat16"]
+    # A small one is copied for each colour.
+    copied = autocast(main(both, more=relu(0)))
+    assert runs_in(copied, "maximum") == ["bfloat16", "float32"]
+    assert len(ir.functions(copied.module)) == 3
+    # Copies of one colour are one function again.
+    again = f"{body}\n%e = func.call @relu(%c) : (tensor<4x4xf32>) -> tensor<4x4xf32>\n{last.replace('%c', '%e')}"
+    merged = autocast(main(again, more=relu(0)))
+    assert list(ir.functions(merged.module)) == ["main", "relu"]
+
+
+def test_branches_give_one_colour() -> None:
+    def branches(second: str) -> str:
+        return main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %r = "stablehlo.if"(%p) ({{
+              %t = stablehlo.tanh %a : tensor<4x4xf32>
+              stablehlo.return %t : tensor<4x4xf32>
+            }}, {{
+              {second}
+              stablehlo.return %u : tensor<4x4xf32>
+            }}) : (tensor<i1>) -> tensor<4x4xf32>
+            %out = stablehlo.dot_general %r, %w, {DOT}""",
+            arguments="%x: tensor<4x4xf32>, %w: tensor<4x4xf32>, %p: tensor<i1>",
+        )
+
+    low = autocast(branches("%u = stablehlo.negate %a : tensor<4x4xf32>"))
+    assert (runs_in(low, "if#0"), runs_in(low, "tanh")) == (["bfloat16"], ["bfloat16"])
+    mixed = autocast(branches("%u = stablehlo.exponential %a : tensor<4x4xf32>"))
+    assert runs_in(mixed, "dot_general") == ["bfloat16", "bfloat16"]
+    assert runs_in(mixed, "exponential") == ["float32"]
+
+
+# What the program says itself.
+
+
+def test_casts_of_the_program_are_folded_where_that_keeps_the_rounding() -> None:
+    # float16 survives float32, so one rounding is left; bfloat16 back and forth is a rounding that must stay.
+    body = """%h = stablehlo.convert %x : (tensor<4x4xf32>) -> tensor<4x4xf16>
+      %f = stablehlo.convert %h : (tensor<4x4xf16>) -> tensor<4x4xf32>
+      %d = stablehlo.convert %f : (tensor<4x4xf32>) -> tensor<4x4xf64>
+      %e = stablehlo.convert %d : (tensor<4x4xf64>) -> tensor<4x4xf32>
+      %b = stablehlo.convert %e : (tensor<4x4xf32>) -> tensor<4x4xbf16>
+      %out = stablehlo.convert %b : (tensor<4x4xbf16>) -> tensor<4x4xf32>"""
+    given = main(body, arguments="%x: tensor<4x4xf32>")
+    converted = autocast(given)
+    assert converted.report.folded >= 1
+    assert converted.text().count("stablehlo.convert") < given.count("stablehlo.convert")
+    x = np.linspace(1, 2, 16, dtype=np.float32).reshape(4, 4)
+    np.testing.assert_array_equal(ir.evaluate(converted.module, [x])[0], ir.evaluate(ir.parse(given), [x])[0])
+
+
+def test_a_cast_of_the_program_serves_the_others() -> None:
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %b = stablehlo.convert %w : (tensor<4x4xf32>) -> tensor<4x4xbf16>
+            %c = stablehlo.convert %b : (tensor<4x4xbf16>) -> tensor<4x4xf32>
+            %out = stablehlo.dot_general %a, %c, {DOT}"""
+        )
+    )
+    assert converted.report.casts == {"f32->bf16": 1}  # of %x
+    assert converted.text().count("stablehlo.convert") == 2
+
+
+def test_precision_and_algorithm_say_what_the_operands_are() -> None:
+    algorithm = (
+        "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32, accumulation_type = f32, "
+        "lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = 1, "
+        "allow_imprecise_accumulation = false>"
+    )
+    tail = DOT.removeprefix("contracting_dims = [1] x [0]")
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0], precision = [HIGHEST, HIGHEST]{tail}
+            %b = stablehlo.dot_general %a, %w, contracting_dims = [1] x [0], {algorithm}{tail}
+            %out = stablehlo.dot_general %b, %w, contracting_dims = [1] x [0], {algorithm}{tail}"""
+        )
+    ).text()
+    assert "HIGHEST" not in converted
+    assert "lhs_precision_type = f32" not in converted
+    assert converted.count("lhs_precision_type = bf16") == 1  # of the one whose result is its accumulator
+
+
+# What stays, with a reason.
+
+STAYS = [
+    ("%b = stablehlo.custom_call @mine(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>", "custom_call.mine", "not in the"),
+    (
+        '%b = stablehlo.composite "my.gelu" %a {decomposition = @inner} : (tensor<4x4xf32>) -> tensor<4x4xf32>',
+        "composite",
+        "not in the module",
+    ),
+    ("%b = stablehlo.cholesky %a, lower = true : tensor<4x4xf32>", "cholesky", "condition number"),
+    ("%b = chlo.erf_inv %a : tensor<4x4xf32> -> tensor<4x4xf32>", "chlo.erf_inv", ""),
+    ("%b = chlo.lgamma %a : tensor<4x4xf32> -> tensor<4x4xf32>", "chlo.lgamma", "special function"),
+]
+INNER = """func.func private @inner(%a: tensor<4x4xf32>) -> tensor<4x4xf32> {
+  %b = stablehlo.tanh %a : tensor<4x4xf32>
+  return %b : tensor<4x4xf32>
+}"""
+
+
+@pytest.mark.parametrize(("line", "name", "reason"), STAYS, ids=[row[1] for row in STAYS])
+def test_stays_float32_with_a_reason(line: str, name: str, reason: str) -> None:
+    converted = autocast(
+        main(
+            f"%a = stablehlo.dot_general %x, %w, {DOT}\n{line}\n%out = stablehlo.dot_general %b, %w, {DOT}", more=INNER
+        )
+    )
+    assert runs_in(converted, name) == ["float32"]
+    assert reason in why(converted, name)
+    assert runs_in(converted, "dot_general") == ["bfloat16", "bfloat16"]
+    assert "@inner(%arg0: tensor<4x4xf32>)" in converted.text()
+
+
+def test_an_operation_that_nobody_knows_stays() -> None:
+    text = main(
+        f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = shape.with_shape %a, %s : tensor<4x4xf32>, !shape.shape"
+    )
+    with pytest.raises(ModuleError, match="not a StableHLO module"):
+        autocast(text)
+    known = autocast(
+        main(
+            f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = chlo.bessel_i1e %a : tensor<4x4xf32> -> tensor<4x4xf32>"
+        )
+    )
+    assert runs_in(known, "chlo.bessel_i1e") == ["float32"]
+
+
+def test_sharding_annotations_are_passed_through() -> None:
+    converted = autocast(
+        main(
+            f"""%a = stablehlo.dot_general %x, %w, {DOT}
+            %b = stablehlo.custom_call @Sharding(%a) {{mhlo.sharding = "{{replicated}}"}} : (tensor<4x4xf32>) -> tensor<4x4xf32>
+            %c = sdy.sharding_constraint %b <@mesh, [{{}}, {{}}]> : tensor<4x4xf32>
+            %out = stablehlo.dot_general %c, %w, {DOT}""",  # noqa: E501
+            more='sdy.mesh @mesh = <["i"=1]>',
+        )
+    )
+    assert runs_in(converted, "custom_call.Sharding") == ["bfloat16"]
+    assert runs_in(converted, "sdy.sharding_constraint") == ["bfloat16"]
+    assert converted.report.casts == {"f32->bf16": 2}
+
+
+def test_inside_of_a_manual_computation() -> None:
+    converted = autocast(
+        main(
+            f"""%r = sdy.manual_computation(%x, %w) in_shardings=[<@mesh, [{{"i"}}, {{}}]>, <@mesh, [{{}}, {{}}]>]
+              out_shardings=[<@mesh, [{{"i"}}, {{}}]>] manual_axes={{"i"}} (%a: tensor<2x4xf32>, %b: tensor<4x4xf32>) {{
+              %c = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0] : (tensor<2x4xf32>, tensor<4x4xf32>) -> tensor<2x4xf32>
+              %d = stablehlo.tanh %c : tensor<2x4xf32>
+              sdy.return %d : tensor<2x4xf32>
+            }} : (tensor<4x4xf32>, tensor<4x4xf32>) -> tensor<4x4xf32>
+            %out = stablehlo.dot_general %r, %w, {DOT}""",  # noqa: E501
+            more='sdy.mesh @mesh = <["i"=2]>',
+        )
+    )
+    assert runs_in(converted, "tanh") == ["bfloat16"]
+    assert converted.report.casts == {"f32->bf16": 2}
+
+
+def test_dynamic_shapes() -> None:
+    converted = autocast(
+        """func.func @main(%x: tensor<?x4xf32>, %w: tensor<4x4xf32>) -> tensor<?x4xf32> {
+          %a = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<?x4xf32>, tensor<4x4xf32>) -> tensor<?x4xf32>
+          %b = stablehlo.tanh %a : tensor<?x4xf32>
+          %c = stablehlo.dot_general %b, %w, contracting_dims = [1] x [0] : (tensor<?x4xf32>, tensor<4x4xf32>) -> tensor<?x4xf32>
+          return %c : tensor<?x4xf32>
+        }"""  # noqa: E501
+    )
+    assert runs_in(converted, "tanh") == ["bfloat16"]
+    assert re.search(r"stablehlo.tanh %\d+ : tensor<\?x4xbf16>", converted.text())
+
+
+# The signature.
+
+
+def test_parameters_are_narrowed_on_request() -> None:
+    text = main(
+        f"""%a = stablehlo.dot_general %x, %w, {DOT}
+        %out = stablehlo.add %a, %x : tensor<4x4xf32>"""
+    )
+    kept, narrowed = autocast(text), autocast(text, keep_io=False)
+    assert [kind.element for kind in ir.signature(kept.module).inputs if kind] == ["f32", "f32"]
+    assert [kind.element for kind in ir.signature(narrowed.module).inputs if kind] == ["f32", "bf16"]
+    assert narrowed.report.casts == {"f32->bf16": 1}
+
+
+def test_a_result_that_is_low_anyway_is_given_low_on_request() -> None:
+    text = f"""func.func @main(%x: tensor<4x4xf32>, %w: tensor<4x4xf32>) -> (tensor<4x4xf32>, tensor<4x4xf32>) {{
+      %a = stablehlo.dot_general %x, %w, {DOT}
+      %b = stablehlo.tanh %a : tensor<4x4xf32>
+      %c = stablehlo.dot_general %b, %w, {DOT}
+      return %b, %c : tensor<4x4xf32>, tensor<4x4xf32>
+    }}"""
+    kept, narrowed = autocast(text), autocast(text, keep_io=False)
+    assert [kind.element for kind in ir.signature(kept.module).outputs if kind] == ["f32", "f32"]
+    assert kept.report.casts == {"f32->bf16": 2, "bf16->f32": 1}
+    assert [kind.element for kind in ir.signature(narrowed.module).outputs if kind] == ["bf16", "f32"]
+    assert [kind.element for kind in ir.signature(narrowed.module).inputs if kind] == ["bf16", "bf16"]
+    assert narrowed.report.casts == {}
+    assert runs_in(narrowed, "result#0") == ["bfloat16"]
+
+
+def test_a_narrowed_argument_shares_no_memory_with_a_wide_result() -> None:
+    def arguments(sharing: int) -> str:
+        alias = "{tf.aliasing_output = 0 : i32}"
+        return ", ".join(f"%{name}: tensor<4x4xf32> {alias if i == sharing else ''}" for i, name in enumerate("xw"))
+
+    body = f"%a = stablehlo.dot_general %x, %w, {DOT}\n%out = stablehlo.add %a, %x : tensor<4x4xf32>"
+    for sharing, left in ((0, 1), (1, 0)):  # %x stays float32, %w does not
+        converted = autocast(main(body, arguments=arguments(sharing)), keep_io=False)
+        assert converted.text().count("tf.aliasing_output") == left
+        inputs = [
+            np.ones((4, 4), ir.numpy_dtype(kind.element)) for kind in ir.signature(converted.module).inputs if kind
+        ]
+        np.testing.assert_array_equal(ir.run(converted.module, inputs)[0], np.full((4, 4), 5.0))
+
+
+def test_arguments_that_cannot_be_followed() -> None:
+    text = main(f"%out = stablehlo.dot_general %x, %w, {DOT}")
+    with pytest.raises(UnsupportedDtypeError, match="offers bfloat16, float16"):
+        autocast(text, dtype="float8_e4m3fn")
+    with pytest.raises(PolicyError, match="unknown policy 'tpx'"):
+        autocast(text, policy="tpx")
+    with pytest.raises(ModuleError, match=r"expects MLIR text or bytes.*got int"):
+        autocast(3)
+    with pytest.raises(ModuleError, match="nothing to convert"):
+        autocast("module {\n}")
+
+
+def test_report() -> None:
+    from xla_amp import events
+
+    with events.capture() as records:
+        converted = autocast(main(f"%out = stablehlo.dot_general %x, %w, {DOT}"))
+    assert [each.operation for each in records] == [each.operation for each in converted.report.operations]
+    assert {each.front for each in records} == {"stablehlo"}
+    dot = next(each for each in records if each.operation == "dot_general")
+    assert (dot.cast, dot.given, dot.used, dot.policy) == ("low", ("float32",), ("bfloat16",), "tpu")
+    assert "tpu.toml" in dot.origin
+    assert '"casts_inserted": {"f32->bf16": 2}' in converted.report.to_json()
+    assert "casts inserted: 2 x f32->bf16" in str(converted.report)
+
+
+def test_the_table_names_operations_that_exist() -> None:
+    known = {"func.call"}
+    for name in ("chlo", "sdy", "stablehlo"):
+        generated = pytest.importorskip(f"jaxlib.mlir.dialects._{name}_ops_gen")
+        known |= {value.OPERATION_NAME for value in vars(generated).values() if hasattr(value, "OPERATION_NAME")}
+    missing = []
+    for name in table().rows:
+        base = name.partition(".")[0] if name.partition(".")[0] in table().narrowed else name
+        if not {base, f"stablehlo.{base}"} & known:
+            missing.append(name)
+    assert missing == []
+    # What nothing in the table treats, the policy cannot treat either.
+    unknown = [
+        name
+        for name in catalogue().stablehlo
+        if name not in table().rows and name.partition(".")[0] not in table().rows
+    ]
+    assert unknown == []

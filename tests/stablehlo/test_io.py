@@ -1,0 +1,190 @@
+"""Reading and writing programs: every format back to itself and to the others, damage refused, files whole or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+from xla_amp.errors import FileError, ModuleError
+from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.workers import Worker, WorkerEndedError
+
+X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+def network(x, parameters):
+    return {"y": jnp.tanh(x @ parameters["w"]), "sum": x.sum()}
+
+
+def exported_bytes() -> bytes:
+    return bytes(export.export(jax.jit(network))(X, {"w": W}).serialize(vjp_order=1))
+
+
+@pytest.fixture(scope="module")
+def module():
+    return ir.parse(jax.jit(network).lower(X, {"w": W}).as_text())
+
+
+def in_format(module, kind: io.Format) -> bytes:
+    return exported_bytes() if kind == "export" else io.dump(io.Program(module=module, format=kind), kind)
+
+
+@pytest.mark.parametrize("kind", io.FORMATS)
+def test_each_format_is_recognized_and_written_back(module, kind, tmp_path):
+    """By content: every file here has the same meaningless name."""
+    (tmp_path / "file").write_bytes(in_format(module, kind))
+    program = io.load(tmp_path / "file")
+    assert program.format == kind
+    assert io.save(program, tmp_path / "again") == kind
+    again = io.load(tmp_path / "again")
+    assert again.format == kind
+    expected = np.tanh(X.astype(np.float64) @ W)
+    total, y = ir.run(again.module, [X, W])
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    np.testing.assert_allclose(total, X.sum(dtype=np.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("a.mlir", "text"), ("a.mlirbc", "bytecode"), ("a.artifact", "artifact"), ("a.x", "bytecode"), ("a", "bytecode")],
+)
+def test_the_suffix_chooses_the_format(module, name, kind, tmp_path):
+    assert io.save(module, tmp_path / name) == kind
+    assert io.detect((tmp_path / name).read_bytes()) == kind
+    assert io.save(module, tmp_path / name, "text") == "text"
+
+
+def test_an_exported_program_is_called_from_jax_after_a_change():
+    program = io.read(exported_bytes())
+    assert program.exported.has_vjp()
+    assert export.deserialize(bytearray(io.dump(program, "export"))).has_vjp()
+    text = ir.text(program.module)
+    assert text.count("stablehlo.tanh") == 1
+    changed = program.with_module(ir.parse(text.replace("stablehlo.tanh", "stablehlo.negate")))
+    again = export.deserialize(bytearray(io.dump(changed, "export")))
+    assert not again.has_vjp()
+    result = jax.jit(again.call)(X, {"w": W})
+    np.testing.assert_allclose(result["y"], -(X.astype(np.float64) @ W), rtol=1e-5, atol=1e-6)
+
+
+def test_narrowed_arguments_of_an_exported_program_are_asked_for_in_the_low_dtype():
+    program = io.read(exported_bytes())
+    narrow = """func.func public @main(%x: tensor<4x8xf32>, %w: tensor<8x8xbf16>) -> (tensor<f32>, tensor<4x8xf32>) {
+        %0 = stablehlo.convert %w : (tensor<8x8xbf16>) -> tensor<8x8xf32>
+        %1 = stablehlo.dot_general %x, %0, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+        %2 = stablehlo.constant dense<1.0> : tensor<f32>
+        return %2, %1 : tensor<f32>, tensor<4x8xf32> }"""  # noqa: E501
+    again = export.deserialize(bytearray(io.dump(program.with_module(ir.parse(narrow)), "export")))
+    assert [aval.dtype for aval in again.in_avals] == [jnp.float32, jnp.bfloat16]
+    result = again.call(X, {"w": W.astype(jnp.bfloat16)})
+    np.testing.assert_allclose(result["y"], X @ W.astype(jnp.bfloat16).astype(np.float32), rtol=1e-5)
+
+
+def test_a_module_of_another_signature_is_refused():
+    program = io.read(exported_bytes())
+    other = ir.parse("func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }")
+    with pytest.raises(ModuleError, match="2 arguments and 2 results around a module of 1 and 1"):
+        program.with_module(other)
+
+
+def test_what_jax_did_not_export_cannot_be_saved_as_such(module, tmp_path):
+    with pytest.raises(ModuleError, match="was read as bytecode, without the pytrees"):
+        io.save(module, tmp_path / "out.jax_export")
+    with pytest.raises(ModuleError, match="format 'elf', expected one of text, bytecode, artifact, export"):
+        io.save(module, tmp_path / "out", "elf")
+    assert list(tmp_path.iterdir()) == []
+
+
+TOO_DEEP = b"module {" + b"func.func @f() { stablehlo.constant dense<" + b"[" * 200_000 + b"1"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "bad: empty; expected a StableHLO module"),
+        (b" \n", "bad: empty; expected a StableHLO module"),
+        (b"hello", "bad: not a StableHLO module: "),
+        (b"\x7fELF\xff\xfe", "bad: neither MLIR text, MLIR bytecode nor a portable artifact, and not a jax.export"),
+        (b"ML\xefRnothing", "bad: not a StableHLO module: "),
+        (b"module {}", "bad: expected a function @main or exactly one public function; public functions: none"),
+        (b"func.func @main() { return 1 }", "bad: not a StableHLO module: "),
+        (TOO_DEEP, r"bad: (damaged: MLIR's reader did not survive it \(signal \d+\)|not a StableHLO module)"),
+    ],
+)  # fmt: skip
+def test_damage_is_one_clear_error(data, message):
+    with pytest.raises(ModuleError, match=message) as raised:
+        io.read(data, "bad")
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_reading_goes_on_after_a_reader_that_died(module, monkeypatch):
+    def die(*_: object, **__: object) -> dict[str, object]:
+        raise WorkerEndedError("signal 11, it printed last:\nmany lines")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "ask", die)
+        with pytest.raises(ModuleError, match=r"did not survive it \(signal 11\)"):
+            io.read(in_format(module, "bytecode"))
+    assert io.read(in_format(module, "bytecode")).format == "bytecode"
+
+
+def test_a_reader_that_never_ends_is_stopped(monkeypatch):
+    command, popen = [sys.executable, "-c", "import time; time.sleep(60)"], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **rest: popen(command, **rest))
+    worker = Worker("any")
+    with pytest.raises(WorkerEndedError, match="no answer in 1 s"):
+        worker.ask({}, b"", timeout=1)
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(module, tmp_path, monkeypatch):
+    target = tmp_path / "module.mlir"
+    target.write_text("old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError, match=r"writing .*module\.mlir: No space left on device"):
+        io.save(module, target)
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["module.mlir"]
+
+
+def test_a_file_keeps_its_mode_and_a_link_stays_one(module, tmp_path):
+    target, link = tmp_path / "module.mlir", tmp_path / "link.mlir"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    io.save(module, link)
+    assert link.is_symlink()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert "stablehlo" in target.read_text()
+
+
+def test_places_that_cannot_be_read_or_written(module, tmp_path):
+    with pytest.raises(FileError, match=r"reading .*absent: No such file"):
+        io.load(tmp_path / "absent")
+    with pytest.raises(FileError, match=r"reading .*: Is a directory"):
+        io.load(tmp_path)
+    with pytest.raises(FileError, match=r"writing .*: No such file"):
+        io.save(module, tmp_path / "no" / "such.mlir")
+    io.save(module, "/dev/null", "text")
+    assert not os.path.isfile("/dev/null")
+
+
+def test_a_blob_whose_parts_disagree_is_refused():
+    exported = export.deserialize(bytearray(exported_bytes()))
+    with pytest.raises(
+        ModuleError, match=r"a jax\.export program of 3 arguments and 2 results around a module of 2 and 2"
+    ):
+        io.read(bytes(dataclasses.replace(exported, module_kept_var_idx=(0, 1, 1), _get_vjp=None).serialize()), "bad")

@@ -1,0 +1,1 @@
+"""Engines that execute torch operations, and the protocol that the fronts use."""

@@ -1,0 +1,258 @@
+"""torch_xla as an engine: its device and its lazy tracing, with what its AMP lacks.
+
+Importing this imports torch_xla, gives the operations of `torch_xla_kernels` kernels on XLA tensors, and enters the
+device in torch.optim's lists (`torch_xla_optimizers`); `device()` starts the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from xla_amp import config
+from xla_amp.backends.torch_xla import amp_kernels, fused_optimizers
+from xla_amp.backends.torch_xla.metrics import metrics as metrics
+from xla_amp.backends.torch_xla.metrics import steps_ended
+from xla_amp.errors import EngineError
+
+DEVICE_TYPE = "xla"
+
+_PLATFORMS: Mapping[str, str] = MappingProxyType({"CPU": "cpu", "CUDA": "gpu", "ROCM": "gpu", "TPU": "tpu"})
+"""torch_xla's device type (``PJRT_DEVICE``) -> platform."""
+
+_started = False
+_armed: int | None = None
+"""How many steps had ended when the newest optimizer step was recorded; None when there is none."""
+
+
+def device() -> torch.device:
+    """torch_xla's default device.
+
+    Raises:
+        EngineError: ``XLA_AMP_PLATFORM`` asks for another platform than the one torch_xla was told to use.
+    """
+    global _started
+    if not _started:
+        wanted = config.platform()
+        if wanted is not None and wanted != platform():
+            raise EngineError(
+                f"XLA_AMP_PLATFORM={wanted}: torch_xla uses {torch_xla.runtime.device_type()}, which PJRT_DEVICE "
+                "decides; set PJRT_DEVICE to CPU, CUDA or TPU"
+            )
+        register_optimizer_step_post_hook(_after_step)
+        _started = True
+    return torch_xla.device()
+
+
+def is_started() -> bool:
+    """Whether `device` has been called."""
+    return _started
+
+
+def platform() -> str:
+    """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Raises:
+        EngineError: torch_xla runs on hardware that has no rules of its own here.
+    """
+    name = torch_xla.runtime.device_type()
+    if name not in _PLATFORMS:
+        raise EngineError(
+            f"torch_xla runs on PJRT_DEVICE={name!r}, for which there are no rules: expected CPU, CUDA, ROCM or TPU; "
+            "pass autocast(..., policy='tpu') or another policy"
+        )
+    return _PLATFORMS[name]
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def sync(wait: bool = False) -> None:
+    """Ends the step (`torch_xla.sync`); with `wait`, returns when the device has finished."""
+    global _armed
+    _armed = None
+    torch_xla.sync(wait=wait)
+
+
+def step_begins() -> None:
+    """Ends the step before this one, if an optimizer step was recorded and nobody has ended the step since."""
+    global _armed
+    armed, _armed = _armed, None
+    if armed is not None and armed == steps_ended():
+        sync()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _armed
+    if any(p.device.type == DEVICE_TYPE for group in optimizer.param_groups for p in group["params"][:1]):
+        _armed = steps_ended()
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` (CPU) on the device; the upload begins at once and nothing is recorded."""
+    [result] = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(device())])
+    return result.requires_grad_() if tensor.requires_grad else result
+
+
+class Snapshot:
+    """Values of some tensors at one moment; recorded as copies, which XLA leaves out where they are not needed."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        """Keeps the tensors alive, so that their ids stay theirs."""
+        self._values = {id(tensor): tensor.detach().clone() for tensor in self._tensors}
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor's old value, or None when the snapshot does not have it."""
+        return self._values.get(id(tensor))
+
+
+def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
+    """Remembers the present values of `tensors` for `restore_where`."""
+    return Snapshot(tensors)
+
+
+@torch.no_grad()
+def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
+    """Puts every tensor back to its value in `before` where `condition` (a scalar) is not zero, without reading it.
+
+    Tensors that the snapshot does not know, such as optimizer state made meanwhile, become zero there.
+    """
+    put_back = condition.reshape(()) != 0
+    for tensor in tensors:
+        old = before.value(tensor)
+        tensor.copy_(torch.where(put_back, torch.zeros_like(tensor) if old is None else old, tensor))
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def manual_seed(seed: int) -> None:
+    """Seeds the device (any Python integer; taken modulo 2**63, for torch_xla keeps an int64)."""
+    xm.set_rng_state(int(seed) & (2**63 - 1), str(device()))
+
+
+def get_rng_state() -> torch.Tensor:
+    """The generator's state: uint8[8], torch_xla's running seed as an int64."""
+    return torch.tensor([xm.get_rng_state(str(device()))], dtype=torch.int64).view(torch.uint8)
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Restores what `get_rng_state` returned.
+
+    Raises:
+        TypeError: `state` is not a uint8 tensor.
+        ValueError: it does not hold 8 bytes.
+    """
+    if not isinstance(state, torch.Tensor) or state.dtype is not torch.uint8:
+        got = f"a {state.dtype} tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+        raise TypeError(f"set_rng_state expects the uint8 tensor that get_rng_state() returned, got {got}")
+    if state.numel() != 8:
+        raise ValueError(f"set_rng_state expects 8 bytes (the seed of an 'xla' generator), got {state.numel()}")
+    xm.set_rng_state(int(state.cpu().contiguous().view(torch.int64)), str(device()))
+
+
+# ---- processes and memory --------------------------------------------------------------------------------------------
+
+
+def _broadcast(tensor: torch.Tensor, groups: Any, parts: int, *, root: int) -> torch.Tensor:
+    value = tensor.detach().clone()
+    xm.collective_broadcast([value], root, groups)
+    return value
+
+
+_COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
+    {
+        "all_gather": lambda tensor, groups, parts, *, dim: xm.all_gather(tensor, dim, groups),
+        "reduce_scatter": lambda tensor, groups, parts, *, reduce_type, dim: xm.reduce_scatter(
+            reduce_type, tensor, 1.0, dim, parts, groups
+        ),
+        "all_to_all": lambda tensor, groups, parts, *, split, concat: xm.all_to_all(
+            tensor, split, concat, parts, groups
+        ),
+        "collective_permute": lambda tensor, groups, parts, *, pairs: xm.collective_permute(tensor, _lists(pairs)),
+        "collective_broadcast": _broadcast,
+    }
+)
+"""Name -> torch_xla's function, of a tensor, the groups and the number of processes in each."""
+
+
+@contextlib.contextmanager
+def _no_deprecations() -> Iterator[None]:
+    """torch_xla 2.9's rendezvous asks for the device by a name that it has deprecated itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _lists(groups: Any) -> list[list[int]] | None:
+    return None if groups is None else [list(group) for group in groups]
+
+
+class _Processes:
+    """The processes that `torch_xla.launch` has started."""
+
+    def world_size(self) -> int:
+        return torch_xla.runtime.world_size()
+
+    def ordinal(self) -> int:
+        return torch_xla.runtime.global_ordinal()
+
+    def local_ordinal(self) -> int:
+        return torch_xla.runtime.local_ordinal()
+
+    def all_reduce(
+        self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
+    ) -> Sequence[torch.Tensor]:
+        for tensor in tensors:
+            amp_kernels.make_own(tensor)  # callers write the result to it
+        return [xm.all_reduce(reduce_type, tensor, 1.0, _lists(groups), pin_layout=pin_layout) for tensor in tensors]
+
+    def collective(
+        self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
+    ) -> Sequence[torch.Tensor]:
+        parts = len(groups[0]) if groups else self.world_size()
+        return [_COLLECTIVES[name](tensor, _lists(groups), parts, **options) for tensor in tensors]
+
+    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
+        if self.world_size() == 1:
+            return [payload]
+        with _no_deprecations():
+            return xm.rendezvous(tag, payload, list(replicas))
+
+    def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+        if self.world_size() == 1:
+            return reduce_fn([data])
+        with _no_deprecations():
+            return xm.mesh_reduce(tag, data, reduce_fn)
+
+
+processes = _Processes()
+
+
+def memory_stats() -> dict[str, int]:
+    """Bytes of the device's memory as PJRT counts them; empty where it does not (XLA:CPU)."""
+    try:
+        found = dict(xm.get_memory_info(str(device())))
+    except RuntimeError as error:
+        if "not implemented" not in str(error).lower() and "unimplemented" not in str(error).lower():
+            raise
+        return {}
+    found["bytes_in_use"] = found.pop("bytes_used")
+    return found
+
+
+amp_kernels.install()
+fused_optimizers.install()

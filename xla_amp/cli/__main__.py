@@ -1,0 +1,7 @@
+"""``python -m xla_amp.cli``."""
+
+import sys
+
+from xla_amp.cli import main
+
+sys.exit(main())

@@ -1,0 +1,97 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from xla_amp.errors import FileError, MissingLibraryError
+
+if TYPE_CHECKING:
+    from xla_amp.diagnose.documents import Document
+
+FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
+"""shtab's mark for arguments that are completed with file names; it asks for a dict."""
+
+
+def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
+    """A positional argument: a file with a StableHLO program."""
+    what = "MLIR text or bytecode, a portable artifact or a jax.export blob"
+    parser.add_argument(name, metavar=metavar, type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
+
+
+def json_instead(parser: argparse.ArgumentParser) -> None:
+    """``--json``."""
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    """``--report``."""
+    what = "also write an HTML page with charts"
+    parser.add_argument("--report", metavar="HTML", type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
+
+
+def check_report(arguments: argparse.Namespace) -> None:
+    """Before any work: whether ``--report`` can be followed.
+
+    Raises:
+        MissingLibraryError: jinja2 is not installed.
+        FileError: its folder is not there.
+    """
+    if arguments.report is None:
+        return
+    if importlib.util.find_spec("jinja2") is None:
+        raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
+    if not arguments.report.parent.is_dir():
+        raise FileError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+
+
+def report_page(arguments: argparse.Namespace, document: Document, module: Any = None, why: Any = None) -> str | None:
+    """The page that ``--report`` asks for, with the graph of `module`; None without it."""
+    if arguments.report is None:
+        return None
+    from xla_amp.diagnose import html_report
+
+    return html_report.page(document, module, why)
+
+
+def write_report(arguments: argparse.Namespace, page: str | None) -> None:
+    """Writes what `report_page` gave."""
+    if page is not None:
+        from xla_amp.stablehlo import io
+
+        io.write_whole(arguments.report, page.encode())
+
+
+def as_json(document: Any) -> str:
+    """JSON of plain data; infinity and NaN, which JSON lacks, as text."""
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return str(value)
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number from 0 on, for ``type=``."""
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+def positive(text: str) -> float:
+    """A number above 0, for ``type=``."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError
+    return number

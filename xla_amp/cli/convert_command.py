@@ -1,0 +1,138 @@
+"""Put a StableHLO program into mixed precision. IN and OUT are MLIR text, bytecode, artifacts or jax.export blobs."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from xla_amp.cli import arguments as common
+from xla_amp.policy import BUILTIN
+from xla_amp.types import CASTS, LowDtype
+
+if TYPE_CHECKING:
+    from xla_amp.diagnose.documents import Document
+    from xla_amp.stablehlo.passes.autocast import Converted
+
+HELP = "put a program into mixed precision"
+
+FORMATS = ("text", "bytecode", "artifact", "export")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``convert``."""
+    common.program(parser, "source", "IN")
+    out = parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="where to write it")
+    out.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--format", choices=FORMATS, help="of OUT; default: its suffix says, else the format of IN")
+    known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
+    parser.add_argument("--policy", default="tpu", help=f"{known}; default tpu")
+    parser.add_argument("--dtype", choices=get_args(LowDtype), help="the low dtype; default: the policy's")
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        type=_rule,
+        metavar="OP=CAST",
+        help=f"a rule on top of the policy, e.g. tanh=fp32; casts: {', '.join(CASTS)}; may be repeated",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--keep-io", dest="keep_io", action="store_true", default=True, help="keep the signature (default)"
+    )
+    group.add_argument(
+        "--narrow-parameters",
+        dest="keep_io",
+        action="store_false",
+        help="take low what only low operations read, give low what is low anyway",
+    )
+    sample = parser.add_argument(
+        "--inputs",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="NPZ",
+        help="arguments to run it on: what overflows or loses too much stays float32; may be repeated",
+    )
+    sample.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--max-error", type=common.positive, help="with --inputs: error of one operation to accept")
+    common.report(parser)
+    common.json_instead(parser)
+    parser.set_defaults(run=_run)
+
+
+def _rule(text: str) -> tuple[str, str]:
+    operation, equals, cast = (part.strip() for part in text.partition("="))
+    if not equals or not operation or cast not in CASTS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected OP=CAST with one of {', '.join(CASTS)}")
+    return operation, cast
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    from xla_amp.diagnose import html_report
+    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo.passes import autocast
+    from xla_amp.stablehlo.tools import inspection, samples
+
+    common.check_report(arguments)
+    program = io.load(arguments.source)
+    kind = io.check_format(program, arguments.output, arguments.format)
+    given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
+    converted = autocast.autocast(
+        program,
+        policy=arguments.policy,
+        dtype=arguments.dtype,
+        rules=dict(arguments.override) or None,
+        keep_io=arguments.keep_io,
+        sample_inputs=[tuple(each) for each in given] or None,
+        **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
+    )
+    states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
+    document = _document(arguments, converted, states, program.format, kind)
+    page = common.report_page(arguments, document, converted.module, html_report.reasons(converted.report))
+    io.save(converted.program, arguments.output, kind)  # with everything at hand that may fail
+    common.write_report(arguments, page)
+    if not arguments.json:
+        return document.text(), 0
+    plain = {
+        "input": str(arguments.source),
+        "output": str(arguments.output),
+        "format": kind,
+        "summary": converted.report.summary(),
+        **{name: found.to_dict() for name, found in states.items()},
+        "operations": converted.report.rows(),
+    }
+    return common.as_json(plain), 0
+
+
+def _document(arguments: argparse.Namespace, converted: Converted, states: dict, before: str, after: str) -> Document:
+    from xla_amp.cli import module_tables
+    from xla_amp.diagnose.documents import Document, Table
+
+    report = converted.report
+    decided = Counter(
+        (each.operation.partition("#")[0], each.colour, each.after, each.result, each.why) for each in report.operations
+    )
+    casts = ", ".join(f"{count} {kind}" for kind, count in sorted(report.casts.items())) or "none"
+    return Document(
+        title=f"{arguments.source} ({before}) -> {arguments.output} ({after})",
+        facts=(
+            ("policy", f"{report.policy}, low = {report.low}"),
+            ("casts inserted", casts),
+            ("casts folded", str(report.folded)),
+            ("signature", "kept" if arguments.keep_io else "narrowed where only low operations read or write"),
+        ),
+        tables=(
+            module_tables.contractions(states),
+            module_tables.by_dtype(states),
+            module_tables.casts(states),
+            Table(
+                "Decisions",
+                ("operation", "colour", "computes in", "gives", "why", "count"),
+                module_tables.as_rows(decided),
+                ("count",),
+            ),
+        ),
+        charts=tuple(module_tables.charts(states)),
+    )

@@ -1,0 +1,63 @@
+"""Tell what a StableHLO program consists of by dtype, and what XLA expects of it on machines that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+
+from xla_amp.cli import arguments as common
+from xla_amp.stablehlo.tools import targets
+
+HELP = "operations, contractions, casts and bytes by dtype; estimates for TPUs and GPUs"
+
+EVERY = "all"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``inspect``."""
+    common.program(parser, "file", "FILE")
+    parser.add_argument(
+        "--target",
+        action="append",
+        default=[],
+        choices=[*targets.names(), EVERY],
+        help="also compile it for this machine and give XLA's estimates; may be repeated",
+    )
+    parser.add_argument("--largest", type=common.count, default=10, metavar="N", help="values to list (default 10)")
+    common.report(parser)
+    common.json_instead(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    from xla_amp.cli import module_tables
+    from xla_amp.diagnose.documents import Document, size
+    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo.tools import inspection
+
+    common.check_report(arguments)
+    program = io.load(arguments.file)
+    chosen = targets.names() if EVERY in arguments.target else dict.fromkeys(arguments.target)
+    found = inspection.inspect(program, targets=chosen, largest=arguments.largest)
+    status = int(any(isinstance(each, str) for each in found.targets.values()))
+    states = {"": found}
+    document = Document(
+        title=f"{arguments.file}: {program.format}",
+        facts=(
+            ("arguments", size(found.arguments)),
+            ("results", size(found.results)),
+            ("constants", size(found.constants)),
+        ),
+        tables=(
+            module_tables.by_dtype(states),
+            module_tables.contractions(states),
+            module_tables.casts(states),
+            module_tables.operations(found, 20),
+            module_tables.largest(found),
+            module_tables.targets(states),
+        ),
+        charts=tuple(module_tables.charts(states)),
+    )
+    common.write_report(arguments, common.report_page(arguments, document, program.module))
+    if arguments.json:
+        return common.as_json({"file": str(arguments.file), "format": program.format, **found.to_dict()}), status
+    return document.text(), status

@@ -1,0 +1,171 @@
+"""Show, check and compare policies: built-in ones by name, your own by the path of their TOML file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from xla_amp.diagnose import tables
+from xla_amp.errors import PolicyError
+from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
+from xla_amp.policy.load import read_file, rules_from_file, signature
+
+HELP = "show, check and compare policies"
+
+Answer = tuple[str, int]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds ``show``, ``check`` and ``diff``."""
+    kinds = parser.add_subparsers(metavar="ACTION", required=True)
+    known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
+
+    show = kinds.add_parser("show", help="the rules in force, or what they say about one operation")
+    show.add_argument("name", metavar="POLICY", help=known)
+    show.add_argument("--operation", metavar="OP", help="an ATen name, e.g. softmax or pow.Tensor_Scalar")
+    show.add_argument("--module", metavar="PATH", help="with --operation: inside the module of that path")
+    show.add_argument("--json", action="store_true", help="JSON instead of a table")
+    show.set_defaults(run=_show)
+
+    check = kinds.add_parser("check", help="whether a file can be followed; names file, line and fix if not")
+    check.add_argument("file", metavar="FILE", type=Path, help="a policy, or rows for XLA_AMP_POLICY")
+    check.set_defaults(run=_check)
+
+    diff = kinds.add_parser("diff", help="operations that two policies treat differently")
+    diff.add_argument("left", metavar="A", help=known)
+    diff.add_argument("right", metavar="B", help=known)
+    diff.add_argument("--json", action="store_true", help="JSON instead of a table")
+    diff.set_defaults(run=_diff)
+
+
+def _torchs_names() -> Iterable[str]:
+    """Every operation of torch, for names that the catalogue lacks; torch is loaded only then."""
+    try:
+        import torch
+    except ImportError:
+        return ()
+    return torch._C._dispatch_get_all_op_names()
+
+
+extend_known_operations(_torchs_names)
+
+
+def _show(arguments: argparse.Namespace) -> Answer:
+    policy = resolve(arguments.name)
+    if arguments.operation is not None:
+        return _decisions(policy, arguments)
+    rows = [
+        {
+            "operations": list(rule.operations),
+            "cast": rule.cast,
+            "layer": layer.layer,
+            "why": rule.why,
+            "source": rule.source,
+            "note": rule.note,
+            "rule": rule.origin,
+        }
+        for layer in policy.layers
+        for rule in layer.rules
+    ]
+    if arguments.json:
+        document = {"name": policy.name, "low": policy.low, "dtypes": list(policy.dtypes), "summary": policy.summary}
+        return _json({**document, "source": policy.source, "rules": rows}), 0
+    head = f"{policy.name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
+    lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
+    listed = [_listed(rule.operations) for rule in policy.rules]
+    lines = [[*line[:3], operations, line[3]] for line, operations in zip(lines, listed, strict=True)]
+    table = tables.plain(("cast", "layer", "rule", "operations", "why"), lines)
+    return f"{head}\nA later row wins over an earlier one of another layer.\n\n{table}", 0
+
+
+def _listed(operations: Sequence[str], *, most: int = 4) -> str:
+    more = len(operations) - most
+    return ", ".join(operations[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _decisions(policy: Policy, arguments: argparse.Namespace) -> Answer:
+    operation = op_catalog.canonical(arguments.operation)
+    known = op_catalog.matching(operation)
+    if not known:
+        raise PolicyError(f"--operation: {op_catalog.unknown(operation)}")
+    decided = [policy.decide(name, arguments.module) for name in known]
+    if arguments.json:
+        return _json([_fields(decision) for decision in decided]), 0
+    return "\n\n".join(_told(decision) for decision in decided), 0
+
+
+def _fields(decision: Decision) -> dict[str, str]:
+    rule = decision.rule
+    return {
+        "operation": decision.operation,
+        "cast": decision.cast,
+        "layer": decision.layer if rule else "",
+        "why": decision.why,
+        "source": rule.source if rule else "",
+        "note": rule.note if rule else "",
+        "rule": decision.origin,
+    }
+
+
+def _told(decision: Decision) -> str:
+    fields = _fields(decision)
+    lines = [f"{fields.pop('operation')}: {fields.pop('cast')}"]
+    return "\n".join(lines + [f"  {name:<7}{text}" for name, text in fields.items() if text])
+
+
+def _check(arguments: argparse.Namespace) -> Answer:
+    file = arguments.file
+    try:
+        if not _is_policy(file):
+            layer = rules_from_file(*signature(file))
+            operations = len(layer.reach())
+            return f"{file}: ok, {_count(layer.rules)} for XLA_AMP_POLICY, reaching {operations} operations", 0
+        policy = load(file)
+    except PolicyError as error:
+        return str(error), 1
+    own = [rule for layer in policy.layers if layer.layer == "file" for rule in layer.rules]
+    named = f"policy {policy.name!r}, low = {policy.low}"
+    return f"{file}: ok, {named}, {_count(own)} of its own, casts {len(policy.operations())} operations", 0
+
+
+def _is_policy(file: Path) -> bool:
+    """Whether the file has a low dtype, its own or another policy's; without one it holds rows for XLA_AMP_POLICY."""
+    try:
+        header = tomllib.loads(read_file(file))
+    except tomllib.TOMLDecodeError:
+        return True
+    return not header.keys().isdisjoint(("dtypes", "extends", "low"))
+
+
+def _count(rules: Sequence[object]) -> str:
+    return f"{len(rules)} rule{'' if len(rules) == 1 else 's'}"
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    left, right = resolve(arguments.left), resolve(arguments.right)
+    casts = left.casts(), right.casts()
+    changed = {
+        name: (casts[0].get(name, "keep"), casts[1].get(name, "keep"))
+        for name in sorted(casts[0].keys() | casts[1].keys())
+        if casts[0].get(name, "keep") != casts[1].get(name, "keep")
+    }
+    lows = left.low, right.low
+    status = int(bool(changed) or lows[0] != lows[1] or left.ruled_in_modules() != right.ruled_in_modules())
+    if arguments.json:
+        pairs = {name: {"a": a, "b": b} for name, (a, b) in changed.items()}
+        return _json({"low": {"a": lows[0], "b": lows[1]}, "operations": pairs}), status
+    titles = ("operation", *((left.name, right.name) if left.name != right.name else (arguments.left, arguments.right)))
+    lines: list[Sequence[str]] = [("(low dtype)", *lows)] if lows[0] != lows[1] else []
+    lines += [(name, *pair) for name, pair in changed.items()]
+    if not lines:
+        same = "the same casts for every operation"
+        return (f"{same} outside modules; rules for modules differ" if status else same), status
+    return tables.plain(titles, lines), status
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, indent=2)

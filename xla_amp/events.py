@@ -1,0 +1,102 @@
+"""Records of decisions, for whoever asks: nothing is built or kept while nobody listens.
+
+The caller of a hot path tests `sinks` first::
+
+    if record.sinks:
+        record.emit(record.DecisionRecord(...))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from xla_amp.types import Cast, Layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DecisionRecord:
+    """One operation as it was decided and run."""
+
+    operation: str
+    """ATen name with overload, or the front's own name where there is none."""
+    cast: Cast
+    layer: Layer
+    """Layer of the rule that won; ``builtin`` for an operation without a rule."""
+    policy: str
+    """Name of the policy."""
+    front: str
+    """Who asked: ``pytorch``, ``jax`` or ``stablehlo``."""
+    given: tuple[str, ...]
+    """dtypes of the tensor operands as the caller passed them."""
+    used: tuple[str, ...]
+    """dtypes of the same operands after the cast."""
+    why: str = ""
+    source: str = ""
+    origin: str = ""
+    """Where the rule is written: file and line, variable, or the call that set it."""
+    result: tuple[str, ...] = ()
+    """dtypes of the results, where they are known."""
+    location: str = ""
+    """The user's ``file:line``, where the front can tell."""
+    module: str = ""
+    """Path of the module that it ran in, where somebody follows modules; empty for the model itself and outside."""
+
+
+Sink: TypeAlias = Callable[[DecisionRecord], None]
+
+sinks: tuple[Sink, ...] = ()
+"""Listeners of this process.  Replaced, never changed in place, so that reading it needs no lock."""
+
+_lock = threading.Lock()
+
+
+def add(sink: Sink) -> None:
+    """Sends every later record, from any thread, to `sink` as well."""
+    global sinks
+    with _lock:
+        sinks = (*sinks, sink)
+
+
+def remove(sink: Sink) -> None:
+    """Takes `sink` away again.
+
+    Raises:
+        ValueError: `sink` is not listening.
+    """
+    global sinks
+    with _lock:
+        left = list(sinks)
+        try:
+            left.remove(sink)
+        except ValueError:
+            raise ValueError(f"remove({sink!r}): not a sink; pass the object that add() was given") from None
+        sinks = tuple(left)
+
+
+def emit(record: DecisionRecord) -> None:
+    """Hands `record` to every sink; an exception of a sink reaches the caller."""
+    for sink in sinks:
+        sink(record)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[DecisionRecord]]:
+    """Collects the records of all threads while the block runs.
+
+    Example:
+        >>> with capture() as records:
+        ...     pass
+        >>> records
+        []
+    """
+    records: list[DecisionRecord] = []
+    sink = records.append  # one bound method: each access would make another object
+    add(sink)
+    try:
+        yield records
+    finally:
+        remove(sink)

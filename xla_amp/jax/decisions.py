@@ -1,0 +1,119 @@
+"""What a region asks for, and the decision for a primitive."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp import events
+from xla_amp import policy as policies
+from xla_amp.errors import PolicyError, UnsupportedDtypeError
+from xla_amp.jax import compat
+from xla_amp.jax.primitives import TREATMENTS, Treatment
+from xla_amp.policy import Decision, Policy, PolicyLike
+from xla_amp.types import LOW_DTYPES
+
+Carry: TypeAlias = Literal["keep", "low"]
+
+_FLOATS = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
+"""The dtypes that a cast may change: float64, complex, integers and 8-bit floats stay as they are."""
+
+F32 = jnp.dtype(jnp.float32)
+
+
+def dtype_of(value: Any) -> Any:
+    """dtype of an array, tracer or scalar; None for what has none."""
+    return getattr(value, "dtype", None)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether casts apply to this dtype."""
+    return dtype in _FLOATS
+
+
+@functools.lru_cache(maxsize=8192)
+def decide(policy: Policy, primitive: str) -> tuple[Decision, Treatment | None]:
+    """The rule for a primitive: that of its ATen name, or of its own name where ATen has none."""
+    operation = policies.equivalent("jaxpr", primitive)
+    decision = policy.decide(operation or primitive)
+    return decision, TREATMENTS.get(primitive)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What one region asks for; hashable, so it can be a key."""
+
+    policy: Policy
+    low: Any
+    """The low dtype, a NumPy dtype."""
+    carry: Carry = "keep"
+
+    def now(self) -> Policy:
+        """The policy with the overrides that are open on this thread."""
+        return policies.overridden(self.policy)
+
+
+def rules(policy: PolicyLike | None, dtype: Any, carry: Carry) -> Rules:
+    """What the arguments of `autocast` mean now.
+
+    Raises:
+        PolicyError: `policy` cannot be loaded.
+        UnsupportedDtypeError: the policy has no such low dtype.
+    """
+    chosen = policies.default_name(jax.default_backend()) if policy is None else policy
+    effective = policies.resolve(policies.load(chosen))
+    return Rules(policy=effective, low=_low(effective, dtype), carry=carry)
+
+
+def _low(policy: Policy, dtype: Any) -> Any:
+    if dtype is None:
+        return jnp.dtype(policy.low)
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in policy.dtypes:
+        legal = ", ".join(f"jnp.{each}" for each in policy.dtypes)
+        raise UnsupportedDtypeError(
+            f"autocast(dtype={dtype!r}): the policy {policy.name!r} offers {legal}; pass one of them, or policy= with "
+            "one that offers it"
+        )
+    return jnp.dtype(name)
+
+
+def banned(primitive: str, decision: Decision) -> PolicyError:
+    """The error for a primitive that the policy forbids."""
+    return PolicyError(
+        f"{primitive} under autocast: the rule for {decision.operation!r} ({decision.origin}) bans it: {decision.why}. "
+        "Call it inside `with xla_amp.jax.autocast(enabled=False)`, or override the rule"
+    )
+
+
+def note(
+    policy: Policy, primitive: str, decision: Decision, given: list[Any], used: list[Any], outs: list[Any], eqn: Any
+) -> None:
+    """Tells `xla_amp.events` about one primitive; the caller has seen that somebody listens."""
+    rule = decision.rule
+    kept = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
+    events.emit(
+        events.DecisionRecord(
+            operation=decision.operation if policies.equivalent("jaxpr", primitive) else primitive,
+            cast=decision.cast,
+            layer=decision.layer,
+            policy=policy.name,
+            front="jax",
+            given=tuple(before for before, _ in kept),
+            used=tuple(after for _, after in kept),
+            why=decision.why,
+            source=rule.source if rule else "",
+            origin=decision.origin,
+            result=tuple(str(dtype_of(out)) for out in outs),
+            location=compat.location(eqn),
+            module="/".join(str(scope.name) for scope in compat.scopes(eqn)) if eqn is not None else "",
+        )
+    )

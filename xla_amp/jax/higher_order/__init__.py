@@ -1,0 +1,1 @@
+"""Higher-order primitives: control flow, calls, custom derivatives."""

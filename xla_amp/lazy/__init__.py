@@ -1,0 +1,33 @@
+"""The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
+
+from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.ops import cast_elision as uncast
+from xla_amp.lazy.runtime.execute import sync
+from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
+from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.runtime.pjrt import platform
+from xla_amp.lazy.tensors.fresh import zeros
+from xla_amp.lazy.tensors.rollback import restore_where, snapshot
+from xla_amp.lazy.tensors.step_marker import step_begins
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.tensors.transfer import to_device
+from xla_amp.lazy.torch_integration.device import device, is_started
+
+__all__ = [
+    "DEVICE_TYPE",
+    "device",
+    "get_rng_state",
+    "is_started",
+    "manual_seed",
+    "metrics",
+    "platform",
+    "processes",
+    "restore_where",
+    "set_rng_state",
+    "snapshot",
+    "step_begins",
+    "sync",
+    "to_device",
+    "uncast",
+    "zeros",
+]

@@ -1,0 +1,1 @@
+"""Captured steps: record a step, guard it, replay it without recording."""

@@ -1,0 +1,1 @@
+"""Several processes or devices: collectives, consistency checks, SPMD, checkpoints."""

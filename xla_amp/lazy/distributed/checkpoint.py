@@ -1,0 +1,191 @@
+"""Checkpoints of tensors that are laid out over a mesh: written by shard, read into any other layout.
+
+A checkpoint is a folder: the arrays, which Orbax writes, and ``structure.pt``, which holds everything else and a tensor
+without data for each array.  For values that are whole everywhere (one device, or processes with `xla_amp.launch`)
+`xla_amp.xla_model.save` is enough and needs no Orbax.
+
+    checkpoint.save({"model": model, "optimizer": optimizer, "scaler": scaler, "step": 100}, "run/step-100")
+    step = checkpoint.load({"model": model, "optimizer": optimizer, "scaler": scaler}, "run/step-100")["step"]
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+from jax.sharding import SingleDeviceSharding
+from torch.optim import Optimizer
+from torch.utils import _pytree
+
+from xla_amp.backends import devices
+from xla_amp.errors import DeviceError, FileError, MissingLibraryError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.dtypes import TO_NUMPY
+from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+_ARRAYS, _STRUCTURE = "arrays", "structure.pt"
+
+
+def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Writes a checkpoint, each device's shard from where it is; the folder appears when it is complete.
+
+    Args:
+        state: by name, objects with ``state_dict()`` and ``load_state_dict()`` (models, optimizers, scalers,
+            schedules), or values that `torch.load` reads with ``weights_only`` (tensors, numbers, texts, containers).
+        path: a folder that does not exist yet, e.g. ``run/step-100``.
+
+    Raises:
+        FileError: `path` exists, or cannot be written.
+        DeviceError: in one of several processes (`xla_amp.xla_model.save` is for them).
+        MissingLibraryError: Orbax is not installed.
+    """
+    orbax = _orbax()
+    _one_process("save")
+    target = Path(path).absolute()
+    if target.exists():
+        raise FileError(f"checkpoint.save({str(path)!r}): it exists; give each checkpoint a name of its own")
+    arrays: dict[str, jax.Array] = {}
+
+    def detach(value: Any) -> Any:
+        if not _here(value):
+            return value
+        arrays[str(len(arrays))] = tensor_io.array_of(value.detach())
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    structure = _pytree.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        torch.save(structure, partial / _STRUCTURE)
+        with private_api.x64(), orbax.PyTreeCheckpointer() as writer:
+            writer.save(partial / _ARRAYS, {"arrays": arrays})
+        partial.rename(target)
+    except OSError as error:
+        raise FileError(f"checkpoint.save({str(path)!r}): {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a checkpoint into objects, laid out as their tensors are now; on how many devices it was written is no
+    matter.  An optimizer's state is laid out as its parameters are: mark those first.
+
+    Args:
+        state: by name, what to read into: objects with ``load_state_dict()``, tensors (overwritten).  Other values, and
+            names that it does not have, are left to the result.
+        path: what `save` wrote.
+
+    Returns:
+        The checkpoint's values of all names that no object took.
+
+    Raises:
+        FileError: there is no complete checkpoint.
+        KeyError: the checkpoint has nothing of a name.
+        DeviceError: in one of several processes.
+        MissingLibraryError: Orbax is not installed.
+    """
+    orbax = _orbax()
+    _one_process("load")
+    devices.engine().device()
+    folder = Path(path).absolute()
+    if not (folder / _STRUCTURE).is_file():
+        raise FileError(f"checkpoint.load({str(path)!r}): there is no complete checkpoint")
+    structure: dict[str, Any] = torch.load(folder / _STRUCTURE, map_location="cpu", weights_only=True)
+    if missing := [name for name in state if name not in structure]:
+        raise KeyError(f"checkpoint.load({str(path)!r}): it holds {list(structure)}, and nothing named {missing}")
+    leaves, tree = _pytree.tree_flatten_with_path(structure)
+    layouts = {name: _layouts(value) for name, value in state.items()}
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    marked: list[Any] = []
+    for keys, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            where: Any = keys
+            layout = layouts.get(where[0].key, _nowhere)(where[1:], leaf)
+            home = mesh.home()
+            sharding = layout or (SingleDeviceSharding(home) if isinstance(home, jax.Device) else home)
+            with private_api.x64():
+                shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
+                wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            marked.append(layout)
+    with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
+        arguments = {name: orbax.ArrayRestoreArgs(sharding=of.sharding, dtype=of.dtype) for name, of in wanted.items()}
+        arrays = reader.restore(
+            folder / _ARRAYS, orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": arguments})
+        )["arrays"]
+    values, number = [], 0
+    for _, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            leaf = transfer.wrap(arrays.pop(str(number)))
+            if (layout := marked[number]) is not None:
+                mesh.lay_out(tensor_io.buffer_of(leaf), layout)
+            number += 1
+        values.append(leaf)
+    loaded: dict[str, Any] = _pytree.tree_unflatten(values, tree)
+    for name, value in state.items():
+        if hasattr(value, "load_state_dict"):
+            value.load_state_dict(loaded.pop(name))
+        elif isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                value.copy_(loaded.pop(name))
+    return loaded
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in a folder, or None."""
+    found = [path.parent for path in Path(folder).glob(f"*/{_STRUCTURE}") if path.parent.suffix != ".partial"]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _here(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
+def _nowhere(where: tuple[Any, ...], leaf: torch.Tensor) -> None:
+    return None
+
+
+def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
+    """Where a tensor of `value`'s state belongs: ``found(path in the state, tensor of its shape)``."""
+    if isinstance(value, Optimizer):
+        numbered = [parameter for group in value.param_groups for parameter in group["params"]]
+
+        def of_parameter(where: tuple[Any, ...], leaf: torch.Tensor) -> Any:
+            parameter = numbered[where[1].key] if where[0].key == "state" else None
+            if parameter is None or not _here(parameter) or parameter.shape != leaf.shape:
+                return None
+            return mesh.layout_of(tensor_io.buffer_of(parameter))
+
+        return of_parameter
+    present, _ = _pytree.tree_flatten_with_path(_state_of(value))
+    layouts = {where: mesh.layout_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _here(tensor)}
+    return lambda where, leaf: layouts.get(where)
+
+
+def _one_process(call: str) -> None:
+    if processes.world_size() > 1:
+        raise DeviceError(
+            f"checkpoint.{call}(): each of {processes.world_size()} processes has whole values; use "
+            "xla_amp.xla_model.save() on all of them (the first one writes) and torch.load()"
+        )
+
+
+def _orbax() -> Any:
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise MissingLibraryError(
+            "sharded checkpoints need Orbax: pip install 'xla-amp[checkpoint]' (orbax-checkpoint)"
+        ) from error

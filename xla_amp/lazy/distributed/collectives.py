@@ -1,0 +1,173 @@
+"""What processes that train together compute with each other's values, as operations of the step.
+
+A row of `COLLECTIVES` is the collective of `jax.lax` (or what is made of one) and the shape of its result; the axis
+that it works over is that of `xla_amp.lazy.runtime.mesh`.  The names and meanings are torch_xla's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from xla_amp import config
+from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, tape
+from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.tensors import tensor_io
+
+Groups = tuple[tuple[int, ...], ...] | None
+Reduce = Callable[[tuple[jax.Array, ...], Any], Sequence[jax.Array]]
+
+
+def _gathered(function: Callable[..., jax.Array]) -> Reduce:
+    return lambda xs, groups: [
+        function(lax.all_gather(x, mesh.AXIS, axis_index_groups=groups), axis=0).astype(x.dtype) for x in xs
+    ]
+
+
+REDUCTIONS: Mapping[str, Reduce] = MappingProxyType(
+    {
+        "sum": lambda xs, groups: lax.psum(xs, mesh.AXIS, axis_index_groups=groups),
+        "max": lambda xs, groups: lax.pmax(xs, mesh.AXIS, axis_index_groups=groups),
+        "min": lambda xs, groups: lax.pmin(xs, mesh.AXIS, axis_index_groups=groups),
+        "mul": _gathered(jnp.prod),
+        "and": _gathered(jnp.bitwise_and.reduce),
+        "or": _gathered(jnp.bitwise_or.reduce),
+    }
+)
+"""XLA has no collective for the last three: everybody gathers."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One row of the table."""
+
+    shape: Callable[[Numbers, int, dict[str, Any]], Numbers]
+    """Shape of the result, from that of the operand, the processes in a group and the options."""
+    emit: Callable[[jax.Array, Any, int, dict[str, Any]], jax.Array]
+    """The operation: operand, groups, processes in a group, options."""
+
+
+def _with(shape: Numbers, dim: int, extent: int) -> Numbers:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def _scattered(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -> jax.Array:
+    dim = options["dim"]
+    if options["reduce_type"] == "sum":
+        return lax.psum_scatter(x, mesh.AXIS, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+    [whole] = REDUCTIONS[options["reduce_type"]]((x,), groups)
+    part = x.shape[dim] // count
+    return lax.dynamic_slice_in_dim(whole, _place_in_group(groups, count) * part, part, axis=dim)
+
+
+def _place_in_group(groups: Any, count: int) -> jax.Array:
+    index = lax.axis_index(mesh.AXIS)
+    if groups is None:
+        return index
+    places = [group.index(rank) for rank in range(count * len(groups)) for group in groups if rank in group]
+    return jnp.array(places, jnp.int32)[index]
+
+
+def _sent_from(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -> jax.Array:
+    """The root's value, to the bit: everybody else adds zeros, to its bits and not to its numbers (-0.0 + 0.0 is 0)."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(*(_sent_from(part, groups, count, options) for part in (jnp.real(x), jnp.imag(x))))
+    is_bool = x.dtype == jnp.bool_
+    bits = x.astype(jnp.uint32) if is_bool else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits  # XLA:CPU adds few types of less than 4 bytes
+    mine = lax.axis_index(mesh.AXIS) == options["root"]
+    sent = lax.psum(jnp.where(mine, wide, jnp.zeros_like(wide)), mesh.AXIS, axis_index_groups=groups)
+    return sent != 0 if is_bool else lax.bitcast_convert_type(sent.astype(bits.dtype), x.dtype)
+
+
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
+    {
+        "all_gather": Collective(
+            shape=lambda shape, count, of: _with(shape, of["dim"], shape[of["dim"]] * count),
+            emit=lambda x, groups, count, of: lax.all_gather(
+                x, mesh.AXIS, axis=of["dim"], axis_index_groups=groups, tiled=True
+            ),
+        ),
+        "all_to_all": Collective(
+            shape=lambda shape, count, of: _with(
+                _with(shape, of["split"], shape[of["split"]] // count),
+                of["concat"],
+                (shape[of["concat"]] // (count if of["split"] == of["concat"] else 1)) * count,
+            ),
+            emit=lambda x, groups, count, of: lax.all_to_all(
+                x, mesh.AXIS, of["split"], of["concat"], axis_index_groups=groups, tiled=True
+            ),
+        ),
+        "collective_broadcast": Collective(shape=lambda shape, count, of: shape, emit=_sent_from),
+        "collective_permute": Collective(
+            shape=lambda shape, count, of: shape,
+            emit=lambda x, groups, count, of: lax.ppermute(x, mesh.AXIS, of["pairs"]),
+        ),
+        "reduce_scatter": Collective(
+            shape=lambda shape, count, of: _with(shape, of["dim"], shape[of["dim"]] // count), emit=_scattered
+        ),
+    }
+)
+_instructions: dict[Any, Instruction] = {}
+
+
+def _world() -> int:
+    place = config.process()
+    return 1 if place is None else place.world_size
+
+
+def all_reduce(
+    reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any = None, pin_layout: bool = True
+) -> list[torch.Tensor]:
+    """New tensors, each reduced over all processes (of its group), as one operation of the step."""
+    if _world() == 1:
+        return [tensor.clone() for tensor in tensors]
+
+    def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
+        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+            return list(REDUCTIONS[reduce_type](tuple(inputs), lists))
+
+        return Instruction(f"all_reduce.{reduce_type}", emit, specs, len(specs), collective=True)
+
+    return _record(("all_reduce", reduce_type), tensors, groups, make)
+
+
+def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any) -> list[torch.Tensor]:
+    """New tensors: the collective `name` of each, as one operation of the step."""
+    count = _world() if groups is None else len(groups[0])
+    if _world() == 1:
+        return [tensor.clone() for tensor in tensors]
+    row = COLLECTIVES[name]
+
+    def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
+        outs = tuple(tensor_io.spec(row.shape(of.shape, count, options), of.dtype) for of in specs)
+
+        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+            return [row.emit(x, lists, count, options) for x in inputs]
+
+        return Instruction(name, emit, outs, len(specs), collective=True)
+
+    return _record((name, tuple(sorted(options.items()))), tensors, groups, make)
+
+
+def _record(
+    what: Any, tensors: Sequence[torch.Tensor], groups: Groups, make: Callable[[tuple[Spec, ...], Any], Instruction]
+) -> list[torch.Tensor]:
+    with tape.lock:
+        values = [tensor_io.read(tensor) for tensor in tensors]
+        specs = tuple(of for _, of in values)
+        key = (what, specs, groups)
+        instruction = _instructions.get(key)
+        if instruction is None:
+            lists = None if groups is None else [list(group) for group in groups]
+            instruction = _instructions[key] = make(specs, lists)
+        first = record(instruction, *(number for number, _ in values))
+        outs: Any = instruction.outs
+        return [tensor_io.new_tensor(of, first + place) for place, of in enumerate(outs)]

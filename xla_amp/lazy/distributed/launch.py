@@ -1,0 +1,70 @@
+"""`launch`: the processes of one machine, one per device, each running the same function."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from xla_amp import config
+from xla_amp.backends import base, lazy_only
+
+GRACE = 5
+"""Seconds that the others have for ending by themselves when one has failed."""
+
+
+def _run(
+    index: int, function: Callable[..., Any], args: tuple[Any, ...], count: int, port: int, timeout: int | None
+) -> None:
+    config.place_process(rank=index, world_size=count, port=port, timeout=timeout)
+    try:
+        function(index, *args)
+    except BaseException:
+        base.fail()
+        raise
+
+
+def launch(
+    function: Callable[..., Any], nprocs: int, args: tuple[Any, ...] = (), *, timeout: int | None = None
+) -> None:
+    """Runs ``function(rank, *args)`` in `nprocs` new processes of this machine that train together, to the end.
+
+    Each has one device, its own values, and the same program; `xla_model.all_reduce` and the like reach across.  Where
+    one process fails, the others are ended.  On several machines start the script with torchrun instead: the
+    variables that it sets are all that is needed.
+
+    Args:
+        function: importable by name (the processes are spawned, not forked).
+        nprocs: how many; at most the number of devices on GPU and TPU.
+        args: more arguments, picklable.
+        timeout: seconds that processes wait for each other; None takes ``XLA_AMP_TIMEOUT``, or 300.
+
+    Raises:
+        EngineError: the process uses torch_xla.
+        ValueError: `nprocs` is less than 1, or `timeout` less than 3.
+        torch.multiprocessing.ProcessRaisedException: `function` raised; the message has the rank and the traceback.
+        torch.multiprocessing.ProcessExitedException: a process was killed.
+    """
+    if nprocs < 1:
+        raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
+    if timeout is not None and timeout < config.TIMEOUT_LEAST:
+        raise ValueError(f"launch(timeout={timeout!r}): expected at least {config.TIMEOUT_LEAST} seconds")
+    lazy_only.require("launch()", "torch_xla.launch")
+    from torch import multiprocessing
+
+    processes = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)
+    while not processes.join(grace_period=GRACE):
+        pass
+
+
+def _two_ports() -> int:
+    """A port that is free together with the next one, which the coordinator takes."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = int(first.getsockname()[1])
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port

@@ -1,0 +1,1 @@
+"""The recorded graph: specs, buffers, the trace, shape inference and validation."""

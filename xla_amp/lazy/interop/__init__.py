@@ -1,0 +1,1 @@
+"""Exchange with JAX programs: arrays, functions, exported programs."""

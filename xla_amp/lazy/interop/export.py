@@ -1,0 +1,286 @@
+"""`export`: what a call on the lazy device runs, as one StableHLO program with its casts inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from xla_amp.backends import lazy_only
+from xla_amp.errors import CaptureError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import Buffer, tape
+from xla_amp.lazy.runtime import execute, generator, pjrt
+from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.tensors import tensor_io
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value:
+    """One input or output of an exported program."""
+
+    name: str
+    """``x`` or ``batch['ids']`` for an argument, ``fc.weight`` or ``model.fc.weight`` for a parameter or buffer,
+    ``output`` or ``output[0]`` for what the call returned, ``new fc.weight`` for a value that it changed."""
+    shape: tuple[int, ...]
+    dtype: str
+    initial: np.ndarray[Any, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Of an input: its value before the call."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A program that has left torch; `xla_amp.stablehlo` reads it, and any PJRT client runs it."""
+
+    inputs: tuple[Value, ...]
+    """Tensor arguments in their order, then parameters, buffers and other values that it reads."""
+    outputs: tuple[Value, ...]
+    """Returned tensors in their order, then new values of the inputs that it changes."""
+    exported: jax.export.Exported
+
+    @property
+    def mlir_text(self) -> str:
+        """The program as MLIR text."""
+        return str(self.exported.mlir_module())
+
+    @property
+    def mlir_module_serialized(self) -> bytes:
+        """The program as a portable artifact."""
+        return bytes(self.exported.mlir_module_serialized)
+
+    def serialize(self) -> bytes:
+        """Bytes that ``jax.export.deserialize`` and `xla_amp.stablehlo.load` read."""
+        return bytes(self.exported.serialize())
+
+    def call(self, *values: Any) -> list[jax.Array]:
+        """Runs the program on arrays, one for each of `inputs`; without any, on the values before the call."""
+        given = values or tuple(each.initial for each in self.inputs)
+        if len(given) != len(self.inputs):
+            names = ", ".join(each.name for each in self.inputs)
+            raise TypeError(f"call() takes {len(self.inputs)} arrays ({names}), got {len(given)}")
+        with private_api.x64():
+            return list(self.exported.call(*given))
+
+
+def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
+    """The StableHLO program of one call of a step or module on the lazy device.
+
+    The call runs: a training step changes its parameters as always.  Call a step once before, so that optimizers have
+    made their state.  Python numbers, learning rates and the random seed of this call become constants of the program.
+
+    Args:
+        step: a module, or a function; of a function, the modules, optimizers and tensors that it sees by name (from
+            around it, or global) become inputs.  Values that have no name are constants, unless the call changes them.
+        *args, **kwargs: what to call it with; tensors on the lazy device become inputs.
+
+    Raises:
+        CaptureError: the call runs more than one program, or none: it reads a value on the host, or syncs inside.
+        EngineError: the process uses torch_xla.
+
+    Example:
+        >>> import torch, xla_amp
+        >>> model = torch.nn.Linear(3, 2).to(xla_amp.xla_device())
+        >>> with xla_amp.autocast(xla_amp.xla_device()):
+        ...     program = export(model, torch.ones(4, 3, device=xla_amp.xla_device()))
+        >>> [value.name for value in program.inputs], program.outputs[0].dtype
+        (['input', 'weight', 'bias'], 'bfloat16')
+    """
+    lazy_only.require("export()")
+    execute.sync(wait=True)
+    named = dict(_named_arguments(step, args, kwargs))
+    for name, tensor in _named_state(step):
+        named.setdefault(name, tensor)
+    names: dict[int, str] = {}
+    holders: list[Buffer] = []
+    for name, tensor in named.items():
+        buffer = tensor_io.buffer_of(tensor)
+        names.setdefault(id(buffer), name)
+        holders.append(buffer)
+    recorder = _Recorder()
+    with recorder:
+        result = step(*args, **kwargs)
+        execute.sync()
+    run = recorder.only()
+    returned = [
+        ("output" + _pytree.keystr(path), leaf)
+        for path, leaf in _pytree.tree_flatten_with_path(result)[0]
+        if _here(leaf)
+    ]
+    arguments = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
+    return _assemble(run, names, list(dict.fromkeys(arguments)), returned)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Run:
+    program: Program
+    leaves: list[Buffer]
+    initial: list[np.ndarray[Any, Any]]
+    targets: list[Buffer]
+    floats: list[float]
+    ints: list[int]
+
+
+class _Recorder:
+    """Watches the cuts inside a block."""
+
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
+
+    def __enter__(self) -> None:
+        self._outer, execute.observer = execute.observer, self
+
+    def __exit__(self, *_: Any) -> None:
+        execute.observer = self._outer
+
+    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+        """Called by the cut: inputs may be overwritten by the program, so they are copied."""
+        self._initial = [np.array(leaf.array) for leaf in leaves]
+        streams = list(tape.streams) or [generator.stream()]
+        self._ints = [*(word for stream in streams for word in stream), *tape.ints]
+        self._floats = list(tape.floats)
+
+    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        """Called by the cut once `program` was dispatched."""
+        leaves, targets = list(tape.leaves), list(targets)
+        run = _Run(
+            program=program,
+            leaves=leaves,
+            initial=self._initial,
+            targets=targets,
+            floats=self._floats,
+            ints=self._ints,
+        )
+        self.runs.append(run)
+
+    def only(self) -> _Run:
+        """The one program that ran."""
+        if len(self.runs) == 1:
+            return self.runs[0]
+        if not self.runs:
+            raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
+        raise CaptureError(
+            f"export(): the call ran {len(self.runs)} programs; expected one. Take .item(), print and sync() out of "
+            "it, or export its parts"
+        )
+
+
+def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]) -> Exported:
+    program = run.program
+    changed = [place for place, target in enumerate(run.targets) if any(target is leaf for leaf in run.leaves)]
+    written = {id(run.targets[place]) for place in changed}
+    label = {i: names.get(id(leaf)) for i, leaf in enumerate(run.leaves)}
+    for index, leaf in enumerate(run.leaves):
+        if label[index] is None and id(leaf) in written:
+            label[index] = f"value {index}"
+    order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
+    places = {leaf: place for place, leaf in enumerate(order)}
+    inputs = tuple(_value(str(label[i]), run.initial[i]) for i in order)
+    floats, ints = np.array(run.floats, np.float64), np.array(run.ints, np.int64)
+    given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
+
+    def program_of_step(*values: jax.Array) -> list[jax.Array]:
+        leaves = [values[places[i]] if i in places else jnp.asarray(run.initial[i]) for i in range(len(run.leaves))]
+        results = program.nested(
+            [leaves[i] for i in program.donated],
+            [leaves[i] for i in program.kept],
+            jnp.asarray(floats),
+            jnp.asarray(ints),
+        )
+        made = [results[place] if place >= 0 else leaves[~place] for place in program.outputs]
+        by_buffer = {id(leaf): value for leaf, value in zip(run.leaves, leaves, strict=True)}
+        by_buffer.update((id(target), value) for target, value in zip(run.targets, made, strict=True))
+        seen = [_seen(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
+        return [*seen, *(made[place] for place in changed)]
+
+    known = {id(each) for each in (*run.leaves, *run.targets)}
+    for name, _, buffer in given:
+        if id(buffer) not in known:
+            raise CaptureError(f"export(): {name} was not computed by the call; return what it computes")
+    with private_api.x64():
+        structs = [jax.ShapeDtypeStruct(each.shape, each.initial.dtype) for each in inputs]  # type: ignore[union-attr]
+        platform = {"gpu": "cuda"}.get(pjrt.platform(), pjrt.platform())
+        exported = jax.export.export(jax.jit(program_of_step, keep_unused=True), platforms=[platform])(*structs)
+    index_of = {id(leaf): i for i, leaf in enumerate(run.leaves)}
+    news = [f"new {label[index_of[id(run.targets[place])]]}" for place in changed]
+    outputs = tuple(
+        Value(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
+        for name, aval in zip([name for name, _ in returned] + news, exported.out_avals, strict=True)
+    )
+    return Exported(inputs=inputs, outputs=outputs, exported=exported)
+
+
+def _rank(name: str | None, arguments: list[str]) -> int:
+    return arguments.index(name) if name in arguments else len(arguments)
+
+
+def _value(name: str, initial: np.ndarray[Any, Any]) -> Value:
+    return Value(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
+
+
+def _seen(buffer: jax.Array, tensor: torch.Tensor) -> jax.Array:
+    """The elements of a buffer that a tensor shows, in its shape."""
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    if tensor.is_contiguous() and tensor.numel() == buffer.size:
+        return buffer.reshape(shape)
+    flat = np.arange(buffer.size, dtype=np.int32)
+    where = np.lib.stride_tricks.as_strided(flat[offset:], shape, [4 * stride for stride in strides])
+    return buffer.reshape(-1)[where]
+
+
+# Names.
+
+
+def _here(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == tensor_io.DEVICE_TYPE
+
+
+def _tensors(tree: Any) -> Sequence[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if _here(leaf)]
+
+
+def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    called = step.forward if isinstance(step, torch.nn.Module) else step
+    bound = inspect.signature(called).bind(*args, **kwargs).arguments
+    for argument, value in bound.items():
+        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+            if _here(leaf):
+                yield argument + _pytree.keystr(path), leaf
+
+
+def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(step, torch.nn.Module):
+        yield from _state("", step)
+        return
+    function = inspect.unwrap(step)
+    function = getattr(function, "__func__", function)
+    if not inspect.isfunction(function):
+        return
+    around = inspect.getclosurevars(function)
+    for name, value in (*around.nonlocals.items(), *around.globals.items()):
+        yield from _state(name, value)
+
+
+def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    prefix = f"{name}." if name else ""
+    if _here(value):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        for own, tensor in (*value.named_parameters(), *value.named_buffers()):
+            if _here(tensor):
+                yield prefix + own, tensor
+    elif isinstance(value, torch.optim.Optimizer):
+        for number, entries in enumerate(value.state.values()):
+            for key, tensor in entries.items():
+                if _here(tensor):
+                    yield f"{prefix}state[{number}].{key}", tensor
+    elif isinstance(value, list | tuple | dict):
+        for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
+            if _here(leaf):
+                yield name + _pytree.keystr(path), leaf

@@ -1,0 +1,305 @@
+"""`functional`: a torch module as a pure function of JAX arrays, differentiated as torch differentiates it.
+
+When JAX traces the function, the module's forward runs on placeholders of the lazy device, which records and computes
+nothing; the recording is then read as a JAX function.  Under differentiation torch's autograd records the backward
+pass right behind it, and the two parts become a `jax.custom_vjp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils import _pytree
+
+from xla_amp.backends import lazy_only
+from xla_amp.lazy import private_api
+from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
+from xla_amp.lazy.interop.functionalize import Piece, Recording
+from xla_amp.lazy.interop.shared_arrays import lend
+from xla_amp.lazy.interop.torch_function import has_64_bits
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration.device import device
+
+
+def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunction]:
+    """The parameters of a torch module, and the module as a pure JAX function of them.
+
+    Args:
+        module: on the lazy device or on the CPU; its parameters, buffers and mode (``train()``, ``eval()``) are those
+            of this moment.  On the lazy device nothing is copied.
+
+    Returns:
+        ``(params, fn)``: arrays by parameter name, and ``fn(params, *args, **kwargs)``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, torch
+        >>> params, fn = functional(torch.nn.Linear(3, 1))
+        >>> loss = lambda params, x: jnp.sum(fn(params, x))
+        >>> gradients = jax.jit(jax.grad(loss))(params, jnp.ones((2, 3)))
+        >>> gradients["weight"].tolist(), gradients["bias"].tolist()
+        ([[2.0, 2.0, 2.0]], [2.0])
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"functional() expects a torch.nn.Module, got {type(module).__name__}")
+    lazy_only.require("functional()")
+    device()
+    params = {name: _array(tensor) for name, tensor in module.named_parameters()}
+    buffers = {name: _array(tensor) for name, tensor in module.named_buffers()}
+    return params, TorchFunction(module, buffers)
+
+
+class TorchFunction:
+    """A torch module as a JAX function; `functional` makes it.
+
+    It can be jitted, differentiated in reverse mode, and be part of `xla_amp.jax.autocast`; torch's own regions that
+    are open while JAX traces it count too.  Outside of `jax.jit` every call records the module anew.
+    """
+
+    def __init__(self, module: torch.nn.Module, buffers: dict[str, jax.Array]) -> None:
+        self._module = module
+        self.buffers = buffers
+        """The module's buffers by name, e.g. the running statistics of batch norms."""
+        self._dtypes = {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+    def __call__(
+        self,
+        params: Mapping[str, Any],
+        *args: Any,
+        buffers: Mapping[str, Any] | None = None,
+        rng: jax.Array | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the module.
+
+        Args:
+            params: an array for each parameter.
+            *args, **kwargs: what the module takes; arrays for tensors, anything else as it is.  Where JAX's 64-bit
+                types are off, int32 arrays become int64 tensors, torch's dtype of indices and labels.
+            buffers: an array for each buffer.  Without it those of `self.buffers` are read and changes are dropped.
+            rng: a JAX key, which modules that draw random numbers (dropout in training mode) need.
+
+        Returns:
+            What the module returns, tensors as arrays (64-bit ones as JAX is set to treat them); with `buffers` a
+            pair of that and the new buffers.  Gradients flow to `params` and to floating-point arguments.
+
+        Raises:
+            TypeError: names that do not fit the module, tensors among the arguments, or a missing `rng`.
+            EngineError: the module looks at values while it runs.
+        """
+        state = self.buffers if buffers is None else buffers
+        _require_names("params", params, [name for name in self._dtypes if name not in self.buffers])
+        _require_names("buffers", state, list(self.buffers))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"a torch module called from JAX takes arrays, got a tensor of shape {list(leaf.shape)} on "
+                    f"{leaf.device}; convert it with xla_amp.jax.to_jax(tensor)"
+                )
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
+        call = _Call(self._module, self._dtypes, list(params), list(state), leaves, tree, places)
+        words = None if rng is None else _words(rng)
+        values = [jnp.asarray(params[name]) for name in params], [jnp.asarray(leaves[place]) for place in places]
+        results, news = call.run(*values, [jnp.asarray(state[name]) for name in state], words)
+        output = call.output(results)
+        return output if buffers is None else (output, dict(zip(state, news, strict=True)))
+
+
+class _Call:
+    """One call of a module: its recording, and the JAX function that this becomes."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        dtypes: Mapping[str, torch.dtype],
+        params: list[str],
+        buffers: list[str],
+        leaves: list[Any],
+        tree: Any,
+        places: list[int],
+    ) -> None:
+        self._module = module
+        self._dtypes = dtypes
+        self._params, self._buffers = params, buffers
+        self._leaves, self._tree, self._places = leaves, tree, places
+        self._spec: Any = None
+        self._rest: list[Any] = []
+
+    def run(self, params: Any, inputs: Any, buffers: Any, words: Any) -> tuple[list[Any], list[Any]]:
+        """(results, new buffers), differentiable by `params` and `inputs`."""
+        differentiable = jax.custom_vjp(self._forward)
+        differentiable.defvjp(self._forward_and_saved, self._backward)
+        results, news = differentiable(params, inputs, buffers, words)
+        return results, news
+
+    def output(self, results: Sequence[Any]) -> Any:
+        """What the module returned, with arrays in it."""
+        arrays = iter(results)
+        return _plain(_pytree.tree_unflatten([next(arrays) if x is _HERE else x for x in self._rest], self._spec))
+
+    def _forward(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
+        with Recording() as recording, torch.no_grad():
+            made, state = self._record(recording, params, inputs, buffers, grad=False)[:2]
+            piece = recording.whole([*made, *state])
+        return self._parted(_run(piece, [*params, *buffers, *inputs], words, self._wide(params, buffers, inputs)), made)
+
+    def _forward_and_saved(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
+        with Recording() as recording, torch.enable_grad():
+            made, state, sources = self._record(recording, params, inputs, buffers, grad=True)
+            numbers = recording.numbers([*made, *state])
+            recording.split()
+            roots = [x for x in made if x.requires_grad]
+            # Only these have a cotangent that counts; the others' places hold None.
+            cotangents = [recording.argument(x.shape, x.dtype) for x in roots]
+            gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True) if roots and sources else ()
+            present = [gradient for gradient in gradients if gradient is not None]
+            forward, backward = recording.halves(numbers, present)
+        outs = _run(forward, [*params, *buffers, *inputs], words, self._wide(params, buffers, inputs), whole=True)
+        count = len(made) + len(state)
+        plan = _Plan(
+            backward,
+            roots=tuple(i for i, x in enumerate(made) if x.requires_grad),
+            dtypes=tuple(TO_NUMPY[x.dtype] for x in roots),
+            found=tuple(gradient is not None for gradient in gradients),
+        )
+        saved = jax.tree_util.Partial(plan, outs[count:])
+        return self._parted(_narrow(outs[:count]), made), (saved, params, inputs, words)
+
+    def _backward(self, residuals: Any, cotangents: Any) -> Any:
+        plan, params, inputs, words = residuals
+        found = iter(plan(cotangents[0], words))
+
+        def gradient(x: Any) -> Any:
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return None
+            given = next(found)
+            return jnp.zeros_like(x) if given is None else given.astype(x.dtype)
+
+        return [gradient(x) for x in params], [gradient(x) for x in inputs], None, None
+
+    def _record(
+        self, recording: Recording, params: Any, inputs: Any, buffers: Any, grad: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Runs the module on placeholders: results, buffers, and what to differentiate with respect to."""
+        types = self._wide(params, buffers, inputs)
+        values = [*params, *buffers, *inputs]
+        tensors = [recording.argument(x.shape, dtype) for x, dtype in zip(values, types, strict=True)]
+        first, last = len(params), len(params) + len(buffers)
+        state = tensors[first:last]
+        sources = [x for x in (*tensors[:first], *tensors[last:]) if x.is_floating_point() or x.is_complex()]
+        if grad:
+            for source in sources:
+                source.requires_grad_()
+        filled = list(self._leaves)
+        for place, tensor in zip(self._places, tensors[last:], strict=True):
+            filled[place] = tensor.clone()  # the module may write to it
+        args, kwargs = jax.tree.unflatten(self._tree, filled)
+        named = dict(zip((*self._params, *self._buffers), tensors[:last], strict=True))
+        result = torch.func.functional_call(self._module, named, args, kwargs)
+        flat, self._spec = _pytree.tree_flatten(result)
+        self._rest = [_HERE if _here(x) else x for x in flat]
+        return [x for x in flat if _here(x)], state, sources
+
+    def _wide(self, params: Any, buffers: Any, inputs: Any) -> list[torch.dtype]:
+        """Dtypes of the placeholders: integers of the module have its own, whatever JAX's 64-bit switch made them."""
+        named = list(zip((*self._params, *self._buffers), (*params, *buffers), strict=True))
+        own = [
+            TO_TORCH[np.dtype(x.dtype)] if jnp.issubdtype(x.dtype, jnp.inexact) else self._dtypes[name]
+            for name, x in named
+        ]
+        return [*own, *(_argument_dtype(x) for x in inputs)]
+
+    @staticmethod
+    def _parted(values: list[Any], made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return values[: len(made)], values[len(made) :]
+
+
+_HERE = object()
+"""Stands for a tensor among what a module returned."""
+
+
+class _Plan:
+    """The backward part and how JAX's cotangents map to it; equal to any other of the same recording."""
+
+    def __init__(self, piece: Piece, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]) -> None:
+        self._piece = piece
+        self._roots = roots
+        self._dtypes = dtypes
+        self._found = found
+
+    def __call__(self, saved: Sequence[Any], cotangents: Sequence[Any], words: Any) -> list[Any]:
+        """Gradients, None for those that are zero."""
+        given = [cotangents[place] for place in self._roots]
+        with private_api.x64():
+            given = [x.astype(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
+            made = iter(self._piece([*saved, *given], words if self._piece.draws else None))
+        return [next(made) if found else None for found in self._found]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Plan) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> Any:
+        piece = self._piece
+        numbers = piece.floats.tobytes(), piece.ints.tobytes(), piece.streams.tobytes()
+        constants = tuple(map(id, piece.constants))
+        return id(piece.program), piece.arguments, constants, numbers, self._roots, self._dtypes, self._found
+
+
+def _run(
+    piece: Piece, values: Sequence[Any], words: Any, dtypes: Sequence[torch.dtype], whole: bool = False
+) -> list[Any]:
+    if piece.draws and words is None:
+        raise TypeError("the module draws random numbers; pass a key, fn(params, ..., rng=key), or call module.eval()")
+    with private_api.x64():
+        wide = [x.astype(TO_NUMPY[dtype]) for x, dtype in zip(values, dtypes, strict=True)]
+        outs = piece(wide, words if piece.draws else None)
+    return outs if whole else _narrow(outs)
+
+
+def _narrow(values: Sequence[Any]) -> list[Any]:
+    """Values in the dtypes that JAX's 64-bit switch allows."""
+    return [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
+
+
+def _words(rng: jax.Array) -> jax.Array:
+    """Seed and offset for the device's generator from a key, uint32[2]."""
+    return jax.random.bits(rng, (2,), jnp.uint32)
+
+
+def _argument_dtype(x: Any) -> torch.dtype:
+    """Where 64-bit types are off an int32 array may well be meant as an index, and torch's are int64."""
+    if x.dtype == np.int32 and not has_64_bits():
+        return torch.int64
+    return TO_TORCH[np.dtype(x.dtype)]
+
+
+def _here(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
+def _array(tensor: torch.Tensor) -> jax.Array:
+    return lend(tensor if _here(tensor) else tensor.detach().to(device()))
+
+
+def _plain(value: Any) -> Any:
+    """Mappings that JAX does not know, such as transformers' outputs, as dicts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _require_names(what: str, given: Mapping[str, Any], names: list[str]) -> None:
+    if set(given) != set(names):
+        missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+        raise TypeError(
+            f"the {what} of a torch module: expected an array for each of its names; "
+            f"missing {missing or 'none'}, not known {extra or 'none'}"
+        )

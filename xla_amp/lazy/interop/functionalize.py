@@ -1,0 +1,267 @@
+"""What torch code records, as functions of arrays, without running it.
+
+Placeholders stand for the arguments.  The tape is then read as one function, or as two: a forward part, and a backward
+part whose inputs are, beside its own, the values of the forward part that it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.errors import EngineError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import Buffer, Lost, Spec, leaf, spec, tape
+from xla_amp.lazy.runtime import execute, generator, pjrt
+from xla_amp.lazy.runtime.compile import Key, Program, build, steps
+from xla_amp.lazy.tensors import step_marker, tensor_io
+
+
+class _Argument:
+    """Stands in a buffer for an array to come."""
+
+
+class _Refusal:
+    """What a recording answers to a cut."""
+
+    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+        raise EngineError(
+            "torch code called from JAX looked at a value (item(), bool(), a mask as an index, print or sync), but "
+            "there are no values while JAX traces; compute it with torch operations, or call the module outside of JAX"
+        )
+
+    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        """Never called."""
+
+
+class _Position(NamedTuple):
+    """How far the tape had got."""
+
+    code: int
+    count: int
+    leaves: int
+    floats: int
+    ints: int
+
+    @classmethod
+    def now(cls) -> _Position:
+        return cls(len(tape.code), tape.count, len(tape.leaves), len(tape.floats), len(tape.ints))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Part of a recording as a function of arrays."""
+
+    program: Program
+    arguments: tuple[int, ...]
+    """Per leaf of the program: its place among the arguments, or ``~place`` among `constants`."""
+    constants: tuple[jax.Array, ...]
+    floats: np.ndarray[Any, Any]
+    ints: np.ndarray[Any, Any]
+    streams: np.ndarray[Any, Any]
+    """Offsets of the random streams, each a (seed, offset) pair relative to that of the first one."""
+    draws: bool
+    """Whether anything is random."""
+
+    def __call__(self, values: Sequence[Any], words: Any = None) -> list[Any]:
+        """The wanted values; `words`, two integers, say from where to draw (64-bit types must be on)."""
+        leaves = [values[place] if place >= 0 else self.constants[~place] for place in self.arguments]
+        # JAX lowers the making of a key after this, with 64-bit types off again: a seed must not need them.
+        small = self.draws and bool(np.all(abs(self.ints) < 2**31))
+        integer = np.int32 if small else np.int64
+        streams = [_scalar(word, integer) for word in self.streams.reshape(-1)]
+        if words is not None:
+            streams = [word + words[place % 2].astype(integer) for place, word in enumerate(streams)]
+        ints = _vector([*streams, *(_scalar(value, integer) for value in self.ints)], integer)
+        floats = _vector([_scalar(value, np.float64) for value in self.floats], np.float64)
+        program = self.program
+        outputs = program.nested([], [leaves[index] for index in program.kept], floats, ints)
+        return [outputs[place] if place >= 0 else leaves[~place] for place in program.outputs]
+
+
+def _scalar(value: Any, dtype: Any) -> jax.Array:
+    return jax.lax.full((), value, dtype)
+
+
+def _vector(values: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """Numbers as data of a program.  An array of them would be a constant that transformations must carry along."""
+    return jax.numpy.stack(values) if values else jax.lax.full((0,), 0, dtype)
+
+
+class Recording:
+    """Context manager: inside, operations are recorded for nobody but the owner of the recording.
+
+    What was recorded before is run first.  Tensors made inside must not leave it.  One thread records at a time.
+
+    Raises:
+        EngineError: on a cut inside.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Buffer] = []
+        self._split: _Position | None = None
+
+    def __enter__(self) -> Recording:
+        with jax.ensure_compile_time_eval():  # while JAX traces, what was recorded before is no part of that
+            execute.cut()
+        self._state = generator.state()
+        self._observer, execute.observer = execute.observer, _Refusal()
+        self._paused = step_marker.paused()
+        self._paused.__enter__()
+        self._limit, tape.limit = tape.limit, sys.maxsize
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        execute.observer = self._observer
+        self._paused.__exit__(None, None, None)
+        with tape.lock:
+            tape.limit = self._limit
+            for reference in tape.fresh:
+                buffer = reference()
+                if buffer is not None and buffer.number >= 0:
+                    buffer.number = -1
+                    if buffer.array is None:
+                        buffer.array = Lost("it was computed by torch code called from JAX, which returns its results")
+            for buffer in tape.leaves:
+                buffer.number = -1
+            for buffer in self._buffers:
+                buffer.array = Lost("it stood for an argument of torch code called from JAX")  # type: ignore[assignment]
+            tape.clear()
+            generator.set_state(*self._state)
+
+    def argument(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor that stands for the next argument."""
+        of = spec(tuple(shape), dtype)
+        tensor = private_api.create_tensor(of.shape, of.dtype)
+        tensor.untyped_storage()._xla_amp = buffer = Buffer(of, array=_Argument())  # type: ignore[arg-type]
+        with tape.lock:
+            leaf(buffer)
+        self._buffers.append(buffer)
+        return tensor
+
+    def split(self) -> None:
+        """Ends the forward part; arguments made from now on are those of the backward part."""
+        self._split = _Position.now()
+        self._forward_arguments = len(self._buffers)
+
+    def whole(self, wanted: Sequence[torch.Tensor]) -> Piece:
+        """The recording as a function of the arguments that gives the values of `wanted`."""
+        numbers = _numbers(wanted)
+        return _piece([], list(tape.code), numbers, tape.leaves, tape.floats, tape.ints, self._buffers)
+
+    def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Piece, Piece]:
+        """The two parts.
+
+        Args:
+            results: numbers of the forward part's results (`numbers`).
+            wanted: results of the backward part.
+
+        Returns:
+            A function of the first arguments that gives the results and then what the other needs, and a function of
+            that and of the arguments made after `split`.
+        """
+        numbers = _numbers(wanted)
+        at = self._split
+        if at is None:
+            raise EngineError("Recording.halves() before split()")
+        saved: dict[int, int] = {}
+        for number in (*(n for _, _, inputs in steps(tape.code[at.code :]) for n in inputs), *numbers):
+            if 0 <= number < at.count:
+                saved.setdefault(number, len(saved))
+        specs = [out for instruction, _, _ in steps(tape.code[: at.code]) for out in instruction.outs]
+        forward = _piece(
+            [],
+            tape.code[: at.code],
+            [*results, *saved],
+            tape.leaves[: at.leaves],
+            tape.floats[: at.floats],
+            tape.ints[: at.ints],
+            self._buffers[: self._forward_arguments],
+        )
+
+        def renumbered(number: int) -> int:
+            if number < 0:
+                return number
+            return saved[number] if number < at.count else number - at.count + len(saved)
+
+        code: list[int] = []
+        for instruction, draw, inputs in steps(tape.code[at.code :]):
+            code += [instruction.id, *draw, *map(renumbered, inputs)]
+        before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
+        backward = _piece(
+            before,
+            code,
+            [renumbered(number) for number in numbers],
+            tape.leaves[at.leaves :],
+            tape.floats[at.floats :],
+            tape.ints[at.ints :],
+            self._buffers[self._forward_arguments :],
+        )
+        return forward, backward
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Numbers that the present values of tensors have on the tape."""
+        return _numbers(tensors)
+
+
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    with tape.lock:
+        return [tensor_io.read(tensor)[0] for tensor in tensors]
+
+
+def _piece(
+    before: Sequence[Buffer],
+    code: Sequence[int],
+    wanted: Sequence[int],
+    leaves: Sequence[Buffer],
+    floats: Sequence[float],
+    ints: Sequence[int],
+    arguments: Sequence[Buffer],
+) -> Piece:
+    full = (*(buffer.spec.leaf.id for buffer in before), *code)
+    place = {id(buffer): index for index, buffer in enumerate((*before, *arguments))}
+    places: list[int] = []
+    constants: list[Any] = []
+    for buffer in (*before, *leaves):
+        found = place.get(id(buffer))
+        if found is None:
+            found = ~len(constants)
+            constants.append(buffer.array)
+        places.append(found)
+    streams = np.array(tape.streams or [generator.stream()], np.int64)
+    program = _program(
+        full, tuple(wanted), tuple(buffer.spec for buffer in (*before, *leaves)), len(floats), len(ints), len(streams)
+    )
+    return Piece(
+        program=program,
+        arguments=tuple(places),
+        constants=tuple(constants),
+        floats=np.array(floats, np.float64),
+        ints=np.array(ints, np.int64),
+        streams=streams - streams[0],
+        draws=any(instruction.random for instruction, _, _ in steps(full)),
+    )
+
+
+def _leaf_numbers(code: Sequence[int]) -> Iterator[int]:
+    count = 0
+    for instruction, _, _ in steps(code):
+        if instruction.emit is None:
+            yield count
+        count += len(instruction.outs)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    code: tuple[int, ...], wanted: tuple[int, ...], specs: tuple[Spec, ...], floats: int, ints: int, streams: int
+) -> Program:
+    key = Key(code=code, wanted=wanted, spent=())
+    with private_api.x64():
+        return build(key, list(_leaf_numbers(code)), specs, (floats, ints), streams, pjrt.platform())

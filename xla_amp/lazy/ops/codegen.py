@@ -1,0 +1,548 @@
+"""One Python kernel per ATen overload, generated from the operation's schema.
+
+A kernel does four things: it finds its operands' value numbers, looks its `Instruction` up by the specs and constants
+that it was called with, appends a few integers to the tape, and wraps the result's number in a fresh tensor.  Python is
+the cost of tracing, so the source of each kernel is written out for its schema and compiled; nothing is looped over or
+looked up by name when it runs.  Only the first call with new specs takes the slow path (`_Operation.specialize`).
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from xla_amp.lazy import private_api
+from xla_amp.lazy.dtypes import TO_NUMPY
+from xla_amp.lazy.graph import shape_inference, validation
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, leaf, new_weakref, rounding_cast, spec, tape
+from xla_amp.lazy.ops import cast_elision
+from xla_amp.lazy.runtime import generator, mesh
+from xla_amp.lazy.runtime.compile import Context
+from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lowering import Lowering
+
+Form = Literal["functional", "inplace", "out"]
+"""How a lowering is called: as registered, writing its first argument, or writing ``out=`` arguments."""
+
+DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
+_CHECKS = {"Device": "_require_here", "Generator": "_require_no_generator"}
+"""Schema type of an argument -> what a kernel calls with it before it is dropped."""
+_DROPPED_NAMES = frozenset(("pin_memory",))
+
+
+class Argument:
+    """One schema argument: how the kernel names it, what kind it is."""
+
+    def __init__(self, position: int, argument: Any, lowering: Lowering) -> None:
+        self.name: str = argument.name
+        self.keyword = bool(argument.kwarg_only)
+        usable = self.keyword and not keyword.iskeyword(self.name)
+        self.variable = self.name if usable else f"a{position}"
+        self.is_out = bool(argument.is_out)
+        self.has_default = argument.has_default_value()
+        self.default = argument.default_value if self.has_default else None
+        text = str(argument.real_type)
+        base = text.removeprefix("Optional[").removesuffix("]") if text.startswith("Optional[") else text
+        self.optional = base != text
+        self.type = base
+        self.kind = self._kind(base, lowering)
+
+    def _kind(self, base: str, lowering: Lowering) -> str:
+        if base in DROPPED or self.name in _DROPPED_NAMES:
+            return "dropped"
+        if base == "Tensor":
+            return "tensor"
+        if base in ("List[Tensor]", "List[Optional[Tensor]]"):
+            return "tensors"
+        if base == "number":
+            return "constant" if self.name in lowering.static else "number"
+        if base == "List[number]":
+            return "numbers"
+        if base == "float" and self.name in lowering.lifted:
+            return "number"
+        if base == "ScalarType":
+            return "dtype"
+        return "list" if base.startswith("List[") else "constant"
+
+
+class _Operation:
+    """A lowering bound to one torch operator; makes instructions and the kernel's source."""
+
+    def __init__(self, lowering: Lowering, operator: Any, form: Form) -> None:
+        self.lowering = lowering
+        self.operator = operator
+        self.form = form
+        self.name = str(operator).removeprefix("aten.").removesuffix(".default")
+        schema = operator._schema
+        self.arguments = [Argument(i, argument, lowering) for i, argument in enumerate(schema.arguments)]
+        self.inputs = [argument for argument in self.arguments if not argument.is_out]
+        self.returns = list(schema.returns)
+        self.mutated = tuple(
+            argument for name in lowering.mutates for argument in self.arguments if argument.name == name
+        )
+        if form == "inplace":
+            self.mutated = (self.arguments[0],)
+        mixes = self.name.partition(".")[0] not in validation.SAME_DTYPE
+        self.told = bool(lowering.follows) and not lowering.gradients and mixes
+        """Whether two dtypes mean something else unless a call says that autocast left one as it was."""
+
+    # -- the slow path: a new combination of specs and constants ------------------------------------------------
+
+    def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
+        """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
+        tensor_io.notice_foreign_autocast()
+        own = values
+        if not self.told or keys[-1]:
+            values = self._followed(values)
+        self._check(values)
+        fresh = self._fresh(values)
+        rounded = {}
+        for name, place in self.lowering.gradients.items():
+            index = self._index(name)
+            if values[index] is not own[index] and (gradient := fresh[place]) is not None:
+                # As if it came in the argument's low dtype and were cast to the own one then.
+                fresh = (*fresh[:place], spec(gradient.shape, own[index].dtype), *fresh[place + 1 :])
+                rounded[place] = gradient.numpy_dtype, TO_NUMPY[own[index].dtype]
+        written = tuple(
+            spec(tuple(tensor.shape), tensor.dtype)
+            for argument in self.mutated
+            for tensor in _tensors(values[self.inputs.index(argument)])
+        )
+        plan = _Plan()
+        slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
+        outs = fresh + written
+        places = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
+        casts = {
+            places[argument.name]: TO_NUMPY[value.dtype]
+            for argument, value, given in zip(self.inputs, values, own, strict=True)
+            if value is not given
+        }
+        emit = self._emitter(slots, outs, shape_inference.common_dtype(values))
+        return Instruction(
+            self.name,
+            _casting(emit, casts, rounded) if casts else emit,
+            outs,
+            plan.inputs,
+            plan.floats,
+            plan.ints,
+            random="rng" in self.lowering.supplies,
+            takes=self.lowering.takes,
+            collective="replicas" in self.lowering.supplies,
+            minor={
+                platform: {places[name]: dims for name, dims in wanted.items() if name in places}
+                for platform, wanted in self.lowering.minor.items()
+            },
+        )
+
+    def _index(self, name: str) -> int:
+        return next(index for index, argument in enumerate(self.inputs) if argument.name == name)
+
+    def _followed(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values with those that follow another's dtype cast to it, as far as shapes and dtypes go."""
+        followed = list(values)
+        for name, leader in self.lowering.follows.items():
+            index, dtype = self._index(name), getattr(values[self._index(leader)], "dtype", None)
+            if dtype is not None and values[index].dtype is not dtype:
+                followed[index] = torch.empty(values[index].shape, dtype=dtype, device="meta")
+        return followed
+
+    def _check(self, values: Sequence[Any]) -> None:
+        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
+        validation.check(self.name.partition(".")[0], named)
+
+    def require_expected(self, *values: Any) -> None:
+        """Raises torch's error for arguments of several dtypes unless autocast left one as it was."""
+        if not cast_elision.is_expected():
+            self._check(values)
+
+    def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
+        """Specs of the results that are new tensors, checked by torch's own meta kernel where the operation has one."""
+        positional = [v for a, v in zip(self.inputs, values, strict=True) if not a.keyword]
+        keywords = {a.name: v for a, v in zip(self.inputs, values, strict=True) if a.keyword}
+        if self.form == "out":
+            return shape_inference.results(_functional(self.operator), positional, keywords)
+        if self.mutated and not any(r.alias_info is None for r in self.returns):
+            if not any(a.kind == "tensors" for a in self.mutated) and shape_inference.has_meta_kernel(self.operator):
+                shape_inference.results(
+                    self.operator, positional, keywords
+                )  # raises torch's own error for a bad shape or dtype
+            return ()
+        return shape_inference.results(self.operator, positional, keywords)
+
+    def _emitter(
+        self, slots: list[Any], outs: tuple[Spec | None, ...], common: torch.dtype | None
+    ) -> Callable[..., Any]:
+        lowering, arguments = self.lowering, self.inputs
+        structs = tuple(None if out is None else out.struct() for out in outs)
+        constant = {
+            "out": structs[0] if structs else None,
+            "outs": structs,
+            "common": TO_NUMPY[common] if common is not None else None,
+        }
+        wanted = {name: value for name, value in constant.items() if name in lowering.supplies}
+
+        def emit(context: Context, inputs: list[Any], floats: list[Any], ints: list[Any], rng: Any) -> Any:
+            supplies = dict(wanted)
+            if "platform" in lowering.supplies:
+                supplies["platform"] = context.platform
+            if "replicas" in lowering.supplies:
+                supplies["replicas"] = context.replicas
+            if "partitioned" in lowering.supplies:
+                supplies["partitioned"] = mesh.is_partitioned()
+            if "rng" in lowering.supplies:
+                supplies["rng"] = rng
+            positional, keywords = [], {}
+            for argument, slot in zip(arguments, slots, strict=True):
+                if argument.kind == "dropped":
+                    continue
+                value = _fill(slot, inputs, floats, ints)
+                if argument.keyword:
+                    keywords[argument.name] = value
+                else:
+                    positional.append(value)
+            results = lowering.function(*positional, **keywords, **supplies)
+            return results if isinstance(results, (tuple, list)) else (results,)
+
+        return emit
+
+    # -- the fast path: the kernel's source ----------------------------------------------------------------------
+
+    def kernel(self) -> Callable[..., Any]:
+        """The compiled kernel."""
+        source = _Source(self).text()
+        scope: dict[str, Any] = {
+            "_cache": {},
+            "_operation": self,
+            "_plain": tensor_io.PLAIN,
+            "_lock": tape.lock,
+            "_tape": tape,
+            "_code": tape.code,
+            "_fresh": tape.fresh,
+            "_floats": tape.floats,
+            "_ints": tape.ints,
+            "_cut": cut,
+            "_leaf": leaf,
+            "_Buffer": Buffer,
+            "_ref": new_weakref,
+            "_create": private_api.create_tensor,
+            "_dtype": torch.dtype,
+            "_default_dtype": torch.get_default_dtype,
+            "_read_view": tensor_io.read_view,
+            "_operand": tensor_io.operand,
+            "_operands": tensor_io.operands,
+            "_require_here": tensor_io.require_here,
+            "_require_no_generator": tensor_io.require_no_generator,
+            "_bump": torch.autograd.graph.increment_version,
+            "_write": tensor_io.fill if self.name.split(".")[0] in ("fill_", "zero_") else tensor_io.write,
+            "_write_all": tensor_io.write_all,
+            "_write_out": tensor_io.write_out,
+            "_new": tensor_io.new_tensor,
+            "_draw": generator.draw,
+            "_is_called": cast_elision.is_called,
+            "_number_key": number_key,
+            "_lift": lift,
+        }
+        scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
+        exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
+        return scope["kernel"]
+
+
+def _casting(
+    emit: Callable[..., Any], casts: Mapping[int, Any], rounded: Mapping[int, tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """`emit` with inputs cast first (place -> dtype), and results cast back (place -> dtype without casts, with)."""
+
+    def cast_first(context: Context, inputs: list[Any], *rest: Any) -> Any:
+        inputs = [rounding_cast(x, casts[place]) if place in casts else x for place, x in enumerate(inputs)]
+        results = list(emit(context, inputs, *rest))
+        for place, (given, own) in rounded.items():
+            if results[place] is not None:
+                results[place] = rounding_cast(results[place].astype(given), own)
+        return results
+
+    return cast_first
+
+
+def number_key(value: Any) -> Any:
+    """Cache key of a Python number: lifted ones by type alone, the others by value."""
+    kind = type(value)
+    if kind is float:
+        return torch.get_default_dtype()
+    return int if kind is int else (kind, value)
+
+
+def lift(value: Any) -> None:
+    """Appends a Python number that stands in a tensor's place to the tape's data."""
+    if type(value) is float:
+        tape.floats.append(value)
+    elif type(value) is int:
+        tape.ints.append(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _functional(operator: Any) -> Any:
+    """The functional overload behind an ``out=`` overload."""
+    packet = operator.overloadpacket
+    wanted = shape_inference.functional_arguments(operator)
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == wanted:
+            return candidate
+    raise LookupError(f"{operator} has no functional form")
+
+
+class _Plan:
+    """Hands out places among an instruction's inputs, floats and ints."""
+
+    def __init__(self) -> None:
+        self.inputs = self.floats = self.ints = 0
+
+    def slot(self, argument: Argument, value: Any) -> Any:
+        """Where an argument is found: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
+        match argument.kind:
+            case "tensor":
+                index, self.inputs = self.inputs, self.inputs + 1
+                if value is None or isinstance(value, torch.Tensor):
+                    return "input", index
+                return self._number(value)
+            case "tensors":
+                if value is None:
+                    return "constant", None
+                first, self.inputs = self.inputs, self.inputs + len(value)
+                return [("input", first + i) for i in range(len(value))]
+            case "number":
+                return ("constant", value) if value is argument.default else self._number(value)
+            case "numbers":
+                return [self._number(item) for item in value]
+            case "dtype":
+                return "constant", TO_NUMPY[value] if isinstance(value, torch.dtype) else None
+            case _:
+                return "constant", list(value) if isinstance(value, (list, tuple)) else value
+
+    def _number(self, value: Any) -> Any:
+        if type(value) is float:
+            index, self.floats = self.floats, self.floats + 1
+            return "float", index
+        if type(value) is int:
+            index, self.ints = self.ints, self.ints + 1
+            return "int", index
+        return "constant", value
+
+
+def _fill(slot: Any, inputs: list[Any], floats: list[Any], ints: list[Any]) -> Any:
+    if isinstance(slot, list):
+        return [_fill(item, inputs, floats, ints) for item in slot]
+    kind, value = slot
+    match kind:
+        case "input":
+            return inputs[value]
+        case "float":
+            return floats[value]
+        case "int":
+            return ints[value]
+    return list(value) if isinstance(value, list) else value
+
+
+def _new_tensor(variable: str, number: str) -> list[str]:
+    """Source of `storage.new_tensor` of the spec in ``_s``, written out."""
+    return [
+        f"{variable} = _create(_s.shape, _s.dtype)",
+        f"{variable}.untyped_storage()._xla_amp = _b = _Buffer(_s, {number})",
+        "_fresh.append(_ref(_b))",
+    ]
+
+
+class _Source:
+    """Writes the source of one kernel."""
+
+    def __init__(self, operation: _Operation) -> None:
+        self.operation = operation
+        self.lines: list[str] = []
+        self.keys: list[str] = []
+        self.inputs: list[tuple[str, bool]] = []
+        """(variable holding a number or a list of numbers, whether it is a list)"""
+        self.lifts: list[str] = []
+
+    def text(self) -> str:
+        operation = self.operation
+        for index, argument in enumerate(operation.arguments):
+            if argument.type in _CHECKS:
+                self.lines.append(f"if {argument.variable} is not None: {_CHECKS[argument.type]}({argument.variable})")
+            if argument.kind != "dropped" and not argument.is_out:
+                getattr(self, f"_{argument.kind}")(argument, index)
+        self._instruction()
+        self._append()
+        self._results()
+        body = "\n".join(f"        {line}" for line in self.lines)
+        head = "    with _lock:\n        if _tape.count > _tape.limit: _cut()\n"
+        return f"def kernel({self._signature()}):\n{head}{body}\n"
+
+    def _signature(self) -> str:
+        parts, starred = [], False
+        for index, argument in enumerate(self.operation.arguments):
+            if argument.keyword and not starred:
+                parts.append("*")
+                starred = True
+            parts.append(argument.variable + (f"=_d{index}" if argument.has_default or argument.is_out else ""))
+        return ", ".join(parts)
+
+    def _tensor(self, argument: Argument, index: int) -> None:
+        name, value, key = argument.variable, f"_v{index}", f"_k{index}"
+        self.lines += [
+            f"if type({name}) in _plain and (_b{index} := {name}.untyped_storage()._xla_amp) is not None:",
+            f"    {key} = _b{index}.spec",
+            f"    if {name}.shape == {key}.shape and {name}.is_contiguous() and {name}.dtype is {key}.dtype:",
+            f"        {value} = _b{index}.number",
+            f"        if {value} < 0: {value} = _leaf(_b{index})",
+            "    else:",
+            f"        {value}, {key} = _read_view({name}, _b{index})",
+            f"        _b{index} = None",
+            *([f"elif {name} is None: {value} = -1; {key} = _b{index} = None"] if argument.optional else []),
+            "else:",
+            f"    {value}, {key} = _operand({name})",
+            f"    _b{index} = None",
+        ]
+        self.keys.append(key)
+        self.inputs.append((value, False))
+        self.lifts.append(f"if {value} < 0: _lift({name})")
+
+    def _tensors(self, argument: Argument, index: int) -> None:
+        if argument in self.operation.mutated:
+            self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable}, _w{index} := [])")
+        else:
+            self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable})")
+        self.keys.append(f"_k{index}")
+        self.inputs.append((f"_v{index}", True))
+
+    def _number(self, argument: Argument, index: int) -> None:
+        name, key = argument.variable, f"_k{index}"
+        self.lines += [
+            *([f"if {name} is _d{index}: {key} = None"] if argument.has_default else []),
+            f"{'elif' if argument.has_default else 'if'} type({name}) is float: {key} = _default_dtype()",
+            f"elif type({name}) is int: {key} = int",
+            f"else: {key} = (type({name}), {name})",
+        ]
+        self.keys.append(key)
+        self.lifts += [
+            f"if {key} is int: _ints.append({name})",
+            f"elif type({key}) is _dtype: _floats.append({name})",
+        ]
+
+    def _numbers(self, argument: Argument, index: int) -> None:
+        name, key = argument.variable, f"_k{index}"
+        self.lines.append(f"{key} = tuple([_number_key(_n) for _n in {name}])")
+        self.keys.append(key)
+        self.lifts.append(f"for _n in {name}: _lift(_n)")
+
+    def _list(self, argument: Argument, index: int) -> None:
+        name = argument.variable
+        optional = f"(tuple({name}) if {name} is not None else None)"
+        self.keys.append(optional if argument.optional else f"tuple({name})")
+
+    def _constant(self, argument: Argument, index: int) -> None:
+        # 1, 1.0 and True are equal as keys; the type tells them apart.
+        base = argument.variable
+        self.keys.append(base if argument.name not in self.operation.lowering.static else f"(type({base}), {base})")
+
+    def _dtype(self, argument: Argument, index: int) -> None:
+        name = argument.variable
+        # No dtype given may mean the default one or the input's own: never the key of an explicit dtype.
+        self.keys.append(f"((None, _default_dtype()) if {name} is None else {name})" if argument.optional else name)
+
+    def _instruction(self) -> None:
+        arguments = self.operation.inputs
+        values = ", ".join(argument.variable for argument in arguments)
+        keys = ", ".join(self.keys)
+        lowering = self.operation.lowering
+        for name, leader in () if lowering.gradients else lowering.follows.items():
+            own, other = (f"_k{self.operation._index(each)}" for each in (name, leader))
+            differs = f"{other} is not None and {own}.dtype is not {other}.dtype"
+            if self.operation.told:
+                self.lines.append(f"_follows = {differs} and _is_called()")
+                keys += ", _follows"
+            else:
+                self.lines.append(f"if {differs}: _operation.require_expected({values})")
+        self.lines += [
+            f"_key = ({keys}{',' if keys else ''})",
+            "_i = _cache.get(_key)",
+            f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},), _key)",
+            *self.lifts,
+        ]
+
+    def _append(self) -> None:
+        head = "_i.id"
+        if "rng" in self.operation.lowering.supplies:
+            self.lines.append("_stream, _index = _draw()")
+            head += ", _stream, _index"
+        if any(is_list for _, is_list in self.inputs):
+            self.lines.append(f"_code.extend(({head},))")
+            self.lines += [f"_code.extend({v})" if is_list else f"_code.append({v})" for v, is_list in self.inputs]
+        else:
+            self.lines.append(f"_code.extend(({', '.join([head, *(v for v, _ in self.inputs)])},))")
+
+    def _results(self) -> None:
+        operation = self.operation
+        fresh = [r for r in operation.returns if r.alias_info is None] if operation.form == "functional" else []
+        single = len(operation.returns) == 1 and not operation.mutated and operation.form == "functional"
+        self.lines.append("_n = _tape.count")
+        if single and str(operation.returns[0].type) == "Tensor":
+            self.lines += [
+                "_tape.count = _n + 1",
+                "_s = _i.outs[0]",
+                *_new_tensor("_t", "_n"),
+                "return _t",
+            ]
+            return
+        self.lines.append("_tape.count = _n + len(_i.outs)")
+        if operation.form == "out":
+            outs = [argument for argument in operation.arguments if argument.is_out]
+            self.lines += [f"_write_out({a.variable}, _i.outs[{i}], _n + {i})" for i, a in enumerate(outs)]
+            self.lines.append(f"return {', '.join(a.variable for a in outs)}")
+            return
+        if fresh and str(fresh[0].type).startswith("List["):
+            self.lines.append("return [_new(_s, _n + _j) for _j, _s in enumerate(_i.outs)]")
+            return
+        if fresh:
+            self.lines.append("_outs = _i.outs")
+            for place in range(len(fresh)):
+                self.lines += [f"if (_s := _outs[{place}]) is None: _r{place} = None", "else:"]
+                self.lines += [f"    {line}" for line in _new_tensor(f"_r{place}", f"_n + {place}")]
+            self.lines.append(f"_n += {len(fresh)}")
+        for argument in operation.mutated:
+            index = operation.arguments.index(argument)
+            name = argument.variable
+            if argument.kind == "tensors":
+                # PyTorch bumps the version of a written argument by itself; for the tensors of a list the kernel must.
+                self.lines.append(f"if {name}: _bump({name}); _write_all({name}, _w{index}, _n); _n += len({name})")
+            else:
+                self.lines += [
+                    f"if _b{index} is not None: _b{index}.number = _n",
+                    f"elif {name} is not None: _write({name}, _n)",
+                ]
+                if operation.mutated != (argument,):
+                    self.lines.append(f"if {name} is not None: _n += 1")
+        self._return(fresh)
+
+    def _return(self, fresh: list[Any]) -> None:
+        operation = self.operation
+        aliased = operation.returns and operation.returns[0].alias_info is not None
+        if aliased:
+            self.lines.append(f"return {operation.arguments[0].variable}")
+        elif fresh:
+            self.lines.append(f"return {', '.join(f'_r{place}' for place in range(len(fresh)))}")
+        else:
+            self.lines.append("return None")
+
+
+def make_kernel(lowering: Lowering, operator: Any, form: Form) -> Callable[..., Any]:
+    """The kernel of `operator` under `lowering`."""
+    return _Operation(lowering, operator, form).kernel()

@@ -1,0 +1,125 @@
+"""Operations that torch takes apart before a device sees them, and that this device takes whole.
+
+Each stands on the autograd key of the device in place of torch's composite, so that autograd records the whole
+operation; a call that does not fit goes on to the composite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp.lazy.tensors.tensor_io import PLAIN
+
+aten = torch.ops.aten
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""ATen name -> function for tensors of the device, with or without gradients."""
+
+
+def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        KERNELS[name] = function
+        return function
+
+    return decorate
+
+
+def taken_apart(*tensors: torch.Tensor) -> bool:
+    """Whether this call is of a transform that knows torch's own operations: of torch.func, forward AD, torch.compile.
+
+    Operations without a batching rule, a forward derivative or defined results would stop there.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd.forward_ad._current_level >= 0
+        or any(type(x) not in PLAIN for x in tensors)
+    )
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+_attention = aten._scaled_dot_product_fused_attention_overrideable.default
+_attention_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
+_composite_attention = aten.scaled_dot_product_attention.default.decompose
+_FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
+"""Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours stands for any."""
+
+
+def _fits(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, gqa: bool
+) -> bool:
+    if not query.dim() == key.dim() == value.dim() == 4:
+        return False
+    batch, heads, _, width = query.shape
+    shared, columns = key.shape[1:3]
+    return (
+        batch == key.shape[0] == value.shape[0]
+        and shared == value.shape[1] > 0
+        and (heads == shared or (gqa and heads % shared == 0))
+        and columns == value.shape[2]
+        and width == key.shape[3]
+        and query.dtype is key.dtype is value.dtype
+        and query.dtype.is_floating_point
+        and (mask is None or (not causal and mask.dtype in (torch.bool, query.dtype)))
+        and any(enabled() for enabled in _FUSED)
+    )
+
+
+@_kernel("scaled_dot_product_attention")
+def _scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    # torch asks a C++ table which attention a device has; a device written in Python is not in it.
+    if _fits(query, key, value, attn_mask, is_causal, enable_gqa) and not taken_apart(query, key, value):
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+@_kernel("_scaled_dot_product_fused_attention_overrideable_backward")
+def _differentiable_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    wanted: list[bool],
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cum_seq_q: None,
+    cum_seq_k: None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *seed: torch.Tensor | None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The backward pass; taken apart where it is itself recorded (``create_graph=True``)."""
+    operands = [query, key, value] if bias is None else [query, key, value, bias]
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *operands))):
+        sizes = (cum_seq_q, cum_seq_k, max_q, max_k)
+        with torch._C._AutoDispatchBelowAutograd():
+            return _attention_backward(
+                grad, *operands[:3], bias, wanted, output, logsumexp, *sizes, dropout_p, is_causal, *seed, scale=scale
+            )
+    if dropout_p > 0:
+        raise RuntimeError(
+            "scaled_dot_product_attention with dropout cannot be differentiated twice as one operation; call it inside "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+        )
+    gqa = query.shape[1] != key.shape[1]
+    again = _composite_attention(query, key, value, bias, 0.0, is_causal, scale=scale, enable_gqa=gqa)
+    asked = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
+    gradients = iter(torch.autograd.grad(again, asked, grad, create_graph=True))
+    return tuple(next(gradients) if want else None for want in wanted)

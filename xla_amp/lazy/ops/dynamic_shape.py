@@ -1,0 +1,121 @@
+"""Operations whose result has a size that depends on data.
+
+XLA compiles for sizes, so these are computed on the host: the operands come down together, the results go up, and the
+tape is cut in between.  Each call is counted in ``metrics.host_syncs``, and the first one of each operation warns.
+Nothing comes down, and nobody waits, where the host knows the operands (`known`): a mask made from uploaded labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp.lazy.ops import host_eval
+from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+aten = torch.ops.aten
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""ATen name -> kernel."""
+
+ON_HOST = (
+    "_unique",
+    "_unique2",
+    "bincount",
+    "nonzero",
+    "unique_consecutive",
+    "unique_dim",
+    "unique_dim_consecutive",
+)
+"""Operations that the CPU runs whole."""
+
+_announced: set[str] = set()
+
+
+def announce(name: str) -> None:
+    """Warns, once per operation, that its result has a size that only the data knows."""
+    if name in _announced:
+        return
+    _announced.add(name)
+    warnings.warn(
+        f"the size of what {name} returns depends on data: each call runs what was recorded and waits for it. Inside a "
+        "training step, prefer an operation of fixed size (torch.where, nonzero_static, a mask that multiplies)",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _to_host(value: Any, name: str) -> Any:
+    """`value`, read for the operation `name`; tensors of the device as CPU tensors."""
+    if not isinstance(value, torch.Tensor) or value.device.type != DEVICE_TYPE:
+        return value
+    found = host_eval.value(value)
+    if found is None:
+        announce(name)
+        found = tensor_io.to_host(value)
+    return found
+
+
+def _to_device(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_to_device, value))
+    return transfer.to_device(value) if isinstance(value, torch.Tensor) else value
+
+
+def _on_host(name: str, *args: Any, **kwargs: Any) -> Any:
+    operator = getattr(aten, name).default
+    options = {key: _to_host(value, name) for key, value in kwargs.items()}
+    return _to_device(operator(*(_to_host(value, name) for value in args), **options))
+
+
+KERNELS.update({name: functools.partial(_on_host, name) for name in ON_HOST})
+
+
+def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        KERNELS[name] = function
+        return function
+
+    return decorate
+
+
+@_kernel("masked_select")
+def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    self, mask = torch.broadcast_tensors(self, mask)
+    return self.reshape(-1).index_select(0, positions(mask.reshape(-1), "masked_select").view(-1))
+
+
+def positions(mask: torch.Tensor, name: str) -> torch.Tensor:
+    """Where `mask` is true, int64[count, dimensions], read for the operation `name`."""
+    return transfer.to_device(torch.nonzero(_to_host(mask, name)))
+
+
+def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``index.Tensor`` kernel `index`, with boolean masks turned into positions (their count is a host sync)."""
+
+    def indexed(self: torch.Tensor, indices: Any) -> torch.Tensor:
+        expanded: list[Any] = []
+        for i in indices:
+            if i is not None and i.dtype in (torch.bool, torch.uint8):
+                expanded += positions(i.to(self.device), "indexing with a mask").unbind(1)
+            else:
+                expanded.append(i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device))
+        return index(self, expanded)
+
+    return indexed
+
+
+def find_length(repeat: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``repeat_interleave.Tensor`` kernel `repeat`, with the result's length read from the data where not given."""
+
+    def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
+        if output_size is not None:
+            return repeat(repeats, output_size=output_size)
+        known_repeats = _to_host(repeats, "repeat_interleave without output_size")
+        return transfer.to_device(aten.repeat_interleave.Tensor(known_repeats))
+
+    return repeat_interleave

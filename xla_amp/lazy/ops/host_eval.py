@@ -1,0 +1,159 @@
+"""Values that the host can work out by itself, without ending the step.
+
+Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  What was uploaded
+is still at hand, so an answer that follows from uploaded integers and booleans alone is computed from the host's
+copies.  The tape stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.lazy import private_api
+from xla_amp.lazy.dtypes import to_torch
+from xla_amp.lazy.graph.trace import Instruction, tape
+from xla_amp.lazy.runtime import execute, mesh
+from xla_amp.lazy.runtime.compile import Key, Program, build, steps
+from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.transfer import copies
+
+_MOST_OPERATIONS = 64
+"""Longer computations are the device's work."""
+_MOST_ELEMENTS = 1 << 22
+"""So are those with larger values in between."""
+
+_FAR = 256
+"""Values on the tape after which a float is a loss rather than a question about an input: not worth looking."""
+
+_programs: dict[Key, Program] = {}
+_PROGRAM_LIMIT = 256
+
+
+class _Step(NamedTuple):
+    instruction: Instruction
+    first: int
+    """Number of its first result."""
+    inputs: tuple[int, ...]
+    leaf: int
+    """Its place among the leaves, -1 for an operation."""
+    floats: tuple[float, ...]
+    ints: tuple[int, ...]
+
+
+def value(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The value of a tensor of the lazy device as a CPU tensor, or None when only the device knows it."""
+    host = _host()
+    if host is None or execute.observer is not None or mesh.active is not None:
+        return None  # a step that somebody watches must show that it looks at values
+    with tape.lock:
+        buffer = tensor_io.buffer_of(tensor)
+        if buffer.number < 0:
+            result = copy_of(tensor)
+        elif buffer.number > _FAR and tensor.is_floating_point():
+            result = None
+        elif any(id(leaf.array) in copies for leaf in tape.leaves):
+            number, of = tensor_io.read(tensor)
+            chosen = _needed(number)
+            result = None if chosen is None else _tensor(_evaluate(chosen, number, host)).view(of.shape)
+        else:
+            result = None
+    if result is not None:
+        metrics.host_values += 1
+    return result
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What `tensor` shows of an upload that the host still has, or None; in memory of its own."""
+    buffer = tensor_io.buffer_of(tensor)
+    found = copies.get(id(buffer.array)) if buffer.number < 0 else None
+    return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    return to_torch(np.array(array, copy=True))
+
+
+def _needed(number: int) -> list[_Step] | None:
+    """The part of the tape that value `number` follows from, or None when the host does not hold all of it."""
+    producers: dict[int, _Step] = {}
+    count = leaves = floats = ints = 0
+    for instruction, draw, inputs in steps(tape.code):
+        is_leaf = instruction.emit is None
+        if is_leaf:
+            host = id(tape.leaves[leaves].array) in copies
+        else:
+            host = not draw and all(i < 0 or i in producers for i in inputs)
+        if host:
+            step = _Step(
+                instruction,
+                count,
+                tuple(inputs),
+                leaves if is_leaf else -1,
+                tuple(tape.floats[floats : floats + instruction.floats]),
+                tuple(tape.ints[ints : ints + instruction.ints]),
+            )
+            for result in range(count, count + len(instruction.outs)):
+                producers[result] = step
+        count += len(instruction.outs)
+        leaves += is_leaf
+        floats += instruction.floats
+        ints += instruction.ints
+    if number not in producers:
+        return None
+    found: dict[int, _Step] = {}
+    todo = [number]
+    while todo:
+        step = producers[todo.pop()]
+        if step.first not in found:
+            found[step.first] = step
+            todo.extend(i for i in step.inputs if i >= 0)
+    chosen = [found[first] for first in sorted(found)]
+    elements = sum(out.size for step in chosen for out in step.instruction.outs if out is not None)
+    return chosen if len(chosen) <= _MOST_OPERATIONS and elements <= _MOST_ELEMENTS else None
+
+
+def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
+    renumbered: dict[int, int] = {-1: -1}
+    code: list[int] = []
+    leaf_numbers, leaf_specs, arrays = [], [], []
+    floats: list[float] = []
+    ints: list[int] = []
+    count = 0
+    for step in chosen:
+        for place in range(len(step.instruction.outs)):
+            renumbered[step.first + place] = count + place
+        if step.leaf >= 0:
+            leaf = tape.leaves[step.leaf]
+            leaf_numbers.append(count)
+            leaf_specs.append(leaf.spec)
+            arrays.append(copies[id(leaf.array)][1])
+        code += [step.instruction.id, *(renumbered[i] for i in step.inputs)]
+        floats += step.floats
+        ints += step.ints
+        count += len(step.instruction.outs)
+    key = Key(code=tuple(code), wanted=(renumbered[number],), spent=())
+    with private_api.x64(), jax.default_device(host):
+        program = _programs.get(key)
+        if program is None:
+            if len(_programs) >= _PROGRAM_LIMIT:
+                _programs.clear()
+            program = _programs[key] = build(key, leaf_numbers, leaf_specs, (len(floats), len(ints)), 0, "cpu")
+            metrics.compilations += 1
+        (place,) = program.outputs
+        if place < 0:
+            return arrays[~place]
+        return program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[place]
+
+
+@functools.cache
+def _host() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return None

@@ -1,0 +1,275 @@
+"""The operations that are about tensors rather than arithmetic: memory, views, copies, values to the host.
+
+Each is a kernel for one ATen overload, called by the dispatcher with the schema's arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp.errors import DeviceError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.trace import Buffer, cast, conversions, leaf, record, spec, tape
+from xla_amp.lazy.ops import host_eval
+from xla_amp.lazy.runtime.execute import bound
+from xla_amp.lazy.tensors import dlpack, tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+aten = torch.ops.aten
+KERNELS: dict[str, Callable[..., Any]] = {}
+"""ATen name -> kernel."""
+
+_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+# torch's meta kernels make the alias without touching (or bounds-checking) the storage, which holds no bytes here.
+_as_strided = aten.as_strided.default._handle.redispatch_boxed
+_view = aten.view.default._handle.redispatch_boxed
+_view_as_real = aten.view_as_real.default._handle.redispatch_boxed
+_view_as_complex = aten.view_as_complex.default._handle.redispatch_boxed
+
+
+def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        KERNELS.update(dict.fromkeys(names, function))
+        return function
+
+    return decorate
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@_kernel("empty.memory_format")
+def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    tensor_io.require_here(device)
+    of = spec(tuple(size), dtype or torch.get_default_dtype())
+    tensor = private_api.create_tensor(of.shape, of.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(of)
+    return tensor
+
+
+@_kernel("_efficientzerotensor")
+def _efficient_zeros(size: Any, **options: Any) -> torch.Tensor:
+    return aten.full(size, 0, **options)  # XLA folds zeros by itself: no need of a tensor kind of their own
+
+
+@_kernel("empty_strided")
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+    # Fresh tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts by itself.
+    return _empty(size, dtype=dtype, device=device)
+
+
+@_kernel("resize_")
+def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
+    with tape.lock:
+        return self if tuple(self.shape) == tuple(size) else tensor_io.resize(self, size)
+
+
+@_kernel("set_.source_Storage_storage_offset")
+def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+    buffer = source._xla_amp
+    if buffer is not None and buffer.raw:
+        # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
+        buffer.raw = False
+        raw = transfer.download(buffer.array)
+        values = raw.view(self.dtype) if raw.numel() else torch.empty(0, dtype=self.dtype)
+        buffer.array = transfer.upload(values)
+        buffer.spec = spec((values.numel(),), self.dtype)
+    return tensor_io.set_geometry(
+        self, source, storage_offset, size, stride or shape_inference.contiguous_strides(size)
+    )
+
+
+@_kernel("set_.source_Storage")
+def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
+    size = source._xla_amp.spec.size if source._xla_amp is not None else 0
+    return _set_storage(self, source, 0, [size], [1])
+
+
+@_kernel("set_.source_Tensor")
+def _set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    store = source.untyped_storage()
+    return tensor_io.set_geometry(self, store, source.storage_offset(), source.shape, source.stride())
+
+
+@_kernel("set_")
+def _set_empty(self: torch.Tensor) -> torch.Tensor:
+    return _set_tensor(self, _empty((0,), dtype=self.dtype))
+
+
+# -- views ------------------------------------------------------------------------------------------------------------
+
+
+@_kernel("as_strided")
+def _as_strided_view(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    return _as_strided(_META, self, size, stride, storage_offset)
+
+
+@_kernel("_reshape_alias")
+def _reshape_alias(self: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
+    return _as_strided(_META, self, size, stride, self.storage_offset())
+
+
+@_kernel("view")
+def _view_as(self: torch.Tensor, size: Any) -> torch.Tensor:
+    return _view(_META, self, size)
+
+
+@_kernel("view_as_real")
+def _real_view(self: torch.Tensor) -> torch.Tensor:
+    return _view_as_real(_META, self)
+
+
+@_kernel("view_as_complex")
+def _complex_view(self: torch.Tensor) -> torch.Tensor:
+    return _view_as_complex(_META, self)
+
+
+@_kernel("_conj")
+def _conj(self: torch.Tensor) -> torch.Tensor:
+    # Lazy conjugation would be a bit on the tensor that matrix products and copies must look at; XLA fuses it anyway.
+    return aten._conj_physical(self)
+
+
+@_kernel("_neg_view")
+def _neg_view(self: torch.Tensor) -> torch.Tensor:
+    return aten.neg(self)
+
+
+@_kernel("as_strided_")
+def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    offset = self.storage_offset() if storage_offset is None else storage_offset
+    return tensor_io.set_geometry(self, self.untyped_storage(), offset, size, stride)
+
+
+@_kernel("unfold")
+def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    shape, strides = list(self.shape), list(self.stride())
+    if not shape:
+        return _as_strided(_META, self, [size], [1], self.storage_offset())
+    dim = dimension % len(shape)
+    if not 0 <= size <= shape[dim]:
+        raise RuntimeError(f"maximum size for tensor at dimension {dim} is {shape[dim]} but size is {size}")
+    if step <= 0:
+        raise RuntimeError(f"step is {step} but must be > 0")
+    windows = (shape[dim] - size) // step + 1
+    shape, strides = [*shape, size], [*strides, strides[dim]]
+    shape[dim], strides[dim] = windows, strides[dim] * step
+    return _as_strided(_META, self, shape, strides, self.storage_offset())
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+@_kernel("clone")
+def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
+    with tape.lock:
+        bound()
+        number, of = tensor_io.read(self)
+        return tensor_io.new_tensor(of, number)  # values on the tape never change: sharing one is copying it
+
+
+@_kernel("_to_copy")
+def _to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    # Four of ten operations of a mixed-precision step are casts of whole tensors, so that case has a short way.
+    if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
+        with tape.lock:
+            of = buffer.spec
+            found = conversions.get((of, dtype))
+            if found is not None and self.shape == of.shape and self.is_contiguous() and self.dtype is of.dtype:
+                bound()
+                number = record(found, buffer.number if buffer.number >= 0 else leaf(buffer))
+                return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
+    return _copied(self, dtype or self.dtype, device)
+
+
+def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    if device is not None and device.type != DEVICE_TYPE:
+        if device.type == "meta":
+            return torch.empty(self.shape, dtype=dtype, device="meta")
+        return tensor_io.to_host(self).to(device, dtype)
+    tensor_io.require_here(device)
+    if self.device.type != DEVICE_TYPE:
+        return transfer.wrap(dlpack.arrive(self, dtype))
+    with tape.lock:
+        bound()
+        number, of = tensor_io.read(self)
+        number, of = cast(number, of, dtype)
+        return tensor_io.new_tensor(of, number)
+
+
+@_kernel("copy_")
+def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if self.device.type != DEVICE_TYPE:
+        return self.copy_(tensor_io.to_host(src))
+    with tape.lock:
+        bound()
+        tensor_io.copy(self, src)
+    return self
+
+
+@_kernel("_copy_from")
+def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return _copy_(dst, self)
+
+
+@_kernel("_copy_from_and_resize")
+def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
+    if dst.shape != self.shape:
+        dst.resize_(self.shape)
+    return _copy_(dst, self)
+
+
+# -- operations that are others together ------------------------------------------------------------------------------
+
+
+@_kernel("_weight_norm_interface")
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.float32 if g.dtype is torch.bfloat16 else None
+    norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=wide)
+    return v * (g / norm.to(g.dtype)), norm
+
+
+@_kernel("_weight_norm_interface_backward")
+def _weight_norm_backward(
+    grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return aten._weight_norm_differentiable_backward(grad_w, saved_v, saved_g, saved_norms, dim)
+
+
+# -- values that Python asks for --------------------------------------------------------------------------------------
+
+
+@_kernel("_local_scalar_dense")
+def _item(self: torch.Tensor) -> Any:
+    found = host_eval.value(self)
+    return (tensor_io.to_host(self) if found is None else found).item()
+
+
+@_kernel("equal")
+def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
+    if self.device != other.device:
+        raise DeviceError(f"torch.equal expects both tensors on one device, got {self.device} and {other.device}")
+    return self.shape == other.shape and bool((self == other).all().item())
+
+
+@_kernel("is_pinned")
+def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    return False
+
+
+@_kernel("record_stream")
+def _record_stream(self: torch.Tensor, s: Any) -> None:
+    return None

@@ -1,0 +1,137 @@
+"""nn.LSTM, nn.GRU and nn.RNN: each layer as one operation, a loop over time (xla_amp.lowering.nn.recurrent).
+
+torch's composite records every cell of every step, so that both recording and compiling grow with the sequence.
+Packed sequences and LSTM projections go on to the composite.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from xla_amp.lazy.graph.meta_results import SHAPES
+from xla_amp.lazy.ops.composites import taken_apart
+
+aten = torch.ops.aten
+_library = torch.library.Library("xla_amp", "FRAGMENT")
+_library.define(
+    "recurrent_layer(str mode, Tensor inputs, Tensor weight, Tensor? bias, Tensor hidden, Tensor state, bool reverse)"
+    " -> (Tensor outputs, Tensor states, Tensor gates)"
+)
+_library.define(
+    "recurrent_layer_backward(str mode, Tensor grad_outputs, Tensor grad_states, Tensor inputs, Tensor weight, "
+    "Tensor hidden, Tensor state, Tensor outputs, Tensor states, Tensor gates, bool reverse)"
+    " -> (Tensor inputs, Tensor weight, Tensor bias, Tensor hidden, Tensor state)"
+)
+_forward = torch.ops.xla_amp.recurrent_layer.default
+_backward = torch.ops.xla_amp.recurrent_layer_backward.default
+
+
+def _layer_shapes(mode: str, inputs: Any, weight: Any, bias: Any, hidden: Any, state: Any, reverse: bool) -> Any:
+    steps = inputs.shape[0]
+    return hidden.new_empty((steps, *hidden.shape)), state.new_empty((steps, *state.shape)), torch.empty_like(inputs)
+
+
+def _layer_backward_shapes(
+    mode: str, grad_outputs: Any, grad_states: Any, inputs: Any, weight: Any, hidden: Any, state: Any, *rest: Any
+) -> Any:
+    bias = weight.new_empty(weight.shape[:1])
+    return torch.empty_like(inputs), torch.empty_like(weight), bias, torch.empty_like(hidden), torch.empty_like(state)
+
+
+SHAPES[_forward] = _layer_shapes
+SHAPES[_backward] = _layer_backward_shapes
+
+
+class _Layer(torch.autograd.Function):
+    """One direction of one layer; arguments as `xla_amp.lowering.nn.recurrent.layer` takes them."""
+
+    @staticmethod
+    def forward(ctx: Any, mode: str, reverse: bool, *tensors: Any) -> Any:
+        inputs, weight, bias, hidden, state = tensors
+        results = _forward(mode, *tensors, reverse)
+        ctx.save_for_backward(inputs, weight, hidden, state, *results)
+        ctx.options = mode, bias is not None, reverse
+        return results[:2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_outputs: Any, grad_states: Any) -> Any:
+        mode, has_bias, reverse = ctx.options
+        inputs, weight, bias, hidden, state = _backward(mode, grad_outputs, grad_states, *ctx.saved_tensors, reverse)
+        return None, None, inputs, weight, bias if has_bias else None, hidden, state
+
+
+def _run(mode: str, reverse: bool, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Layer.apply(mode, reverse, *tensors)
+    return _forward(mode, *tensors, reverse)[:2]
+
+
+def _network(
+    mode: str,
+    composite: Callable[..., Any],
+    input: torch.Tensor,
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """What the ``input`` overloads of torch's recurrent networks compute: (outputs, last states...)."""
+    start = list(hx) if mode == "lstm" else [hx]
+    directions, each = (2 if bidirectional else 1), (4 if has_biases else 2)
+    x = input.transpose(0, 1) if batch_first and input.dim() == 3 else input
+    fits = (
+        not taken_apart(x)
+        and x.dim() == 3
+        and x.shape[0] > 0
+        and len(params) == num_layers * directions * each  # more with projections
+        and all(t.device == input.device and t.dtype is input.dtype for t in (*start, *params))
+        and all(t.dim() == 3 and t.shape[:2] == (num_layers * directions, x.shape[1]) for t in start)
+    )
+    if not fits:
+        return composite(
+            input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
+        )  # which also has torch's own errors
+    lasts: list[list[torch.Tensor]] = [[], []]
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            weight, recurrent, *biases = params[index * each : (index + 1) * each]
+            gates = torch.nn.functional.linear(x, weight, *biases[:1])
+            # Under autocast the product is of the low dtype, and so is then everything that a fused cell would get.
+            hidden, *state = (t[index].to(gates.dtype) for t in start)
+            bias = biases[1].to(gates.dtype) if biases else None
+            reverse = direction == 1
+            operands = (gates, recurrent.to(gates.dtype), bias, hidden, state[0] if state else hidden[:, :0])
+            results = _run(mode, reverse, *operands)
+            outputs.append(results[0])
+            for last, steps in zip(lasts, results, strict=True):
+                last.append(steps[0 if reverse else -1])
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout > 0 and train and layer < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    y = x.transpose(0, 1) if batch_first else x
+    return y, *(torch.stack(last) for last in lasts[: len(start)])
+
+
+_MODES = {"gru": aten.gru.input, "lstm": aten.lstm.input, "relu": aten.rnn_relu.input, "tanh": aten.rnn_tanh.input}
+# Not `decompose`, which takes torch's decomposition in Python: torch 2.11's gives the last states of an LSTM with
+# projections a dimension too many.
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+KERNELS: dict[str, Callable[..., Any]] = {
+    str(operator).removeprefix("aten."): functools.partial(
+        _network, mode, functools.partial(operator._op_dk, _COMPOSITE)
+    )
+    for mode, operator in _MODES.items()
+}
+"""ATen name -> function for tensors of the device, with or without gradients."""

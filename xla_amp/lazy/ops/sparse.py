@@ -1,0 +1,344 @@
+"""Sparse gradients: COO tensors on the lazy device, for embeddings with ``sparse=True``.
+
+A sparse tensor is torch's own: two tensors of the device, indices and values, behind the dispatch key
+SparsePrivateUse1.  What torch's kernels do with those two alone (hand them out, scale them, copy them) they do here as
+well; what reads their bytes has a kernel of ours.
+
+XLA compiles for sizes, and how many different rows a batch touches only the data knows.  So coalescing keeps the number
+of entries: the sums come first, in order, and each entry that became free has the value zero at a place past the end
+(index ``size[0]``, else 0).  Such an entry is skipped by everything that adds or reads rows, and dropped on the way to
+another device.  Nothing is read back, and batches of one size share an executable; only ``_nnz()`` is that of the CPU
+before coalescing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from xla_amp.errors import MissingLoweringError
+from xla_amp.lazy.graph.trace import Instruction, Spec, record, spec, tape
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+aten = torch.ops.aten
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+
+FROM_TORCH: Sequence[str] = (
+    "_coalesced_",
+    "_dimI",
+    "_dimV",
+    "_indices",
+    "_nnz",
+    "_sparse_coo_tensor_with_dims",
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_values",
+    "clone",
+    "copy_sparse_to_sparse_",
+    "dense_dim",
+    "empty.memory_format",
+    "empty_like",
+    "indices",
+    "is_coalesced",
+    "is_same_size",
+    "resize_as_sparse_",
+    "sparse_dim",
+    "sparse_resize_",
+    "sparse_resize_and_clear_",
+    "values",
+    "zero_",
+)
+"""Operations whose kernel for the CPU touches no bytes: it works through indices and values as tensors."""
+
+_instructions: dict[Any, Instruction] = {}
+
+
+def _recorded(
+    name: str,
+    emit: Callable[..., Sequence[jax.Array]],
+    outs: tuple[Spec, ...],
+    *tensors: torch.Tensor,
+    fixed: Any = None,
+) -> int:
+    """Records ``emit(*arrays)``; returns the number of its first result.  `fixed` is what else shapes `emit`."""
+    numbers, specs = zip(*(tensor_io.read(tensor) for tensor in tensors), strict=True)
+    key = (name, specs, outs, fixed)
+    instruction = _instructions.get(key)
+    if instruction is None:
+
+        def emitted(context: Any, inputs: Any, *_: Any) -> list[jax.Array]:
+            return list(emit(*inputs))
+
+        instruction = _instructions[key] = Instruction(name, emitted, outs, len(tensors))
+    return record(instruction, *numbers)
+
+
+def _new(name: str, emit: Callable[..., Any], outs: tuple[Spec, ...], *tensors: torch.Tensor, fixed: Any = None) -> Any:
+    with tape.lock:
+        first = _recorded(name, emit, outs, *tensors, fixed=fixed)
+        made = [tensor_io.new_tensor(of, first + place) for place, of in enumerate(outs)]
+    return made[0] if len(made) == 1 else made
+
+
+def _spec_of(tensor: torch.Tensor) -> Spec:
+    return spec(tuple(tensor.shape), tensor.dtype)
+
+
+def _make(indices: torch.Tensor, values: torch.Tensor, size: Sequence[int], coalesced: bool) -> torch.Tensor:
+    """A sparse tensor of two tensors of the device, unchecked."""
+    sparse_dims = indices.shape[0]
+    return aten._sparse_coo_tensor_with_dims_and_tensors.default._handle.redispatch_boxed(
+        _CPU,
+        *(sparse_dims, len(size) - sparse_dims, list(size), indices, values),
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        pin_memory=False,
+        is_coalesced=coalesced,
+    )
+
+
+def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`tensor` with other values."""
+    return _make(tensor._indices(), values, tensor.shape, tensor.is_coalesced())
+
+
+def coalesce(tensor: torch.Tensor) -> torch.Tensor:
+    """Entries of one place summed, in the order of their places; see the module's docstring for those that go free.
+
+    Half types are summed in float32 and rounded once, as torch does on a GPU.
+    """
+    indices, values = tensor._indices(), tensor._values()
+    sizes = tuple(tensor.shape[: indices.shape[0]])
+
+    def emit(places: jax.Array, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
+        count = places.shape[1]
+        if count == 0:
+            return places, entries
+        flat = _flat(places, sizes)
+        order = jnp.argsort(flat, stable=True)
+        flat = flat[order]
+        begins = jnp.concatenate([jnp.zeros(1, bool), flat[1:] != flat[:-1]])
+        group = jnp.cumsum(begins)
+        half = entries.dtype in (jnp.float16, jnp.bfloat16)
+        wide = entries[order].astype(jnp.float32) if half else entries[order]
+        sums = jax.ops.segment_sum(wide, group, count, indices_are_sorted=True)
+        unused = jnp.full(count, math.prod(sizes), flat.dtype)
+        return _places(unused.at[group].set(flat), sizes), sums.astype(entries.dtype)
+
+    outs = _spec_of(indices), _spec_of(values)
+    new_indices, new_values = _new("coalesce", emit, outs, indices, values, fixed=sizes)
+    return _make(new_indices, new_values, tensor.shape, True)
+
+
+def _flat(places: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """int64 (n): place in row-major order; ``prod(sizes)`` past the end."""
+    flat = jnp.zeros(places.shape[1], places.dtype)
+    for extent, place in zip(sizes, places, strict=True):
+        flat = flat * extent + place
+    return jnp.minimum(flat, math.prod(sizes))
+
+
+def _places(flat: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """int64 (dims, n): the opposite."""
+    places = []
+    for extent in reversed(sizes[1:]):
+        places.append(flat % extent)
+        flat = flat // extent
+    return jnp.stack([flat, *reversed(places)])
+
+
+def _add_rows(dense: jax.Array, places: jax.Array, entries: jax.Array) -> tuple[jax.Array]:
+    return (dense.at[tuple(places)].add(entries.astype(dense.dtype), mode="drop"),)
+
+
+def _plus(dense: torch.Tensor, tensor: torch.Tensor, alpha: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `_add_rows` takes; raises as torch does where the shapes differ."""
+    if dense.shape != tensor.shape:
+        raise RuntimeError(
+            f"add: expected 'self' and 'other' to have the same size, but self has size {list(dense.shape)} while "
+            f"other has size {list(tensor.shape)} (sparse tensors are not broadcast)"
+        )
+    values = tensor._values()
+    return dense, tensor._indices(), values if alpha == 1 else values * alpha
+
+
+def add(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    """Dense or sparse plus sparse."""
+    if self.is_sparse:
+        return _joined(self, other, alpha)
+    dtype = torch.promote_types(self.dtype, other.dtype)
+    return add_(self.to(dtype, copy=True), other, alpha=alpha)
+
+
+def add_(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
+    """Dense or sparse plus sparse, in place."""
+    if not self.is_sparse:
+        arguments = _plus(self, other, alpha)
+        with tape.lock:
+            tensor_io.write(self, _recorded("add_sparse_", _add_rows, (_spec_of(self),), *arguments))
+        return self
+    return aten.copy_sparse_to_sparse_(self, _joined(self, other, alpha))
+
+
+def _joined(self: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
+    if not other.is_sparse:
+        raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
+    _plus(self, other, 1)
+    indices = torch.cat([self._indices(), other._indices()], 1)
+    other_values = other._values() if alpha == 1 else other._values() * alpha
+    return _make(indices, torch.cat([self._values(), other_values]), self.shape, False)
+
+
+def _scaled(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`operation` of a sparse tensor and one number."""
+
+    def scaled(self: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
+        return _like(self, operation(self._values(), _number(self, other, operation.__name__), **options))
+
+    return scaled
+
+
+def _scaled_in_place(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def scaled(self: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
+        operation(self._values(), _number(self, other, operation.__name__), **options)
+        return self
+
+    return scaled
+
+
+def _number(self: torch.Tensor, other: Any, name: str) -> Any:
+    if self.is_sparse and not (isinstance(other, torch.Tensor) and (other.dim() or other.is_sparse)):
+        return other
+    raise _unsupported(f"{name} of a sparse tensor and one that is not a single number")
+
+
+def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The entries of the dense `self` at the places of `mask`."""
+    if self.is_sparse:
+        raise _unsupported("sparse_mask of a sparse tensor")
+    if self.shape != mask.shape:
+        raise RuntimeError(
+            f"sparse_mask: operands have incompatible sizes; self has size {list(self.shape)} but mask has size "
+            f"{list(mask.shape)}"
+        )
+
+    def emit(dense: jax.Array, places: jax.Array) -> tuple[jax.Array]:
+        return (dense.at[tuple(places)].get(mode="fill", fill_value=0),)
+
+    of = spec(tuple(mask._values().shape), self.dtype)
+    return _make(
+        mask._indices(), _new("sparse_mask", emit, (of,), self, mask._indices()), mask.shape, mask.is_coalesced()
+    )
+
+
+def to_dense(self: torch.Tensor, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> torch.Tensor:
+    """The dense tensor; entries of one place add up."""
+    return add_(torch.zeros(self.shape, dtype=dtype or self.dtype, device=self.device), self)
+
+
+def to_copy(
+    self: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    """A copy in another dtype or on another device, where entries without a place are left behind.
+
+    Called for a tensor of the CPU too, when it goes to this device.
+    """
+    device = self.device if device is None else device
+    values = self._values().to(dtype=dtype or self.dtype, copy=True)
+    if device.type == DEVICE_TYPE:
+        return _make(self._indices().to(device, copy=True), values.to(device), self.shape, self.is_coalesced())
+    indices, values = self._indices().cpu(), values.cpu()
+    used = indices[0] < self.shape[0]
+    made = torch.sparse_coo_tensor(
+        *(indices[:, used], values[used], self.shape), is_coalesced=self.is_coalesced(), check_invariants=False
+    )
+    return made.to(device)
+
+
+def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Between sparse tensors, of which one may be on the CPU."""
+    if not (self.is_sparse and source.is_sparse):
+        raise RuntimeError(
+            "copy_() between dense and sparse Tensors is not implemented! Use to_dense() on the sparse one first"
+        )
+    if self.device.type != DEVICE_TYPE:
+        return self.copy_(source.to(self.device))
+    return aten.copy_sparse_to_sparse_(self, source, non_blocking)
+
+
+def embedding_backward(
+    grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
+) -> torch.Tensor:
+    """Sparse gradient (num_weights, features) of an embedding: one entry per looked-up row."""
+    if scale_grad_by_freq:
+        raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
+    places, entries = indices.reshape(1, -1).to(torch.int64), grad.reshape(-1, grad.shape[-1])
+    if padding_idx != -1:
+        dropped = places == padding_idx
+        places = places.masked_fill(dropped, num_weights)
+        entries = entries.masked_fill(dropped.reshape(-1, 1), 0)
+    return _make(places, entries, (num_weights, grad.shape[-1]), False)
+
+
+def missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation that has no kernel for sparse tensors of the device."""
+    raise _unsupported(str(operator).removesuffix(".default"))
+
+
+def _unsupported(what: str) -> MissingLoweringError:
+    return MissingLoweringError(
+        f"{what} is not among the operations of sparse tensors on the lazy XLA device, which are those that gradients "
+        "of embeddings, torch.optim.SGD, Adagrad and SparseAdam need. Use tensor.to_dense() or tensor.cpu() first, or "
+        "torch.nn.Embedding(..., sparse=False), whose gradient is dense"
+    )
+
+
+def _from_torch(name: str) -> Callable[..., Any]:
+    base, _, overload = name.partition(".")
+    redispatch = getattr(getattr(aten, base), overload or "default")._handle.redispatch_boxed
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return redispatch(_CPU, *args, **kwargs)
+
+    return kernel
+
+
+KERNELS: dict[str, Callable[..., Any]] = {"embedding_sparse_backward": embedding_backward}
+"""ATen name -> kernel on dense tensors of the device."""
+
+SPARSE_KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {name: _from_torch(name) for name in FROM_TORCH}
+    | {
+        "_coalesce": coalesce,
+        "_to_copy": to_copy,
+        "_to_dense": to_dense,
+        "add.Tensor": add,
+        "add_.Tensor": add_,
+        "copy_": copy_,
+        "div.Scalar": _scaled(torch.div),
+        "div.Tensor": _scaled(torch.div),
+        "div_.Scalar": _scaled_in_place(torch.Tensor.div_),
+        "div_.Tensor": _scaled_in_place(torch.Tensor.div_),
+        "mul.Scalar": _scaled(torch.mul),
+        "mul.Tensor": _scaled(torch.mul),
+        "mul_.Scalar": _scaled_in_place(torch.Tensor.mul_),
+        "mul_.Tensor": _scaled_in_place(torch.Tensor.mul_),
+        "neg": lambda self: _like(self, -self._values()),
+        "sparse_mask": sparse_mask,
+    }
+)
+"""ATen name -> kernel on sparse ones."""

@@ -1,0 +1,254 @@
+"""What stands around the generated kernel of an operation whose lowering alone is not all of it.
+
+An adapter takes the kernel, its lowering and its operator and returns the kernel to install.  The reasons are few: a
+flag asks for an error that only the host can raise; the memory of an operand decides what is computed; a result is a
+number; a result's size depends on data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.meta_results import RANK_REVEALING
+from xla_amp.lazy.ops import dynamic_shape
+from xla_amp.lazy.ops.codegen import make_kernel
+from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lowering import Lowering
+
+aten = torch.ops.aten
+Kernel = Callable[..., Any]
+Adapter = Callable[[Kernel, Lowering, Any], Kernel]
+KERNELS: dict[str, Kernel] = {}
+"""ATen name -> kernel, for operations that are wholly other operations."""
+
+
+def _kernel(name: str) -> Callable[[Kernel], Kernel]:
+    def decorate(function: Kernel) -> Kernel:
+        KERNELS[name] = function
+        return function
+
+    return decorate
+
+
+# -- errors of factorizations -----------------------------------------------------------------------------------------
+
+
+@_kernel("_linalg_check_errors")
+def _check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
+    aten._linalg_check_errors(tensor_io.to_host(info), api_name, is_matrix=is_matrix)
+
+
+def _checked(api_name: str) -> Adapter:
+    """`check_errors=True` waits for ``info``, the last result, and raises as torch does."""
+
+    def adapt(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+        def checked(self: torch.Tensor, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
+            results = kernel(self, *args, **kwargs)
+            if check_errors:
+                _check_errors(results[-1], api_name, is_matrix=self.dim() == 2)
+            return results
+
+        return checked
+
+    return adapt
+
+
+# -- factorizations that autograd keeps -------------------------------------------------------------------------------
+
+_FACTORS = {"_linalg_det": 1, "_linalg_slogdet": 2, "_linalg_solve_ex": 1}
+"""Operation -> which result is the LU factorization."""
+
+
+@functools.cache
+def _factors_transpose(name: str) -> bool:
+    """Whether this torch factorizes the transpose of a row-major real matrix (its derivative formulas rely on it)."""
+    matrix = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    arguments = (matrix, matrix) if name == "_linalg_solve_ex" else (matrix,)
+    factors = getattr(aten, name).default(*arguments)[_FACTORS[name]]
+    return bool(factors[0, 0] == 2.0)  # the first pivot: the greatest of column 1, 2, or of column 1, 3
+
+
+def _oriented(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    transposing = functools.partial(lowering.function, transposed=True)
+    transposed = make_kernel(dataclasses.replace(lowering, function=transposing), operator, "functional")
+
+    def oriented(a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        of_transpose = _factors_transpose(lowering.name) and a.is_contiguous() and not a.is_complex()
+        return (transposed if of_transpose else kernel)(a, *args, **kwargs)
+
+    return oriented
+
+
+def _solve(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    return _checked("torch.linalg.solve_ex")(_oriented(kernel, lowering, operator), lowering, operator)
+
+
+# -- least squares ----------------------------------------------------------------------------------------------------
+
+
+def _least_squares(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    def lstsq(
+        self: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        if driver not in (None, "gels", *RANK_REVEALING):
+            raise RuntimeError(
+                f"torch.linalg.lstsq: `driver` should be one of (gels, {', '.join(RANK_REVEALING)}), got {driver!r}"
+            )
+        solution, residuals, rank, values = kernel(self, b, rcond, driver=driver)
+        columns = self.shape[-1]
+        if residuals.numel() and driver in RANK_REVEALING:
+            # torch gives residuals only where every matrix has full rank, which the data knows.
+            dynamic_shape.announce("torch.linalg.lstsq with a rank-revealing driver")
+            if not bool((tensor_io.to_host(rank) == columns).all()):
+                residuals = residuals.new_empty((0,))
+        return solution, residuals, rank, values
+
+    return lstsq
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def _attention(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    without = dataclasses.replace(lowering, supplies=lowering.supplies - {"rng"})
+    plain = make_kernel(without, operator, "functional")  # draws no random number
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_bias: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        run = kernel if dropout_p > 0 else plain
+        results = run(query, key, value, attn_bias, dropout_p, is_causal, return_debug_mask, scale=scale)
+        return *results[:4], query.shape[2], key.shape[2], *results[6:]
+
+    return attention
+
+
+# -- connectionist temporal classification: lengths are data ----------------------------------------------------------
+
+
+def _ctc_operands(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any
+) -> tuple[torch.Tensor, ...]:
+    """(targets [batch, S], input lengths, target lengths), on the device."""
+    steps, batch = log_probs.shape[:2]
+    if len(input_lengths) != batch or len(target_lengths) != batch:
+        raise RuntimeError(
+            f"ctc_loss expects input_lengths and target_lengths of size {batch} (the batch), got "
+            f"{len(input_lengths)} and {len(target_lengths)}"
+        )
+    if any(length > steps or length < 0 for length in input_lengths):
+        raise RuntimeError(f"ctc_loss expects input_lengths from 0 to {steps}, got {list(input_lengths)}")
+    targets = targets if targets.device.type == DEVICE_TYPE else transfer.to_device(targets)
+    longest = max(target_lengths, default=0)
+    if targets.dim() == 1:
+        ends = torch.tensor(target_lengths, dtype=torch.int64).cumsum(0)
+        if batch and targets.shape[0] != int(ends[-1]):
+            raise RuntimeError(f"ctc_loss expects {int(ends[-1])} targets in all, got {targets.shape[0]}")
+        starts = ends - torch.tensor(target_lengths, dtype=torch.int64)
+        places = (starts[:, None] + torch.arange(max(longest, 1))).clamp(max=max(targets.shape[0] - 1, 0))
+        targets = targets if targets.shape[0] else targets.new_zeros((1,))
+        targets = targets.index_select(0, transfer.to_device(places.reshape(-1))).view(places.shape)
+    elif longest > targets.shape[1]:
+        raise RuntimeError(f"ctc_loss expects targets of at least {longest} columns, got {list(targets.shape)}")
+    lengths = (transfer.to_device(torch.tensor(list(ls), dtype=torch.int64)) for ls in (input_lengths, target_lengths))
+    return targets, *lengths
+
+
+@_kernel("_ctc_loss")
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> Any:
+    operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
+    return aten._ctc_loss.Tensor(log_probs, *operands, blank, zero_infinity)
+
+
+@_kernel("_ctc_loss_backward")
+def _ctc_loss_backward(
+    grad: torch.Tensor,
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    neg_log_likelihood: torch.Tensor,
+    log_alpha: torch.Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
+    saved = (neg_log_likelihood, log_alpha)
+    return aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *saved, blank, zero_infinity)
+
+
+# -- forward-mode differentiation -------------------------------------------------------------------------------------
+
+
+@_kernel("_new_zeros_with_same_feature_meta")
+def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0) -> torch.Tensor:
+    """Zeros laid out as `other` is, behind the batch dimensions of `self`; torch would size them by its bytes."""
+    batch = self.shape[:self_num_batch_dims]
+    room = tensor_io.buffer_of(other).spec.size
+    strides = [room * stride for stride in shape_inference.contiguous_strides(batch)]
+    zeros = self.new_zeros((math.prod(batch) * room,))
+    return zeros.as_strided([*batch, *other.shape], [*strides, *other.stride()], other.storage_offset())
+
+
+# -- what the device does not have ------------------------------------------------------------------------------------
+
+
+def _no_conversion_to_sparse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Tensor.to_sparse: on the lazy XLA device only gradients of embeddings are sparse. "
+        "Keep the tensor dense, or move it to the CPU first: tensor.cpu().to_sparse()"
+    )
+
+
+for _name in ("", ".sparse_dim", "_bsc", "_bsr", "_csc", "_csr"):
+    KERNELS[f"_to_sparse{_name}"] = _no_conversion_to_sparse
+
+
+@_kernel("_nested_tensor_from_mask_left_aligned")
+def _is_left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
+    # nn.TransformerEncoder asks before it makes a nested tensor, which the device does not have: it then masks instead.
+    return False
+
+
+ADAPTERS: dict[str, Adapter] = {
+    "_linalg_det": _oriented,
+    "_linalg_slogdet": _oriented,
+    "_linalg_solve_ex": _solve,
+    "_scaled_dot_product_fused_attention_overrideable": _attention,
+    "index.Tensor": lambda kernel, lowering, operator: dynamic_shape.expand_masks(kernel),
+    "linalg_cholesky_ex": _checked("torch.linalg.cholesky_ex"),
+    "linalg_inv_ex": _checked("torch.linalg.inv_ex"),
+    "linalg_lstsq": _least_squares,
+    "linalg_lu_factor_ex": _checked("torch.linalg.lu_factor_ex"),
+    "repeat_interleave.Tensor": lambda kernel, lowering, operator: dynamic_shape.find_length(kernel),
+}
+"""Name of the lowering -> what its functional kernel needs around it."""
+
+
+def adapted(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    """The kernel to install for `operator`."""
+    adapter = ADAPTERS.get(lowering.name)
+    return kernel if adapter is None else adapter(kernel, lowering, operator)

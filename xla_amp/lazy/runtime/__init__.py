@@ -1,0 +1,1 @@
+"""From a trace to results: compilation, execution, the PJRT device, counters."""

@@ -1,0 +1,260 @@
+"""From a tape to one XLA executable: interpretation under `jax.jit`, pairing of donated inputs with outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp.errors import StepFailedError, XlaAmpError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import Instruction, Spec, instructions
+from xla_amp.lazy.runtime import compile_options, memory_layout, mesh
+from xla_amp.lazy.runtime.memory_layout import Arranged
+from xla_amp.lowering.operand import Deferred, materialize
+
+
+class Layouts(NamedTuple):
+    """Where on a mesh values are; empty without one."""
+
+    leaves: tuple[Any, ...] = ()
+    """`jax.sharding.Sharding` of each leaf."""
+    wanted: tuple[Any, ...] = ()
+    """The same of each wanted value, None where XLA may choose."""
+
+
+NO_LAYOUTS = Layouts()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """Everything that shapes an executable; equal keys share one."""
+
+    code: tuple[int, ...]
+    wanted: tuple[int, ...]
+    """Numbers of the values that live buffers need, in buffer order."""
+    spent: tuple[int, ...]
+    """Leaves whose array nobody will read again."""
+    layouts: Layouts = NO_LAYOUTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled tape."""
+
+    call: Any
+    """``call(donated, kept, floats, ints)`` gives the outputs.  Not inside another program: see `nested`."""
+    nested: Any
+    """`call` without options for XLA and orders in memory, which JAX refuses to take for a part of a program."""
+    donated: tuple[int, ...]
+    """Leaves handed over for the outputs to live in."""
+    kept: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """Per wanted value: its place among the outputs, or ``~leaf`` when it is a leaf unchanged."""
+    operations: int
+    abstract: tuple[Any, ...]
+    """What `call` takes, as `jax.ShapeDtypeStruct`."""
+    arranged: tuple[Arranged, ...] = ()
+    """Inputs of `call` that must lie in memory in an order of their own."""
+
+    def lower(self) -> Any:
+        """The program in JAX's ahead-of-time form (`jax.stages.Lowered`), for looking at its text."""
+        with private_api.x64():
+            return self.call.lower(*self.abstract)
+
+    def optimized_hlo(self) -> str:
+        """The text of the program as XLA compiled it."""
+        with private_api.x64():
+            return self.lower().compile().as_text()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What an instruction's `emit` may know of the program it is part of."""
+
+    platform: str
+    replicas: str | None = None
+    """Name of the axis over the processes that train together."""
+
+
+def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
+    """(instruction, (stream, draw) of a random one, input numbers) for each operation of a tape."""
+    position = 0
+    while position < len(code):
+        instruction = instructions[code[position]]
+        inputs = position + (3 if instruction.random else 1)
+        end = inputs + instruction.inputs
+        yield instruction, code[position + 1 : inputs], code[inputs:end]
+        position = end
+
+
+def build(
+    key: Key,
+    leaf_numbers: Sequence[int],
+    leaf_specs: Sequence[Spec],
+    numbers: tuple[int, int],
+    streams: int,
+    platform: str,
+) -> Program:
+    """The program of a tape; compiled by XLA on its first call.
+
+    Args:
+        key: the tape.
+        leaf_numbers, leaf_specs: its inputs, in the order of first use.
+        numbers: how many lifted floats and ints come with it.
+        streams: how many (seed, offset) pairs come in front of the ints.
+        platform: XLA's platform, for lowerings that have a form of their own there, and for `compile_options`.
+    """
+    leaf_of = {number: index for index, number in enumerate(leaf_numbers)}
+    specs: list[Spec | None] = []
+    operations = 0
+    for instruction, _, _ in steps(key.code):
+        specs.extend(instruction.outs)
+        operations += instruction.emit is not None
+    unchanged = {leaf_of[number] for number in key.wanted if number in leaf_of}
+    computed = list(dict.fromkeys(number for number in key.wanted if number not in leaf_of))
+    donated = _pair([i for i in key.spent if i not in unchanged], leaf_specs, [specs[number] for number in computed])
+    place = {number: index for index, number in enumerate(computed)}
+    kept = tuple(sorted(set(range(len(leaf_specs))).difference(donated)))
+    context = Context(platform, mesh.AXIS if mesh.replicas else None)
+    options: dict[str, Any] = {}
+    if key.layouts.leaves:
+        wish = dict(zip(reversed(key.wanted), reversed(key.layouts.wanted), strict=True))
+        options["out_shardings"] = [wish[number] for number in computed]
+    structs = [
+        jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=layout)
+        for spec, layout in zip(leaf_specs, key.layouts.leaves or [None] * len(leaf_specs), strict=True)
+    ]
+
+    def lazy_step(
+        taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array
+    ) -> list[jax.Array]:
+        leaves: list[Any] = [None] * len(leaf_specs)
+        for index, array in zip(donated, taken, strict=True):
+            leaves[index] = array
+        for index, array in zip(kept, others, strict=True):
+            leaves[index] = array
+        return _interpret(key.code, leaves, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
+
+    step = replicated(lazy_step) if mesh.replicas else lazy_step
+    nested = jax.jit(step, donate_argnums=0, **options)
+    chosen = compile_options.of(platform)
+    # Over several devices the order is left to XLA.
+    orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
+    arranged: list[Arranged] = []
+    if orders:
+        given = list(memory_layout.shardings(leaf_specs, orders))
+        taken, others = ([given[index] for index in part] for part in (donated, kept))
+        options["in_shardings"] = taken, others, None, None
+        options["out_shardings"] = list(memory_layout.shardings((specs[number] for number in computed), orders))
+        places = enumerate((*donated, *kept))
+        arranged = [Arranged(leaf, place, given[leaf]) for place, leaf in places if leaf_specs[leaf] in orders]
+    alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
+    return Program(
+        call=alone if chosen or orders else nested,
+        nested=nested,
+        donated=tuple(donated),
+        kept=kept,
+        outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),
+        operations=operations,
+        abstract=(
+            [structs[index] for index in donated],
+            [structs[index] for index in kept],
+            jax.ShapeDtypeStruct((numbers[0],), np.float64),
+            jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
+        ),
+        arranged=tuple(arranged),
+    )
+
+
+def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` on each process's own values; without the check that arrays which count as equal are."""
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(step, mesh=mesh.active, in_specs=whole, out_specs=whole, check_vma=False)
+
+
+def _pair(spent: Sequence[int], leaf_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
+    """The spent leaves for which an output of the same spec exists: JAX warns about any other donation."""
+    room: dict[Spec | None, int] = {}
+    for output in outputs:
+        room[output] = room.get(output, 0) + 1
+    donated = []
+    for index in spent:
+        if room.get(leaf_specs[index], 0) > 0:
+            room[leaf_specs[index]] -= 1
+            donated.append(index)
+    return donated
+
+
+def _interpret(
+    code: Sequence[int],
+    leaves: Sequence[jax.Array],
+    floats: jax.Array,
+    ints: jax.Array,
+    streams: jax.Array,
+    wanted: Sequence[int],
+    context: Context,
+) -> list[jax.Array]:
+    values: list[Any] = []
+    next_leaf = next_float = next_int = 0
+    for instruction, draw, inputs in steps(code):
+        if instruction.emit is None:
+            values.append(leaves[next_leaf])
+            next_leaf += 1
+            continue
+        rng = None
+        if draw:
+            stream, index = draw
+            seed = jax.random.key(streams[2 * stream], impl="threefry2x32")
+            rng = jax.random.fold_in(seed, streams[2 * stream + 1] + index)
+        results = _emit(
+            instruction,
+            context,
+            [values[number] if number >= 0 else None for number in inputs],
+            [floats[next_float + i] for i in range(instruction.floats)],
+            [ints[next_int + i] for i in range(instruction.ints)],
+            rng,
+        )
+        next_float += instruction.floats
+        next_int += instruction.ints
+        values.extend(results)
+    return [materialize(values[number]) for number in wanted]
+
+
+def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+    try:
+        inputs = [x if isinstance(x, instruction.takes) else materialize(x) for x in inputs]
+        results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
+        return [
+            None if spec is None else result if isinstance(result, Deferred) else _conform(result, spec)
+            for spec, result in zip(instruction.outs, results, strict=True)
+        ]
+    except XlaAmpError:
+        raise
+    except Exception as error:
+        shapes = ", ".join("None" if x is None else f"{x.dtype}{list(x.shape)}" for x in inputs)
+        raise StepFailedError(
+            f"the lowering of {instruction.name} failed on ({shapes}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _conform(result: Any, spec: Spec) -> jax.Array:
+    """A lowering's result in the dtype and shape that torch promised for it.
+
+    Where it gives None, the call's ``output_mask`` left the result out, which torch's meta kernels do not heed: a batch
+    norm of the images themselves has no gradient for them.  Nobody reads it.
+    """
+    if result is None:
+        return jnp.zeros(spec.shape, spec.numpy_dtype)
+    result = jnp.asarray(result)
+    if result.shape != spec.shape:
+        if result.size != spec.size:
+            raise ValueError(f"it gave shape {list(result.shape)} where torch expects {list(spec.shape)}")
+        result = result.reshape(spec.shape)
+    if result.dtype == spec.numpy_dtype:
+        return result
+    return result != 0 if spec.numpy_dtype == np.bool_ else result.astype(spec.numpy_dtype)

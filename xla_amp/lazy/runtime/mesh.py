@@ -1,0 +1,130 @@
+"""Several devices as one: values laid out over a mesh, one program for all of them (SPMD).
+
+While a mesh is in use every array lives on all its devices, whole on each unless its buffer asks for something else.
+XLA partitions the program after the layouts of its inputs and puts the collectives in; what overwrites a value gets
+that value's layout, so that a training step leaves everything where it was.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xla_amp.errors import DeviceError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import Buffer
+from xla_amp.lazy.runtime import pjrt
+
+AXIS = "replica"
+"""The only axis of a mesh of processes."""
+active: Mesh | None = None
+replicas = False
+"""Whether the mesh is made of processes that each have values of their own (`processes`)."""
+ended: Callable[[], Sequence[str]] | None = None
+"""Names the processes that are known to have ended, where there are several (`processes`)."""
+_CERTAINTY = 1.0
+"""Seconds until the system shows that a process whose connections are closed has ended."""
+_layouts: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
+
+
+def use(mesh: Mesh) -> None:
+    """Lays everything from now on out over `mesh`; a process has one.
+
+    Raises:
+        DeviceError: another one is in use, or it has devices of another platform.
+    """
+    global active
+    if active is not None and active != mesh:
+        raise DeviceError(
+            f"this process lays its values out over {describe(active)} and cannot change to {describe(mesh)}; use one "
+            "mesh with all the axes"
+        )
+    platform = mesh.devices.flat[0].platform
+    if platform != pjrt.jax_device().platform:
+        raise DeviceError(
+            f"the mesh is made of {platform} devices and lazy tensors live on {pjrt.jax_device().platform}; make it "
+            "with xla_amp.make_mesh()"
+        )
+    active = mesh
+
+
+def use_processes() -> None:
+    """Makes every process a replica: one device of each, values of their own, the same program."""
+    global active, replicas
+    chosen = {device.process_index: device for device in reversed(jax.devices(pjrt.jax_device().platform))}
+    active = Mesh(np.array([chosen[index] for index in sorted(chosen)]), (AXIS,))
+    replicas = True
+
+
+def is_partitioned() -> bool:
+    """Whether XLA splits programs over the devices of the mesh: not without one, nor among processes."""
+    return active is not None and not replicas
+
+
+def describe(mesh: Mesh) -> str:
+    """``{'data': 4, 'model': 2}``."""
+    return str(dict(mesh.shape))
+
+
+def put(value: np.ndarray | jax.Array) -> jax.Array:
+    """A value of this process on the device or the mesh (with 64-bit types enabled)."""
+    if not replicas:
+        return jax.device_put(value, home())
+    local = jax.device_put(value, pjrt.jax_device())
+    return jax.make_array_from_single_device_arrays(local.shape, home(), [local])  # type: ignore[arg-type]
+
+
+def home() -> jax.Device | NamedSharding:
+    """Where a value goes that nobody has laid out."""
+    return pjrt.jax_device() if active is None else NamedSharding(active, PartitionSpec())
+
+
+def lay_out(buffer: Buffer, layout: NamedSharding) -> None:
+    """Gives a buffer a layout: its array now, and whatever it gets later."""
+    _layouts[buffer] = layout
+    if isinstance(buffer.array, jax.Array):
+        buffer.array = _moved(buffer.array, layout)
+
+
+def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
+    with private_api.x64():  # without it int64 becomes int32 on the way
+        return jax.device_put(array, where)
+
+
+def layout_of(buffer: Buffer) -> NamedSharding | None:
+    """What `lay_out` said, or None."""
+    return _layouts.get(buffer)
+
+
+def bring_home(leaves: Iterable[Buffer]) -> None:
+    """Puts values from before the mesh on it."""
+    devices = home().device_set  # type: ignore[union-attr]  # called with a mesh only
+    for buffer in leaves:
+        if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
+            with private_api.x64():
+                buffer.array = put(buffer.array)
+
+
+def output_layouts(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
+    """The layout of each target, None where XLA may choose; the first `overwritten` ones keep what they have."""
+    return tuple(
+        layout_of(buffer) or (buffer.array.sharding if index < overwritten else None)
+        for index, buffer in enumerate(targets)
+    )
+
+
+def blame() -> str:
+    """To be said after an error of the device: which other processes have ended; empty for one process."""
+    if ended is None:
+        return ""
+    until = time.monotonic() + _CERTAINTY
+    while not (gone := ended()) and time.monotonic() < until:
+        time.sleep(0.05)
+    if gone:
+        return f" ({' and '.join(gone)} has ended)"
+    return " (another process has ended or left, if this is about a connection)"

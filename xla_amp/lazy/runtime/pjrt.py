@@ -1,0 +1,38 @@
+"""The PJRT device underneath: which one, its platform, waiting for it."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from xla_amp import config
+from xla_amp.errors import DeviceError
+from xla_amp.lazy.runtime.compilation_cache import compilation_cache
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+
+
+@functools.cache
+def jax_device() -> jax.Device:
+    """The JAX device that lazy tensors live on: the first of the configured platform, else JAX's default.
+
+    Raises:
+        DeviceError: the configured platform has no device here.
+    """
+    wanted = config.platform()
+    if (folder := config.cache()) is not None:
+        compilation_cache(folder)
+    try:
+        return jax.local_devices(backend=wanted)[0] if wanted else jax.local_devices()[0]
+    except RuntimeError as error:
+        raise DeviceError(
+            f"JAX has no device of the platform {wanted or 'that JAX_PLATFORMS names'}: {error}. "
+            "Unset XLA_AMP_PLATFORM and PJRT_DEVICE to take JAX's default, or install JAX's plugin for it"
+        ) from error
+
+
+@functools.cache
+def platform() -> str:
+    """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    return _PLATFORMS.get(jax_device().platform, jax_device().platform)

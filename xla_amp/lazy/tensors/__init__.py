@@ -1,0 +1,1 @@
+"""Between torch tensors and the trace: reads, writes, transfers, step boundaries."""

@@ -1,0 +1,85 @@
+"""Keeping old values where a step must not happen: any optimizer skips on the device.
+
+A conditional would make the host or the device wait; old values are still on the tape, so a select costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, new_weakref, record, tape
+from xla_amp.lazy.tensors import tensor_io
+
+
+class Snapshot:
+    """Values of some tensors at one moment; holds no copies until a cut makes them distinct arrays."""
+
+    __slots__ = ("_buffers", "_tensors")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        with tape.lock:
+            self._tensors = list(tensors)
+            """Keeps the tensors alive, so that their ids stay theirs."""
+            self._buffers: dict[int, Buffer] = {}
+            for tensor in self._tensors:
+                number, of = tensor_io.read(tensor)
+                self._buffers[id(tensor)] = buffer = Buffer(of, number)
+                tape.fresh.append(new_weakref(buffer))
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Number of the tensor's old value on the present tape, or -1 when the snapshot does not have it."""
+        buffer = self._buffers.get(id(tensor))
+        if buffer is None:
+            return -1
+        if buffer.number < 0:
+            return tensor_io.leaf(buffer)
+        return buffer.number
+
+
+def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
+    """Remembers the present values of `tensors` (lazy device) for `restore_where`."""
+    return Snapshot(tensors)
+
+
+_selects: dict[Any, Instruction] = {}
+
+
+def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
+    """Puts every tensor back to its value in `before` where `condition` (a scalar) is not zero.
+
+    Tensors that the snapshot does not know, such as optimizer state made meanwhile, become zero there.
+    One operation for all tensors; nothing is read back to the host.
+    """
+    if not tensors:
+        return
+    with tape.lock:
+        flag, flag_spec = tensor_io.read(condition)
+        now = [tensor_io.read(tensor) for tensor in tensors]
+        old = [before.number(tensor) for tensor in tensors]
+        specs = tuple(of for _, of in now)
+        known = tuple(number >= 0 for number in old)
+        key = (flag_spec, specs, known)
+        instruction = _selects.get(key)
+        if instruction is None:
+            instruction = _selects[key] = _instruction(specs)
+        first = record(instruction, flag, *(number for number, _ in now), *old)
+        for offset, tensor in enumerate(tensors):
+            tensor_io.write(tensor, first + offset)
+
+
+def _instruction(specs: tuple[Spec, ...]) -> Instruction:
+    count = len(specs)
+
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        flag, *values = inputs
+        keep = flag.reshape(()) != 0
+        return [
+            jnp.where(keep, jnp.zeros_like(new) if old is None else old, new)
+            for new, old in zip(values[:count], values[count:], strict=True)
+        ]
+
+    return Instruction("restore_where", emit, specs, 1 + 2 * count)

@@ -1,0 +1,92 @@
+"""Where a training step ends when nobody says so.
+
+A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
+``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a cut; what springs it is the
+beginning of the next step: a module's forward, the entry of an autocast region, or the next step of an optimizer that
+has stepped already.  Another optimizer's does not: several that share a backward pass step together.  Nor does an
+upload: it records nothing, and loops fetch the next batch before they drop the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim
+
+from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+_armed = -1
+"""Generation of the tape on which an optimizer step was recorded; stale once that tape was cut."""
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that stepped on that tape."""
+_forward_hook: Any = None
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Inside, nothing ends a step by itself: everything recorded becomes one executable."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def install() -> None:
+    """Listens to optimizer steps, through PyTorch's public global hooks."""
+    optim.register_optimizer_step_pre_hook(_before_step)
+    optim.register_optimizer_step_post_hook(_after_step)
+
+
+def step_begins() -> None:
+    """Cuts if an optimizer step was recorded since the last cut."""
+    armed = _armed == tape.generation
+    _disarm()
+    if armed and not _paused:
+        cut()
+
+
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return parameter.device.type == DEVICE_TYPE
+    return False
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _armed == tape.generation and optimizer in _stepped and _on_device(optimizer):
+        step_begins()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _on_device(optimizer) and tape.code:
+        _arm(optimizer)
+
+
+def _arm(optimizer: torch.optim.Optimizer) -> None:
+    global _armed, _forward_hook
+    with tape.lock:
+        if _armed != tape.generation:
+            _stepped.clear()
+        _armed = tape.generation
+        _stepped.add(optimizer)
+        if _forward_hook is None:
+            # A global module hook slows every module call down, so it stays in only until it has fired.
+            _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
+
+
+def _disarm() -> None:
+    global _armed, _forward_hook
+    _armed = -1
+    hook, _forward_hook = _forward_hook, None  # taken before it is removed: a loader's thread may come by
+    if hook is not None:
+        hook.remove()

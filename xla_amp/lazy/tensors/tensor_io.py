@@ -1,0 +1,407 @@
+"""Between tensors and the tape: reading an operand's value number, writing a value into a tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.errors import DeviceError, StepFailedError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.trace import (
+    Buffer,
+    Instruction,
+    Lost,
+    Spec,
+    assign,
+    broadcast,
+    cast,
+    leaf,
+    new_weakref,
+    reclaim,
+    record,
+    spec,
+    tape,
+)
+from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.tensors import dlpack, transfer
+from xla_amp.lowering.tensor import strided
+
+DEVICE_TYPE = "jax"
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types of tensors whose storage says all: subclasses go through `operand`."""
+
+
+def require_here(device: torch.device | None) -> None:
+    """Raises for an index that the device type does not have.
+
+    Raises:
+        DeviceError: the index is not 0.
+    """
+    if device is not None and device.index:
+        raise DeviceError(f"device {device} does not exist: a process has one lazy device, '{DEVICE_TYPE}:0'")
+
+
+def require_no_generator(generator: torch.Generator) -> None:
+    """Raises: an operation that quietly drew from another generator than the caller's would not be reproducible.
+
+    Raises:
+        DeviceError: always.
+    """
+    raise DeviceError(
+        f"random operations on {DEVICE_TYPE!r} draw from the device's one generator, got a generator of the device "
+        f"{str(generator.device)!r}. Leave `generator` out and seed with torch.manual_seed(), or draw on the CPU and "
+        "move the result to the device"
+    )
+
+
+def buffer_of(tensor: torch.Tensor) -> Buffer:
+    """The buffer behind a tensor of the lazy device; a storage that has none gets one that was never written.
+
+    Raises:
+        DeviceError: a tensor of another device, to be written by an operation of this one.
+    """
+    store = tensor.untyped_storage()
+    buffer = store._xla_amp
+    if buffer is None:
+        if tensor.device.type != DEVICE_TYPE:
+            raise _foreign(tensor)
+        buffer = store._xla_amp = Buffer(spec(tuple(tensor.shape), tensor.dtype))
+    return buffer
+
+
+def operand(value: Any) -> tuple[int, Any]:
+    """(number, key) of an operand that is no plain tensor of the device: a Python number, a CPU scalar, a subclass.
+
+    Raises:
+        DeviceError: a tensor of another device that is not a CPU scalar.
+    """
+    kind = type(value)
+    if kind is float:
+        return -1, torch.get_default_dtype()
+    if kind is int:
+        return -1, int
+    if not isinstance(value, torch.Tensor):
+        return -1, (kind, value)
+    if value.device.type == DEVICE_TYPE:
+        return read(value)
+    if value.device.type == "cpu" and value.dim() == 0:
+        buffer = Buffer(spec((), value.dtype), array=transfer.upload(value))
+        return leaf(buffer), buffer.spec
+    raise _foreign(value)
+
+
+def _foreign(tensor: torch.Tensor) -> DeviceError:
+    return DeviceError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE_TYPE}:0 and "
+        f"{tensor.device}: a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} is on {tensor.device}. "
+        "Move it with tensor.to(xla_amp.xla_device()) first"
+    )
+
+
+def read(tensor: torch.Tensor) -> tuple[int, Spec]:
+    """(number, spec) of the tensor's value."""
+    buffer = buffer_of(tensor)
+    of = buffer.spec
+    if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
+        return (buffer.number if buffer.number >= 0 else leaf(buffer)), of
+    return read_view(tensor, buffer)
+
+
+def operands(
+    tensors: Iterable[torch.Tensor | None], wholes: list[Buffer | None] | None = None
+) -> tuple[list[int], tuple[Any, ...]]:
+    """Numbers and keys of a list of tensors.
+
+    Args:
+        wholes: gets for each tensor its buffer, or None where the tensor shows it in another way than as a whole: what
+            `write_all` wants to know.
+    """
+    numbers, keys = [], []
+    for tensor in tensors:
+        whole = None
+        if type(tensor) in PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
+            of = buffer.spec
+            if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
+                number = buffer.number
+                if number < 0:
+                    number = leaf(buffer)
+                whole = buffer
+            else:
+                number, of = read_view(tensor, buffer)
+        elif tensor is None:
+            number, of = -1, None
+        else:
+            number, of = operand(tensor)
+        numbers.append(number)
+        keys.append(of)
+        if wholes is not None:
+            wholes.append(whole)
+    return numbers, tuple(keys)
+
+
+_reads: dict[Any, Instruction] = {}
+_writes: dict[Any, Instruction] = {}
+
+
+def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
+    """Records the reading of a tensor whose geometry is not its buffer's."""
+    key = (buffer.spec, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    instruction = _reads.get(key)
+    if instruction is None:
+        instruction = _reads[key] = _read_instruction(*key)
+    number = buffer.number
+    if number < 0:
+        number = leaf(buffer)
+    return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
+
+
+def _elements(base: Spec, dtype: torch.dtype) -> Spec:
+    """`base` seen as a flat array of `dtype` (``view(dtype)``)."""
+    if dtype is base.dtype:
+        return base
+    return spec((base.size * base.numpy_dtype.itemsize // spec((), dtype).numpy_dtype.itemsize,), dtype)
+
+
+def _retype(x: Any, dtype: np.dtype) -> Any:
+    """The bits of `x`, flat, as `dtype`."""
+    if x.dtype == dtype:
+        return x
+    if x.dtype.kind == "c" or dtype.kind == "c":
+        return _retype_complex(x, dtype)
+    x = x.reshape(-1)
+    if x.dtype.itemsize < dtype.itemsize:
+        x = x.reshape(-1, dtype.itemsize // x.dtype.itemsize)
+    x = x.astype(np.uint8) if x.dtype == np.bool_ else x
+    if dtype == np.bool_:
+        return jax.lax.bitcast_convert_type(x, np.uint8).reshape(-1) != 0
+    return jax.lax.bitcast_convert_type(x, dtype).reshape(-1)
+
+
+def _retype_complex(x: Any, dtype: np.dtype) -> Any:
+    if x.dtype.kind == "c":
+        pairs = jax.numpy.stack([x.real, x.imag], axis=-1).reshape(-1)
+        return _retype(pairs, dtype)
+    part = np.dtype(np.float32 if dtype == np.complex64 else np.float64)
+    pairs = _retype(x, part).reshape(-1, 2)
+    return jax.lax.complex(pairs[:, 0], pairs[:, 1])
+
+
+def _check_bounds(room: Spec, shape: Any, strides: Any, offset: int) -> None:
+    """Raises as torch does for a window that leaves its storage, which holds no bytes for torch to check against."""
+    if 0 in shape:
+        return
+    last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if last >= room.size:
+        raise RuntimeError(
+            f"as_strided: sizes {list(shape)}, strides {list(strides)}, storage offset {offset} need a storage of "
+            f"{last + 1} elements of {room.dtype} and are out of bounds for storage of size {room.size}"
+        )
+
+
+def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> Instruction:
+    target = spec(tuple(shape), dtype)
+    _check_bounds(_elements(base, dtype), shape, strides, offset)
+
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        x = inputs[0]
+        return [strided.read(_retype(x, target.numpy_dtype), target.shape, strides, offset)]
+
+    return Instruction("view", emit, (target,), 1)
+
+
+def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
+    """Gives `tensor` the value `number` (of its shape and dtype), through its storage.
+
+    Args:
+        repeatedly: several elements of `tensor` may share one place, because all are equal.
+
+    Raises:
+        RuntimeError: they share one and need not be equal.
+    """
+    buffer = buffer_of(tensor)
+    base = buffer.spec
+    if tensor.shape == base.shape and tensor.is_contiguous() and tensor.dtype is base.dtype:
+        assign(buffer, number)
+        return
+    key = (base, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    instruction = _writes.get(key)
+    if instruction is None:
+        instruction = _writes[key] = _write_instruction(*key)
+    if instruction.name is _REPEATS and not repeatedly:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location "
+            f"(sizes {list(tensor.shape)}, strides {list(tensor.stride())}). Please clone() the tensor before "
+            "performing the operation"
+        )
+    old = buffer.number if buffer.number >= 0 else leaf(buffer)
+    buffer.number = record(instruction, old, number)
+
+
+def write_all(tensors: Iterable[torch.Tensor], wholes: Iterable[Buffer | None], number: int) -> None:
+    """Gives tensors that were read just now the values from `number` on; `wholes` is what `operands` said of them."""
+    for value, (tensor, whole) in enumerate(zip(tensors, wholes, strict=True), number):
+        if whole is not None:
+            whole.number = value
+        else:
+            write(tensor, value)
+
+
+def fill(tensor: torch.Tensor, number: int) -> None:
+    """`write` of equal elements."""
+    write(tensor, number, repeatedly=True)
+
+
+_REPEATS = "write_view_repeatedly"
+
+
+def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: torch.dtype) -> Instruction:
+    window = _elements(base, dtype)
+    _check_bounds(window, shape, strides, offset)
+
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        old, new = inputs
+        changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset)
+        return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
+
+    repeats = 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
+    return Instruction(_REPEATS if repeats else "write_view", emit, (base,), 2)
+
+
+def write_out(tensor: torch.Tensor, of: Spec, number: int) -> None:
+    """Writes a result into an ``out=`` tensor, resized and converted as torch does."""
+    if tuple(tensor.shape) != of.shape:
+        resize(tensor, of.shape)
+    number, _ = cast(number, of, tensor.dtype)
+    write(tensor, number)
+
+
+_set_geometry = torch.ops.aten.set_.source_Storage_storage_offset._handle.redispatch_boxed
+_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+
+
+def set_geometry(tensor: torch.Tensor, store: Any, offset: int, shape: Any, strides: Any) -> torch.Tensor:
+    """Points `tensor` at a window of `store`, unchecked: device storages hold no bytes for torch to check against."""
+    return _set_geometry(_META, tensor, store, offset, list(shape), list(strides))
+
+
+def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+    """`tensor` with another shape, row-major; elements that were in its storage keep their places."""
+    buffer = buffer_of(tensor)
+    shape = tuple(shape)
+    size = spec(shape, tensor.dtype).size
+    if size + tensor.storage_offset() > _elements(buffer.spec, tensor.dtype).size:
+        _grow(tensor, buffer, size + tensor.storage_offset())
+    store = tensor.untyped_storage()
+    return set_geometry(tensor, store, tensor.storage_offset(), shape, shape_inference.contiguous_strides(shape))
+
+
+def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
+    """Gives the storage room for `size` elements of the tensor's dtype, its present ones first."""
+    target = spec((size,), tensor.dtype)
+    if (buffer.array is None and buffer.number < 0) or buffer.spec.size == 0:
+        tensor.untyped_storage()._xla_amp = Buffer(target)
+        return
+    old = _elements(buffer.spec, tensor.dtype)
+    number = buffer.number if buffer.number >= 0 else leaf(buffer)
+
+    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+        flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
+        return [jax.numpy.pad(flat, (0, target.size - old.size))]
+
+    grown = Buffer(target, record(Instruction("resize", emit, (target,), 1), number))
+    tape.fresh.append(new_weakref(grown))
+    tensor.untyped_storage()._xla_amp = grown
+
+
+def new_tensor(of: Spec, number: int) -> torch.Tensor:
+    """A fresh tensor holding the value `number`."""
+    tensor = private_api.create_tensor(of.shape, of.dtype)
+    tensor.untyped_storage()._xla_amp = buffer = Buffer(of, number)
+    tape.fresh.append(new_weakref(buffer))
+    return tensor
+
+
+def array_of(tensor: torch.Tensor) -> jax.Array:
+    """The tensor's value as a concrete array of its shape; cuts the tape where it must."""
+    with tape.lock:
+        buffer = buffer_of(tensor)
+        whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
+        if not whole:
+            number, of = read(tensor)
+            buffer = Buffer(of, number)
+            tape.fresh.append(new_weakref(buffer))
+        elif buffer.array is None and buffer.number < 0:
+            leaf(buffer)  # memory never written reads as zeros
+        if buffer.number >= 0:
+            cut()
+        if type(buffer.array) is Lost:
+            raise StepFailedError(buffer.array.reason)
+        return buffer.array
+
+
+# Below this a strided view of a settled tensor is cut out on the host: one small copy beats an executable per view.
+_SMALL = 1 << 20
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's value as a CPU tensor (counted as one host sync)."""
+    with tape.lock:
+        buffer = buffer_of(tensor)
+        of = buffer.spec
+        settled = buffer.number < 0 and isinstance(buffer.array, jax.Array)
+        whole = tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype
+        on_host = settled and not whole and of.size * of.numpy_dtype.itemsize <= _SMALL
+        array = buffer.array if on_host else array_of(tensor)
+    # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
+    value = transfer.download(array)  # type: ignore[arg-type]
+    return window(value, tensor) if on_host else value
+
+
+def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What `tensor` shows of its buffer's `value` (a CPU tensor), in memory of its own."""
+    flat = value.reshape(-1).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` between devices of any kind; `target` is on the lazy device."""
+    if source.device.type != DEVICE_TYPE:
+        array = dlpack.arrive(source, target.dtype)
+        buffer = buffer_of(target)
+        of = buffer.spec
+        whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
+        if whole and (buffer.number < 0 or not _is_leaf(buffer)):
+            # A whole upload replaces the array; what was recorded before keeps the number it read.
+            reclaim(buffer)
+            buffer.array, buffer.number = array, -1
+            return
+        source = transfer.wrap(array)
+    number, of = read(source)
+    number, of = cast(number, of, target.dtype)
+    number, of = broadcast(number, of, target.shape)
+    write(target, number)
+
+
+def _is_leaf(buffer: Buffer) -> bool:
+    return any(held is buffer for held in tape.leaves)
+
+
+_reported: set[str] = set()
+
+
+def notice_foreign_autocast() -> None:
+    """Warns once when ``torch.autocast("xla")`` is on: it has no effect on tensors of the lazy device."""
+    if "xla" not in _reported and torch.is_autocast_enabled("xla"):
+        _reported.add("xla")
+        warnings.warn(
+            "torch.autocast('xla') is active, but these tensors live on the lazy device 'jax', where it does nothing: "
+            "operations keep the dtype of their inputs. Use xla_amp.autocast(xla_amp.xla_device()) instead",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,68 @@
+"""Values between the host and the device."""
+
+from __future__ import annotations
+
+import weakref
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.errors import StepFailedError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.dtypes import TO_TORCH, to_numpy, to_torch
+from xla_amp.lazy.graph.trace import Buffer, Spec, spec
+from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.runtime.metrics import metrics
+
+copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
+"""id of an uploaded array -> itself and the host's copy, while the array lives (`known` answers questions from it)."""
+_SMALL = 1 << 20
+"""Bytes up to which a copy is kept, of integers and booleans: masks, lengths and labels, which programs ask about.
+Of single numbers a copy is always kept: optimizers store rates in tensors and read them back."""
+
+
+def upload(tensor: torch.Tensor) -> jax.Array:
+    """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
+    # On CPU JAX may adopt the memory that it is given, so it gets a private copy.
+    private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
+    metrics.host_to_device += 1
+    with private_api.x64():
+        array = mesh.put(private)
+    if not private.ndim or (private.dtype.kind in "biu" and private.nbytes <= _SMALL):
+        _keep(array, private)
+    return array
+
+
+def _keep(array: jax.Array, private: np.ndarray) -> None:
+    key = id(array)
+    # `copies` is bound early: at the interpreter's end the module's name is gone before the last array.
+    copies[key] = (weakref.ref(array, lambda _, kept=copies: kept.pop(key, None)), private)  # type: ignore[misc]
+
+
+def download(array: jax.Array) -> torch.Tensor:
+    """A device array's values as a CPU tensor of its own memory; waits for them."""
+    metrics.host_syncs += 1
+    metrics.device_to_host += 1
+    try:
+        value = np.array(array, copy=True)
+    except jax.errors.JaxRuntimeError as error:
+        if mesh.ended is None:
+            raise
+        raise StepFailedError(f"{error}{mesh.blame()}") from error
+    return to_torch(value)
+
+
+def wrap(array: jax.Array, of: Spec | None = None) -> torch.Tensor:
+    """A device array as a tensor on the lazy device, without a copy; `of` spares a caller who knows the question."""
+    if of is None:
+        of = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
+    tensor = private_api.create_tensor(of.shape, of.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(of, array=array)
+    return tensor
+
+
+def to_device(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` (CPU) on the lazy device.  Records nothing, so a loader's thread may call it at any time."""
+    result = wrap(upload(tensor))
+    return result.requires_grad_() if tensor.requires_grad else result

@@ -1,0 +1,1 @@
+"""Registration of the device with torch, and the monkeypatches that it needs."""

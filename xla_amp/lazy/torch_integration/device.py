@@ -1,0 +1,301 @@
+"""Starting the device: registration with torch, kernels for every lowering, the module ``torch.jax``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from xla_amp import config
+from xla_amp.errors import MissingLoweringError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.ops import c10d_stubs, composites, dynamic_shape, memory, rnn, sparse, wrappers
+from xla_amp.lazy.ops.codegen import Form, make_kernel
+from xla_amp.lazy.ops.prepared import PREPARED
+from xla_amp.lazy.runtime import generator, mesh, pjrt
+from xla_amp.lazy.runtime.execute import sync
+from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration import accelerator, monkeypatches
+from xla_amp.lowering import Lowering, registry, table
+
+
+class BackendModule:
+    """``torch.jax``: what torch asks of a device module."""
+
+    _initialized = True
+    """``torch.utils.checkpoint`` saves the device's random state only of an initialized module."""
+
+    def is_available(self) -> bool:
+        """Whether the device can be used (it is registered only then)."""
+        return True
+
+    def is_initialized(self) -> bool:
+        """Whether the device has been used."""
+        return True
+
+    def is_built(self) -> bool:
+        """Whether this build supports the device."""
+        return True
+
+    def current_device(self) -> int:
+        """Index of the device that new tensors go to."""
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """Accepts device 0, the only one of a process."""
+
+    def device_count(self) -> int:
+        """Lazy devices in this process."""
+        return 1
+
+    def device(self, device: Any) -> Any:
+        """Context manager that selects a device."""
+        return contextlib.nullcontext()
+
+    def current_stream(self, device: Any = None) -> None:
+        """The device has no streams of its own."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Low dtypes that autocast accepts."""
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the device."""
+        generator.manual_seed(int(seed))
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """uint8[16] state of the device's generator."""
+        return generator.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = None) -> None:
+        """Restores a state."""
+        generator.set_rng_state(new_state)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Runs what was recorded and waits for the device."""
+        sync(wait=True)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """PJRT's memory statistics in bytes; on a platform that keeps none, the bytes of JAX's live arrays."""
+        return accelerator.memory_stats()
+
+
+_libraries: dict[tuple[str, str], torch.library.Library] = {}
+_installed: set[str] = set()
+_starting = threading.Lock()
+_started = False
+
+
+def is_started() -> bool:
+    """Whether the device has been used in this process."""
+    return _started
+
+
+def device() -> torch.device:
+    """The lazy device, ``torch.device("jax:0")``; registers it with torch on first use.
+
+    Raises:
+        DeviceError: another backend has taken torch's slot for out-of-tree devices, or JAX has no such device.
+        EngineError: this torch cannot host a Python device.
+    """
+    global _started
+    with _starting:
+        if not _started:
+            private_api.require_python_backend()
+            private_api.require_free_slot(DEVICE_TYPE)
+            processes.join()
+            pjrt.jax_device()
+            if processes.world_size() > 1:
+                mesh.use_processes()
+            monkeypatches.mark_storages()
+            private_api.register_device(DEVICE_TYPE, BackendModule())
+            generator.manual_seed(torch.initial_seed())
+            monkeypatches.install()
+            step_marker.install()
+            tape.limit = config.tape_limit()
+            _install_kernels()
+            _started = True
+    return torch.device(DEVICE_TYPE, 0)
+
+
+def _install_kernels() -> None:
+    for name, kernel in (memory.KERNELS | dynamic_shape.KERNELS | wrappers.KERNELS | sparse.KERNELS).items():
+        _implement("aten", name, kernel)
+    for lowering in list(table().values()):
+        _install(lowering)
+    registry.listeners.append(_install)
+    for name, kernel in (composites.KERNELS | rnn.KERNELS).items():
+        if f"aten::{name}" not in _installed:
+            _implement("aten", name, kernel)  # where autograd is off altogether (inference mode)
+        _implement("aten", name, kernel, "AutogradPrivateUse1")
+    for name, kernel in c10d_stubs.KERNELS.items():
+        if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
+            _implement("c10d", name, kernel)
+    for name, kernel in sparse.SPARSE_KERNELS.items():
+        _implement("aten", name, kernel, "SparsePrivateUse1")
+    for key, missing in (("PrivateUse1", _missing), ("SparsePrivateUse1", sparse.missing)):
+        fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
+        fallback.fallback(missing)
+
+
+def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "PrivateUse1") -> None:
+    library = _libraries.get((namespace, dispatch_key))
+    if library is None:
+        library = _libraries[namespace, dispatch_key] = torch.library.Library(namespace, "IMPL", dispatch_key)
+    key = f"{namespace}::{name}"
+    if dispatch_key != "PrivateUse1":
+        library.impl(name, kernel)
+        return
+    if namespace == "aten" and name in PREPARED:
+        kernel = PREPARED[name](kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replacing our own kernel (override=True) is meant
+        library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
+    _installed.add(key)
+
+
+def _install(lowering: Lowering) -> None:
+    """Installs the kernels of one lowering: the operation itself, its in-place and its ``out=`` form."""
+    namespace, _, name = lowering.name.rpartition("::")
+    namespace = namespace or "aten"
+    base, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), base, None)
+    operator = getattr(packet, overload or "default", None) if packet is not None else None
+    if operator is None:
+        return  # an operation of another torch version, or of a library that is not imported
+    kernel = make_kernel(lowering, operator, "functional")
+    _implement(namespace, name, wrappers.adapted(kernel, lowering, operator))
+    if not lowering.mutates:
+        for form, derived in _derived(namespace, base, overload, operator):
+            key = f"{namespace}::{derived}"
+            if derived not in table() and derived not in memory.KERNELS and key not in _installed:
+                target_base, _, target_overload = derived.partition(".")
+                target = getattr(getattr(getattr(torch.ops, namespace), target_base), target_overload or "default")
+                _implement(namespace, derived, make_kernel(lowering, target, form))
+
+
+def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Form, str]]:
+    """(form, name) of the in-place and ``out=`` overloads that take the same arguments as `operator`."""
+    arguments = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    found: list[tuple[Form, str]] = []
+    inplace = getattr(getattr(torch.ops, namespace), f"{base}_", None)
+    if inplace is not None and (overload or "default") in inplace.overloads():
+        candidate = getattr(inplace, overload or "default")
+        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == arguments:
+            found.append(("inplace", f"{base}_" + (f".{overload}" if overload else "")))
+    packet = operator.overloadpacket
+    for other in packet.overloads():
+        candidate = getattr(packet, other)
+        if shape_inference.functional_arguments(candidate) == arguments and any(
+            a.is_out for a in candidate._schema.arguments
+        ):
+            # The overload's name does not tell: add.Tensor's form is add.out, sum.dim_IntList's is sum.IntList_out.
+            found.append(("out", f"{base}.{other}"))
+    return found
+
+
+def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operation without a lowering: PyTorch's own decomposition, else the CPU if that is allowed, else an error."""
+    decomposition = _decompositions().get(operator)
+    if decomposition is not None:
+        result = decomposition(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if config.fallback() == "cpu":
+        return _on_cpu(operator, args, kwargs)
+    name = str(operator).removesuffix(".default")
+    raise MissingLoweringError(
+        f"the operation {name} has no lowering for the lazy XLA device. Either give it one:\n"
+        f'    @xla_amp.lowering.register("{_registered_name(operator)}")\n'
+        "    def lowering(*jax_arrays): ...\n"
+        "or set XLA_AMP_FALLBACK=cpu to run it on the CPU (each call then waits for the device)"
+    )
+
+
+def _registered_name(operator: Any) -> str:
+    """The name under which `xla_amp.lowering.register` takes the operator: that of its functional form.
+
+    The in-place and ``out=`` forms then follow by themselves (`_derived`).
+    """
+    schema = _functional_form(operator)._schema
+    library, _, name = schema.name.partition("::")
+    overload = schema.overload_name
+    return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
+
+
+def _functional_form(operator: Any) -> Any:
+    """The overload of the same arguments that writes none of them; the operator itself where there is none."""
+    library, _, name = operator._schema.name.partition("::")
+    wanted = shape_inference.functional_arguments(operator)
+    for base in (name, name.removesuffix("_")):
+        packet = getattr(getattr(torch.ops, library), base, None)
+        for overload in packet.overloads() if operator._schema.is_mutable and packet is not None else ():
+            candidate = getattr(packet, overload)
+            if not candidate._schema.is_mutable and shape_inference.functional_arguments(candidate) == wanted:
+                return candidate
+    return operator
+
+
+def _decompositions() -> Any:
+    from torch._decomp import core_aten_decompositions
+
+    global _core
+    if _core is None:
+        _core = core_aten_decompositions()
+    return _core
+
+
+_core: Any = None
+_fell_back: set[str] = set()
+
+
+def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Runs `operator` on CPU copies and copies written arguments back (counted, and warned of once)."""
+    from torch.utils._pytree import tree_map
+
+    name = str(operator)
+    metrics.fallbacks += 1
+    if name not in _fell_back:
+        _fell_back.add(name)
+        warnings.warn(f"{name} has no lowering and runs on the CPU (XLA_AMP_FALLBACK=cpu)", UserWarning, stacklevel=3)
+
+    def down(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        on_device = isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+        return tensor_io.to_host(value) if on_device else value
+
+    cpu_args, cpu_kwargs = tree_map(down, (tuple(args), dict(kwargs)))
+    result = operator(*cpu_args, **cpu_kwargs)
+    aliases: dict[int, Any] = {}
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        ours = args[index] if index < len(args) else kwargs.get(argument.name)
+        theirs = cpu_args[index] if index < len(cpu_args) else cpu_kwargs.get(argument.name)
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, (list, tuple)) else [(ours, theirs)]
+        for mine, other in pairs:
+            if isinstance(mine, torch.Tensor):
+                with tape.lock:
+                    tensor_io.copy(mine if mine.shape == other.shape else tensor_io.resize(mine, other.shape), other)
+                aliases[id(other)] = mine
+
+    def up(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return aliases[id(value)] if id(value) in aliases else transfer.to_device(value)
+
+    return tree_map(up, result)

@@ -1,0 +1,249 @@
+"""The names that rules may use: ATen operations with their overloads and classes, and what other vocabularies
+call them.
+
+The catalogue (``tables/classes.toml``) is data: it ships the overloads, so that ``softmax`` in a user's rule reaches
+``softmax.int`` without importing torch.  A front that knows more names adds them with `extend_known_operations`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import importlib.resources
+import re
+import threading
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from xla_amp.errors import PolicyError
+from xla_amp.types import OPERATION_CLASSES, OperationClass
+
+Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
+
+CLASS: Final = "class:"
+"""Opens the name of an operation class where a rule names operations."""
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+class Catalogue(NamedTuple):
+    """``tables/classes.toml`` as mappings."""
+
+    classes: Mapping[str, OperationClass]
+    """Exact ATen name -> class."""
+    why: Mapping[OperationClass, str]
+    jaxpr: Mapping[str, str]
+    """Primitive name -> ATen name whose rule decides it."""
+    stablehlo: Mapping[str, str]
+    """StableHLO operation, without the dialect -> ATen name whose rule decides it."""
+    spellings: Mapping[str, tuple[str, ...]]
+    """Name in Python or in documentation -> ATen names."""
+    no_rule: frozenset[str]
+    """Packets that no user's rule reaches: views and conversions."""
+    no_rule_why: str
+
+
+def read_table(name: str) -> str:
+    """Text of the built-in table file ``tables/<name>.toml``."""
+    return importlib.resources.files(__package__).joinpath("tables", f"{name}.toml").read_text(encoding="utf-8")
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """The shipped list of operations, read once."""
+    data: dict[str, Any] = tomllib.loads(read_table("classes"))
+    classes: dict[str, OperationClass] = {}
+    why: dict[OperationClass, str] = {}
+    jaxpr: dict[str, str] = {}
+    stablehlo: dict[str, str] = {}
+    for row in data["class"]:
+        name: OperationClass = row["name"]
+        if name not in OPERATION_CLASSES or name in why:
+            raise PolicyError(f"tables/classes.toml: class {name!r} is unknown or written twice")
+        why[name] = row["why"]
+        for operation in row["operations"]:
+            if operation in classes:
+                raise PolicyError(f"tables/classes.toml: {operation!r} is in classes {classes[operation]!r}, {name!r}")
+            classes[operation] = name
+        jaxpr.update(row.get("jaxpr", {}))
+        stablehlo.update(row.get("stablehlo", {}))
+    return Catalogue(
+        classes=MappingProxyType(classes),
+        why=MappingProxyType(why),
+        jaxpr=MappingProxyType(jaxpr),
+        stablehlo=MappingProxyType(stablehlo),
+        spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
+        no_rule=frozenset(data["no_rule"]["operations"]),
+        no_rule_why=data["no_rule"]["why"],
+    )
+
+
+def operation_class(operation: str) -> OperationClass | None:
+    """Class of an ATen operation; an overload that the catalogue lacks has the class of its packet.
+
+    Example:
+        >>> operation_class("softmax.int")
+        'normalization'
+    """
+    classes = catalogue().classes
+    found = classes.get(operation)
+    if found is None:
+        siblings = _overloads().get(packet(operation), ())
+        found = next((classes[name] for name in siblings if name in classes), None)
+    return found
+
+
+def equivalent(vocabulary: Vocabulary, name: str) -> str | None:
+    """ATen name whose rule decides the operation `name` of another vocabulary; None where none corresponds.
+
+    Example:
+        >>> equivalent("stablehlo", "dot_general")
+        'matmul'
+    """
+    table = catalogue().jaxpr if vocabulary == "jaxpr" else catalogue().stablehlo
+    return table.get(name)
+
+
+def packet(operation: str) -> str:
+    """Name without the overload: ``softmax`` of ``softmax.int``."""
+    return operation.partition(".")[0]
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether `pattern` stands for several packets: it has a wildcard or is ``class:<operation class>``."""
+    return pattern.startswith(CLASS) or _GLOB.search(pattern) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def glob(pattern: str) -> re.Pattern[str]:
+    """`pattern` compiled; ``match`` it against the name with and without its overload."""
+    return re.compile(fnmatch.translate(pattern))
+
+
+def fits(pattern: str, operation: str) -> bool:
+    """Whether the glob or class `pattern` reaches `operation`, an exact name of the catalogue."""
+    if pattern.startswith(CLASS):
+        return catalogue().classes[operation] == pattern.removeprefix(CLASS)
+    match = glob(pattern).match
+    return match(operation) is not None or match(packet(operation)) is not None
+
+
+# Names beyond the catalogue. A provider is called only when a name is not found without it: listing what torch
+# registers takes milliseconds.
+_lock = threading.Lock()
+_providers: list[Callable[[], Iterable[str]]] = []
+_provided: frozenset[str] = frozenset()
+
+
+def extend_known_operations(known_operations: Callable[[], Iterable[str]]) -> None:
+    """Lets rules name what `known_operations` lists, e.g. every operation that torch registers.
+
+    Args:
+        known_operations: called at most once, when a rule names an operation that is not known yet; gives names with
+            overloads, with or without ``aten::``.  In-place, ``out=`` and backward forms are left out: they never
+            autocast.
+    """
+    with _lock:
+        _providers.append(known_operations)
+
+
+def known_operations() -> frozenset[str]:
+    """All names that a rule may use (namespaced names of other libraries aside)."""
+    return _known(_provided)
+
+
+@functools.lru_cache(maxsize=8)
+def _known(provided: frozenset[str]) -> frozenset[str]:
+    return provided.union(catalogue().classes)
+
+
+def _overloads() -> Mapping[str, tuple[str, ...]]:
+    return _by_packet(_provided)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_packet(provided: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    # Of a packet that is catalogued the catalogue knows best: names alone do not tell `topk.values`, which writes to
+    # its arguments, from an overload that computes.
+    catalogued = catalogue().classes
+    known_packets = set(map(packet, catalogued))
+    found: dict[str, list[str]] = {}
+    for name in sorted(catalogued.keys() | {name for name in provided if packet(name) not in known_packets}):
+        found.setdefault(packet(name), []).append(name)
+    return {name: tuple(overloads) for name, overloads in found.items()}
+
+
+def _ask_providers() -> bool:
+    global _provided
+    with _lock:
+        if not _providers:
+            return False
+        names = {canonical(name) for provider in _providers for name in provider()}
+        _providers.clear()
+        _provided = _provided.union(name for name in names if _may_autocast(name))
+    return True
+
+
+def _may_autocast(operation: str) -> bool:
+    name, _, overload = operation.partition(".")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return not (in_place or "out" in overload.split("_") or overload.endswith("out") or "backward" in name)
+
+
+def canonical(name: str) -> str:
+    """`name` without ``aten::`` and without torch's ``.default``."""
+    return name.strip().removeprefix("aten::").removesuffix(".default")
+
+
+def matching(pattern: str) -> tuple[str, ...]:
+    """Known operations that `pattern` reaches, sorted; empty when there are none.
+
+    Args:
+        pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob or a class
+            (``linalg_*``, ``class:reduction``: the catalogue's operations only) or a namespaced name of another
+            library (``mylib::attention``: itself, unchecked).
+    """
+    found = _matching(pattern)
+    if not found and _ask_providers():
+        found = _matching(pattern)
+    return found
+
+
+def catalogued(name: str) -> tuple[str, ...]:
+    """What an exact name or a packet stands for in the catalogue alone; a namespaced name stands for itself."""
+    if "::" in packet(name) or (name in catalogue().classes and "." in name):
+        return (name,)
+    return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
+
+
+def _matching(pattern: str) -> tuple[str, ...]:
+    unruled = catalogue().no_rule
+    if is_glob(pattern):
+        return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in unruled))
+    if packet(pattern) in unruled:
+        return ()
+    if "::" in pattern or ("." in pattern and pattern in known_operations()):
+        return (pattern,)  # another library's name cannot be checked; one that never matches can be listed later
+    return _overloads().get(pattern, ())
+
+
+def unknown(pattern: str) -> str:
+    """The rest of an error message about a name that reaches nothing: what it may have meant."""
+    catalogued = catalogue()
+    if pattern.startswith(CLASS):
+        near = difflib.get_close_matches(pattern.removeprefix(CLASS), OPERATION_CLASSES, n=1, cutoff=0.4)
+        hint = f"; did you mean {CLASS + near[0]!r}?" if near else "."
+        return f"unknown operation class {pattern!r}{hint} Classes: {', '.join(OPERATION_CLASSES)}"
+    if spelled := catalogued.spellings.get(pattern):
+        return f"unknown operation {pattern!r}: its ATen name is {' or '.join(spelled)}"
+    if packet(pattern) in catalogued.no_rule:
+        return f"operation {pattern!r} takes no rule: {catalogued.no_rule_why}. Name the operation that computes"
+    if not is_glob(pattern) and not _may_autocast(pattern):
+        return f"operation {pattern!r} never autocasts: only out-of-place forward operations do, e.g. 'add'"
+    names = known_operations().union(map(packet, known_operations()), catalogued.spellings)
+    close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
+    hint = f"; nearest: {', '.join(close)}" if close else ""
+    return f"unknown operation {pattern!r}{hint} (ATen names, e.g. 'softmax', 'pow.Tensor_Scalar', 'linalg_*')"

@@ -1,0 +1,261 @@
+"""Rules, layers of rules, and the policy that decides from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy import module_patterns, op_catalog
+from xla_amp.types import Cast, Layer, LowDtype, OperationClass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Operations that share a cast, and why.
+
+    In a built-in table each name is one exact overload, as torch registers it.  In a user's rule a bare name reaches
+    every overload of the packet; globs, ``class:<operation class>`` and ``module:<path>`` are allowed.
+    """
+
+    operations: tuple[str, ...]
+    cast: Cast
+    why: str
+    source: str
+    """Document, header or list that says so; for a user's rule, where it is written."""
+    note: str = ""
+    """Where documentation and the registered kernel differ: what the document says and what is done here."""
+    origin: str = ""
+    """File, line and row, variable, or call that holds the rule."""
+
+    @property
+    def operation_class(self) -> OperationClass | None:
+        """The class that all its operations share; None when they differ or are not catalogued."""
+        classes = {op_catalog.operation_class(operation) for operation in self.operations}
+        return classes.pop() if len(classes) == 1 else None
+
+
+def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
+    return kind(**fields)
+
+
+def _reduce(value: Any) -> tuple[Any, ...]:
+    # Hashes of strings differ between processes and the caches are this process's own: pickle what was written only.
+    return _rebuild, (type(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init})
+
+
+class Decision(NamedTuple):
+    """The cast of one operation, and the rule that won; no rule means ``keep``."""
+
+    operation: str
+    cast: Cast
+    layer: Layer
+    rule: Rule | None
+
+    @property
+    def why(self) -> str:
+        """The rule's reason."""
+        return self.rule.why if self.rule else "no rule: it runs in the dtypes that it was given"
+
+    @property
+    def origin(self) -> str:
+        """Where the rule is written; empty without one."""
+        return self.rule.origin if self.rule else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleLayer:
+    """Rules that rank together: within one layer no operation may get two casts."""
+
+    layer: Layer
+    origin: str
+    rules: tuple[Rule, ...]
+    _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
+    _globs: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _places: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _hash: int = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        pairs = [(operation, rule) for rule in self.rules for operation in rule.operations]
+        exact: dict[str, Rule] = {}
+        for operation, rule in pairs:
+            if operation in exact:
+                raise PolicyError(
+                    f"{rule.origin}: operation {operation!r} is written twice; its other row is "
+                    f"{exact[operation].origin}. Keep one of them"
+                )
+            exact[operation] = rule
+        object.__setattr__(self, "_exact", exact)
+        located = tuple(pair for pair in pairs if module_patterns.is_place(pair[0]))
+        object.__setattr__(self, "_places", located)
+        object.__setattr__(self, "_globs", tuple(p for p in pairs if p not in located and op_catalog.is_glob(p[0])))
+        object.__setattr__(self, "_hash", hash((self.layer, self.origin, self.rules)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def find(self, operation: str, path: str | None = None) -> Rule | None:
+        """The rule for `operation`, if this layer has one; a rule for the module at `path` comes before the others.
+
+        Raises:
+            PolicyError: two rules reach it with different casts.
+        """
+        if path is not None and self._places:
+            here = [rule for pattern, rule in self._places if module_patterns.reaches(pattern, operation, path)]
+            if here:
+                return _one(here, f"operation {operation!r} in module {path!r}")
+        if self.layer == "builtin":
+            return self._exact.get(operation)
+        bare = op_catalog.packet(operation)
+        if bare in op_catalog.catalogue().no_rule:
+            return None
+        reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
+        if operation in op_catalog.catalogue().classes:
+            reached += [rule for pattern, rule in self._globs if op_catalog.fits(pattern, operation)]
+        return _one(reached, f"operation {operation!r}") if reached else None
+
+    def reach(self) -> frozenset[str]:
+        """Known operations that its rules reach, wherever they run."""
+        if self.layer == "builtin":
+            return frozenset(self._exact)
+        patterns = (pattern for pattern in self._exact if not module_patterns.is_place(pattern))
+        return frozenset(name for pattern in patterns for name in op_catalog.matching(pattern))
+
+    def reach_in_modules(self) -> frozenset[str]:
+        """Operations that its rules for modules reach inside these."""
+        return frozenset(name for pattern, _ in self._places for name in module_patterns.operations(pattern))
+
+
+def _one(rules: list[Rule], reached: str) -> Rule:
+    if len({rule.cast for rule in rules}) > 1:
+        listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(rules))
+        raise PolicyError(
+            f"{reached} is reached by rules of one layer that disagree: {listed}. Name it in one of them, or put the "
+            "exception in a later layer, e.g. policy.override"
+        )
+    return rules[0]
+
+
+def _short(rule: Rule) -> str:
+    shown = ", ".join(rule.operations[:3]) + (", ..." if len(rule.operations) > 3 else "")
+    return f"{shown} = {rule.cast}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Policy:
+    """A low dtype and layers of rules, of which a later one wins.
+
+    Equal by value and hashable, so it can be a key; asked through `decide`.
+    """
+
+    name: str
+    low: LowDtype
+    """Default low dtype."""
+    dtypes: tuple[LowDtype, ...]
+    """Low dtypes that a region may choose."""
+    layers: tuple[RuleLayer, ...]
+    """Lowest rank first."""
+    summary: str = ""
+    source: str = ""
+    base: Policy | None = dataclasses.field(default=None, compare=False)
+    """For the result of `resolve`: the policy before file, environment, overrides and context."""
+    _hash: int = dataclasses.field(init=False, compare=False)
+    by_module: bool = dataclasses.field(init=False, compare=False)
+    """Whether some rule asks for the module; if none does, nobody need find out which it is."""
+    _decisions: dict[str | tuple[str, str], Decision] = dataclasses.field(init=False, compare=False)
+    _matched: set[Rule] = dataclasses.field(init=False, compare=False)
+    _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        fields: dict[str, Any] = {"_decisions": {}, "_matched": set(), "_reach": {}}
+        fields["by_module"] = any(layer._places for layer in self.layers)
+        fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def __repr__(self) -> str:
+        layers = ", ".join(f"{layer.layer} {layer.origin}" for layer in self.layers)
+        return f"Policy({self.name!r}, low={self.low!r}, layers=[{layers}])"
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of all layers, lowest rank first."""
+        return tuple(rule for layer in self.layers for rule in layer.rules)
+
+    def decide(self, operation: str, path: str | None = None) -> Decision:
+        """What is done with `operation`; the answer is kept, so asking again costs one dict lookup.
+
+        Args:
+            operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
+            path: the module that it runs in, as ``named_modules`` calls it; None outside of any.
+
+        Returns:
+            The decision of the highest layer that has a rule; without one, ``keep``.
+
+        Raises:
+            PolicyError: two rules of one layer disagree about it.
+
+        Example:
+            >>> from xla_amp.policy import load
+            >>> load("tpu").decide("mm").cast
+            'low'
+        """
+        key = operation if path is None or not self.by_module else (operation, path)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decide(operation, path, mark=True)
+            self._decisions[key] = decision
+        return decision
+
+    def _decide(self, operation: str, path: str | None = None, *, mark: bool) -> Decision:
+        winner: Decision | None = None
+        for layer in reversed(self.layers):
+            rule = layer.find(operation, path)
+            if rule is None:
+                continue
+            if mark:
+                self._matched.add(rule)
+            if winner is None:
+                winner = Decision(operation, rule.cast, layer.layer, rule)
+        return winner or Decision(operation, "keep", "builtin", None)
+
+    def casts(self) -> Mapping[str, Cast]:
+        """Every known operation that has a rule other than ``keep``, by exact ATen name, and its cast outside modules.
+
+        Unlike `decide` it does not count as a match of the rules (`xla_amp.policy.unused_rules`).
+        """
+        known = op_catalog.known_operations()
+        found = self._reach.get(known)
+        if found is None:
+            decided = {operation: self._decide(operation, mark=False).cast for operation in sorted(self.ruled())}
+            found = MappingProxyType({operation: cast for operation, cast in decided.items() if cast != "keep"})
+            self._reach[known] = found
+        return found
+
+    def operations(self) -> frozenset[str]:
+        """Exact ATen names that have a rule other than ``keep``."""
+        return frozenset(self.casts())
+
+    def ruled(self) -> frozenset[str]:
+        """Exact ATen names that some rule reaches, one that says ``keep`` included."""
+        return frozenset[str]().union(*(layer.reach() for layer in self.layers))
+
+    def ruled_in_modules(self) -> frozenset[str]:
+        """Exact ATen names that some rule reaches inside a module."""
+        return frozenset[str]().union(*(layer.reach_in_modules() for layer in self.layers))
+
+    def outside(self, operation: str) -> tuple[Cast, bool]:
+        """Cast of `operation` outside modules, and whether a rule says so; it does not count as a match."""
+        decision = self._decide(operation, mark=False)
+        return decision.cast, decision.rule is not None

@@ -1,0 +1,1 @@
+"""Autocast regions and the kernels that cast operands."""

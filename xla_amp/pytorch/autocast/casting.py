@@ -1,0 +1,289 @@
+"""What each cast does to the arguments of one operation.
+
+A *prepare* function is made once per operation and cast.  It gets the positional and keyword arguments as torch's
+dispatcher hands them over (trailing defaults left out) and returns what to call with what.  It runs on every traced
+operation, so it looks only at the arguments that the schema says hold tensors, and touches the device's name only
+where the dtype already asks for a cast.
+
+Eligible tensors are torch's: floating, not float64, on the region's device.
+
+Casts are not kept for the next use, as torch keeps those of weights: a step uses most weights once, XLA merges equal
+casts, and what is not kept cannot be stale after an in-place update.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+
+from xla_amp import events
+from xla_amp.backends import base
+from xla_amp.errors import PolicyError
+from xla_amp.types import Cast
+
+Arguments: TypeAlias = Sequence[Any]
+Keywords: TypeAlias = Mapping[str, Any]
+Prepared: TypeAlias = tuple[Callable[..., Any], Arguments, Keywords]
+Prepare: TypeAlias = Callable[[Arguments, Keywords], Prepared]
+
+ELIGIBLE = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
+)
+STALE: Mapping[torch.dtype, frozenset[torch.dtype]] = MappingProxyType({to: ELIGIBLE - {to} for to in ELIGIBLE})
+"""Target dtype -> dtypes that must be cast to get there."""
+
+_BANNED = MappingProxyType(
+    {
+        # torch's own words, so that code and users who know them recognise them.
+        "binary_cross_entropy": (
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+            "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+            "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+            "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+            "safe to autocast."
+        ),
+    }
+)
+
+
+class Operands:
+    """Where the tensors of one operation are, from its schema."""
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.name = str(operator).removeprefix("aten.").removesuffix(".default")
+        self.arguments = list(operator._schema.arguments)
+        kinds = [_kind(argument) for argument in self.arguments]
+        positional = [(i, k) for i, (k, a) in enumerate(zip(kinds, self.arguments, strict=True)) if not a.kwarg_only]
+        self.tensors = tuple(index for index, kind in positional if kind == "tensor")
+        self.lists = tuple(index for index, kind in positional if kind == "list")
+        if any(a.name == "running_mean" for a in self.arguments):
+            # The running statistics are written to, so a cast would be a copy that takes the update; and where they
+            # stay, weight and bias, which kernels want in the same dtype, stay with them.
+            self.tensors = self.tensors[:1]
+        self.keywords = tuple(a.name for a, kind in zip(self.arguments, kinds, strict=True) if a.kwarg_only and kind)
+
+    def all(self, arguments: Arguments, keywords: Keywords) -> list[torch.Tensor]:
+        """The tensors among the arguments, in order, those in lists included."""
+        values = [arguments[index] for index in sorted(self.tensors + self.lists) if index < len(arguments)]
+        values += [keywords[name] for name in self.keywords if name in keywords]
+        flat = [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
+        return [item for item in flat if isinstance(item, torch.Tensor)]
+
+
+@functools.cache
+def operands(operator: Any) -> Operands:
+    """`Operands` of an operator, made once: reading a schema takes some 30 microseconds."""
+    return Operands(operator)
+
+
+def _kind(argument: Any) -> str:
+    text = str(argument.real_type)
+    if "Tensor" not in text or argument.is_out:
+        return ""
+    return "list" if "List[" in text else "tensor"
+
+
+def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
+    """The prepare function that gives `operands`' operation the cast.
+
+    Raises:
+        PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
+    """
+    if cast in ("low", "fp32"):
+        return _to(operands, device_type, cast)
+    if cast == "promote":
+        return _promote(operands, device_type)
+    if cast == "fp32_out":
+        return _fp32_out(operands, device_type)
+    if cast == "fp32_append":
+        return _fp32_append(operands, device_type)
+    if cast == "ban":
+        return _ban(operands)
+    return _keep(operands)
+
+
+def _keep(operands: Operands) -> Prepare:
+    call = _entry(operands.operator)
+    return lambda arguments, keywords: (call, arguments, keywords)
+
+
+def _ban(operands: Operands) -> Prepare:
+    name = operands.name
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        raise RuntimeError(
+            _BANNED.get(name)
+            or f"{name} is banned under autocast by the policy in force. Call it outside the region, or allow it with "
+            f"xla_amp.policy.override({{{name!r}: 'keep'}})"
+        )
+
+    return prepare
+
+
+def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
+    """Casts to float32, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
+    may have set another."""
+    fixed = None if kind == "low" else torch.float32
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+    low = torch.get_autocast_dtype
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        return call, *cast(arguments, keywords, low(device_type) if fixed is None else fixed)
+
+    uncast = base.uncast(device_type)
+    row = uncast and uncast.ROWS.get(operands.name)
+    if not row or row.cast != kind:
+        return prepare
+    made_by, leader, missing, may_stay = row.made_by, row.leader, row.missing, uncast.may_stay
+    call_uncast = uncast.caller(row.call or call)
+
+    def prepare_uncast(arguments: Arguments, keywords: Keywords) -> Prepared:
+        operand, target = arguments[0], low(device_type) if fixed is None else fixed
+        if (
+            not may_stay(operand, made_by)
+            or operand.dtype not in STALE[target]
+            or (missing is not None and len(arguments) > missing and arguments[missing] is not None)
+            or events.sinks
+        ):
+            return prepare(arguments, keywords)
+        others, keywords = cast([None, *arguments[1:]], keywords, target)
+        if getattr(others[leader], "dtype", None) is not target:
+            return prepare([operand, *others[1:]], keywords)
+        return call_uncast, [operand, *others[1:]], keywords
+
+    return prepare_uncast
+
+
+def _promote(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+    tensors, lists = operands.tensors, operands.lists
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        first = None
+        count = len(arguments)
+        values = [arguments[index] for index in tensors if index < count]
+        for index in lists:
+            values += arguments[index]
+        for value in values:
+            dtype = getattr(value, "dtype", None)  # neither None nor a number has one
+            if dtype is first:
+                continue
+            if dtype in ELIGIBLE and value.device.type == device_type:
+                if first is not None:
+                    # Two eligible dtypes: float32 is the narrowest that holds both, bfloat16 with float16 included.
+                    return call, *cast(arguments, keywords, torch.float32)
+                first = dtype
+        return call, arguments, keywords
+
+    return prepare
+
+
+def _fp32_out(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    places = [(i, a.kwarg_only) for i, a in enumerate(operands.arguments) if a.name == "dtype"]
+    if not places or 0 not in operands.tensors:
+        raise PolicyError(
+            f"cast 'fp32_out' for {operands.name}: the operation has no argument `dtype` after a first tensor; "
+            "give it 'fp32'"
+        )
+    position, keyword_only = places[0]
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        if not _eligible(arguments[0], device_type) or keywords.get("dtype") is not None:
+            return call, arguments, keywords
+        if keyword_only or len(arguments) <= position:
+            return call, arguments, {**keywords, "dtype": torch.float32}
+        if arguments[position] is not None:
+            return call, arguments, keywords
+        return call, [*arguments[:position], torch.float32, *arguments[position + 1 :]], keywords
+
+    return prepare
+
+
+def _fp32_append(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+    names = [argument.name for argument in operands.arguments]
+    packet = operands.operator.overloadpacket
+    siblings = [getattr(packet, overload) for overload in packet.overloads()]
+    matching = [s for s in siblings if [a.name for a in s._schema.arguments] == [*names, "dtype"]]
+    if not matching or 0 not in operands.tensors:
+        raise PolicyError(
+            f"cast 'fp32_append' for {operands.name}: no overload takes the same arguments and a `dtype`; "
+            "give it 'fp32'"
+        )
+    sibling = _entry(matching[0])
+    defaults = [argument.default_value if argument.has_default_value() else None for argument in operands.arguments]
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        if not _eligible(arguments[0], device_type):
+            return call, arguments, keywords
+        return sibling, [*arguments, *defaults[len(arguments) :]], {**keywords, "dtype": torch.float32}
+
+    return prepare
+
+
+def _eligible(value: Any, device_type: str) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in ELIGIBLE and value.device.type == device_type
+
+
+_BINDINGS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        f"aten.{name}.default": getattr(torch._C._VariableFunctions, name)
+        for name in (
+            *("conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm", "addmm", "baddbmm"),
+            *("batch_norm", "group_norm", "layer_norm"),
+        )
+    }
+    | {"aten.linear.default": torch._C._nn.linear}
+)
+"""Operations of every layer of a model -> torch's binding, which takes arguments in half the time that the operator's
+own handle does.  Not for all: bindings read a default such as ``reduction=Mean`` as 0, which is another one."""
+
+
+def _entry(operator: Any) -> Callable[..., Any]:
+    """What calls the operator with the least in between."""
+    return _BINDINGS.get(str(operator)) or getattr(operator, "_op", operator)
+
+
+def _caster(
+    operands: Operands, device_type: str
+) -> Callable[[Arguments, Keywords, torch.dtype], tuple[Arguments, Keywords]]:
+    tensors, lists, names = operands.tensors, operands.lists, operands.keywords
+
+    def cast(arguments: Arguments, keywords: Keywords, target: torch.dtype) -> tuple[Arguments, Keywords]:
+        stale = STALE[target]
+        count = len(arguments)
+
+        def one(value: Any) -> Any:
+            # Neither None nor a number (`x + 1` is an add.Tensor) has a dtype.
+            if getattr(value, "dtype", None) in stale and value.device.type == device_type:
+                return value.to(target)
+            return value
+
+        fresh: Any = arguments
+        for index in tensors:
+            if index < count and (result := one(value := arguments[index])) is not value:
+                if fresh is arguments:
+                    fresh = list(arguments)
+                fresh[index] = result
+        if lists:
+            fresh = list(fresh)
+            for index in lists:
+                if index < count and fresh[index] is not None:
+                    fresh[index] = [one(value) for value in fresh[index]]
+        if names and keywords:
+            named = {name: keywords[name] for name in names if name in keywords}
+            cast_ = {n: [one(v) for v in x] if isinstance(x, list | tuple) else one(x) for n, x in named.items()}
+            keywords = {**keywords, **cast_}
+        return fresh, keywords
+
+    return cast

@@ -1,0 +1,104 @@
+"""`custom_fwd` and `custom_bwd`: autograd functions that take part in autocast, and `is_autocast_available`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_amp import policy as policies
+from xla_amp.backends import devices
+from xla_amp.errors import XlaAmpError
+from xla_amp.pytorch.autocast import casting, native
+from xla_amp.pytorch.autocast.autocast import autocast, reopened
+
+
+def is_autocast_available(device_type: Any) -> bool:
+    """Whether `autocast` can be used on a device: ``"xla"``, any string that torch takes, or a `torch.device`.
+
+    Raises:
+        DeviceError: no such device exists.
+    """
+    name = devices.device_type(device_type, "is_autocast_available")
+    if not devices.is_xla(name):
+        return native.is_available(name)
+    try:
+        devices.engine().device()
+    except XlaAmpError:
+        return False
+    return True
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, device_type: Any, cast_inputs: torch.dtype | None = None
+) -> Callable[..., Any]:
+    """Decorator for the ``forward`` of a `torch.autograd.Function` that runs under `autocast`.
+
+    Args:
+        fwd: the static method ``forward(ctx, ...)``.
+        device_type: the device whose regions it listens to, as `autocast` takes it.
+        cast_inputs: inside a region, cast floating tensors on the device (float64 aside) to this dtype, wherever they
+            are in the arguments (any pytree: named tuples and ordered dicts stay what they are), and run ``forward``
+            with autocast off.  None runs it under the region as it is.
+
+    Raises:
+        DeviceArgumentError: `device_type` is no device.
+    """
+    devices.device_type(device_type, "custom_fwd")
+    if fwd is None:
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    @functools.wraps(fwd)
+    def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
+        name = devices.device_type(device_type, "custom_fwd")
+        _start(name)
+        context = args[0]
+        context._dtype = torch.get_autocast_dtype(name)
+        enabled = torch.is_autocast_enabled(name)
+        context._region = policies.current(name)
+        context._fwd_used_autocast = enabled and cast_inputs is None
+        if not enabled or cast_inputs is None:
+            return fwd(*args, **kwargs)
+
+        def cast(value: Any) -> Any:
+            eligible = isinstance(value, torch.Tensor) and value.dtype in casting.ELIGIBLE and value.device.type == name
+            return value.to(cast_inputs) if eligible else value
+
+        with autocast(name, enabled=False):
+            return fwd(context, *tree_map(cast, args[1:]), **tree_map(cast, kwargs))
+
+    return decorate_fwd
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: Any) -> Callable[..., Any]:
+    """Decorator for the ``backward`` of a `torch.autograd.Function`: it runs as ``forward`` did, in the same dtypes.
+
+    Raises:
+        DeviceArgumentError: `device_type` is no device.
+    """
+    devices.device_type(device_type, "custom_bwd")
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+
+    @functools.wraps(bwd)
+    def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
+        name = devices.device_type(device_type, "custom_bwd")
+        _start(name)
+        context = args[0]
+        if context._fwd_used_autocast:
+            region = reopened(context._region, name, context._dtype)
+        else:
+            region = autocast(name, enabled=False)
+        with region:
+            return bwd(*args, **kwargs)
+
+    return decorate_bwd
+
+
+def _start(name: str) -> None:
+    """torch knows an XLA device's autocast state only once the device is registered."""
+    if devices.is_xla(name) and not devices.engine().is_started():
+        devices.engine().device()

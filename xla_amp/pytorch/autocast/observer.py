@@ -1,0 +1,79 @@
+"""Telling the listeners of `xla_amp.events` what was decided for an operation and what came of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from xla_amp import events
+from xla_amp.policy import Decision, Policy
+from xla_amp.pytorch.autocast import casting
+from xla_amp.types import Cast
+
+everything = 0
+"""How many listeners want to hear of operations without a rule as well."""
+
+
+def emit(
+    decision: Decision,
+    rules: Policy,
+    given: Sequence[str],
+    used: Sequence[str],
+    result: Any,
+    module: str | None,
+) -> None:
+    """Hands one operation that has run to the listeners."""
+    rule = decision.rule
+    results = result if isinstance(result, list | tuple) else (result,)
+    events.emit(
+        events.DecisionRecord(
+            operation=decision.operation,
+            cast=decision.cast,
+            layer=decision.layer,
+            policy=rules.name,
+            front="pytorch",
+            given=tuple(given),
+            used=tuple(used),
+            why=rule.why if rule else "",
+            source=rule.source if rule else "",
+            origin=rule.origin if rule else "",
+            result=dtypes(value for value in results if isinstance(value, torch.Tensor)),
+            location=_location(),
+            module=module or "",
+        )
+    )
+
+
+def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+    """dtypes by name, ``"bfloat16"``."""
+    return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
+def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tuple[str, ...]:
+    """dtypes that `tensors` have after `cast`, for kernels of torch's own, which do not tell."""
+    eligible = [t.dtype in casting.ELIGIBLE and t.device.type == device_type for t in tensors]
+    target: torch.dtype | None = None
+    if cast == "low":
+        target = torch.get_autocast_dtype(device_type)
+    elif cast == "fp32" or (cast == "promote" and len({t.dtype for t in itertools.compress(tensors, eligible)}) > 1):
+        target = torch.float32
+    if target is None:
+        return dtypes(tensors)
+    name = str(target).removeprefix("torch.")
+    return tuple(name if e else n for n, e in zip(dtypes(tensors), eligible, strict=True))
+
+
+def _location() -> str:
+    """``file:line`` of the innermost frame that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if module not in ("torch", "xla_amp"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

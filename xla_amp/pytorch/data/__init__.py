@@ -1,0 +1,1 @@
+"""Data loading: batches on the device, padding to buckets."""

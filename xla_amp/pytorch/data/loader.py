@@ -1,0 +1,139 @@
+"""`DeviceLoader`: batches on the device before the loop asks for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_amp.backends import devices
+from xla_amp.pytorch.distributed import xla_model
+
+_ITEM, _ERROR, _END = range(3)
+
+
+class DeviceLoader:
+    """Iterates a loader's batches on a device; a thread uploads ahead.
+
+    On an XLA device each request for a batch first ends the step (`xla_amp.xla_model.mark_step`), as torch_xla's
+    MpDeviceLoader does: what the loop recorded since the last batch runs as one program while the next is awaited.
+
+    Args:
+        loader: an iterable of batches; a batch is any pytree with tensors in it.  It is iterated on the thread.
+        device: where tensors go; None is the XLA device.
+        prefetch: batches on the device ahead of the one in use.
+
+    Raises:
+        ValueError: `prefetch` is less than 1.
+
+    An exception of the loader is raised where the loop asks for the batch.  Leaving the loop early ends the thread, and
+    so does `close`.
+
+    Example:
+        >>> [batch.tolist() for batch in DeviceLoader([torch.tensor([1]), torch.tensor([2])], "cpu")]
+        [[1], [2]]
+    """
+
+    def __init__(self, loader: Iterable[Any], device: Any = None, prefetch: int = 2) -> None:
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 1:
+            raise ValueError(f"DeviceLoader(prefetch={prefetch!r}): expected a number of batches, 1 or more")
+        self.loader = loader
+        self.prefetch = prefetch
+        self._is_xla = device is None or devices.is_xla(devices.device_type(device, "DeviceLoader"))
+        self._device = None if self._is_xla else torch.device(device)
+        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the batches are."""
+        return self._device or devices.engine().device()
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        started = _Pass(iter(self.loader), self._upload(), self.prefetch, xla_model.mark_step if self._is_xla else None)
+        self._passes.add(started)
+        return started
+
+    def _upload(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if self._is_xla:
+            engine = devices.engine()
+            engine.device()
+            return lambda tensor: engine.to_device(tensor) if tensor.device.type == "cpu" else tensor
+        device = self.device
+        return lambda tensor: tensor.to(device, non_blocking=True)
+
+    def close(self) -> None:
+        """Ends every pass that is under way, and its thread."""
+        for under_way in list(self._passes):
+            under_way.close()
+
+
+class _Pass(Iterator[Any]):
+    """One pass over the loader; the thread does not refer to it, so dropping it ends the thread."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        upload: Callable[[torch.Tensor], torch.Tensor],
+        prefetch: int,
+        end_step: Callable[[], None] | None,
+    ) -> None:
+        self._end_step = end_step
+        self._ready: queue.Queue[tuple[int, Any]] = queue.Queue(prefetch)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=_fill, args=(batches, upload, self._ready, self._stop), name="xla_amp-loader", daemon=True
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, self._stop.set)
+
+    def __next__(self) -> Any:
+        if self._end_step is not None:
+            self._end_step()
+        if self._stop.is_set():
+            raise StopIteration
+        kind, value = self._ready.get()
+        if kind == _ITEM:
+            return value
+        self.close()
+        if kind == _ERROR:
+            raise value
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the thread; the pass gives no more batches."""
+        self._stop.set()
+        self._thread.join()
+
+
+def _fill(
+    batches: Iterator[Any],
+    upload: Callable[[torch.Tensor], torch.Tensor],
+    ready: queue.Queue[tuple[int, Any]],
+    stop: threading.Event,
+) -> None:
+    def put(kind: int, value: Any) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put((kind, value), timeout=0.05)  # wakes up to see whether anybody still wants it
+            except queue.Full:
+                continue
+
+    try:
+        for batch in batches:
+            put(_ITEM, tree_map(lambda value: upload(value) if isinstance(value, torch.Tensor) else value, batch))
+            if stop.is_set():
+                return
+        put(_END, None)
+    except BaseException as error:
+        put(_ERROR, error)
+
+
+MpDeviceLoader = DeviceLoader

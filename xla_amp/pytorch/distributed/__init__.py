@@ -1,0 +1,1 @@
+"""The functions of torch_xla's xla_model."""

@@ -1,0 +1,292 @@
+"""The functions that PyTorch/XLA scripts call, under the names of ``torch_xla.core.xla_model``.
+
+On torch_xla, the processes are those that `torch_xla.launch` has started; on the lazy device those that
+`xla_amp.launch` or torchrun has started.  A process alone has world size 1: collectives scale, and reduce nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_amp.backends import base, devices
+from xla_amp.errors import DeviceError
+from xla_amp.pytorch import backward
+from xla_amp.pytorch.autocast import xla_dispatch
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_AND as REDUCE_AND
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MAX as REDUCE_MAX
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MIN as REDUCE_MIN
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MUL as REDUCE_MUL
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_OR as REDUCE_OR
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_SUM as REDUCE_SUM
+from xla_amp.pytorch.distributed.xm_collectives import REDUCE_TYPES as REDUCE_TYPES
+from xla_amp.pytorch.distributed.xm_collectives import Groups, reduce_gradients
+from xla_amp.pytorch.distributed.xm_collectives import _fetch_gradients as _fetch_gradients
+from xla_amp.pytorch.distributed.xm_collectives import all_gather as all_gather
+from xla_amp.pytorch.distributed.xm_collectives import all_reduce as all_reduce
+from xla_amp.pytorch.distributed.xm_collectives import all_to_all as all_to_all
+from xla_amp.pytorch.distributed.xm_collectives import broadcast_master_param as broadcast_master_param
+from xla_amp.pytorch.distributed.xm_collectives import collective_broadcast as collective_broadcast
+from xla_amp.pytorch.distributed.xm_collectives import collective_permute as collective_permute
+from xla_amp.pytorch.distributed.xm_collectives import reduce_scatter as reduce_scatter
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
+    """The XLA device, started on first use, with autocast ready on it.
+
+    Args:
+        n: index of the device; there is device 0.
+        devkind: ``"CPU"``, ``"GPU"`` or ``"TPU"``; raises when the device is of another kind.
+
+    Raises:
+        DeviceError: no such device.
+    """
+    xla_dispatch.make_ready()
+    device = devices.engine().device()
+    backward.make_possible(device)
+    if n not in (None, device.index or 0):
+        number = device.index or 0
+        raise DeviceError(f"xla_device(n={n!r}): this process has one XLA device, number {number}; leave n out")
+    if devkind is not None and _kind(devkind) != xla_device_hw(device):
+        raise DeviceError(
+            f"xla_device(devkind={devkind!r}): the device is of kind {xla_device_hw(device)!r}; set XLA_AMP_PLATFORM "
+            "to cpu, gpu or tpu before the first use to choose another"
+        )
+    return device
+
+
+def xla_device_hw(device: Any) -> str:
+    """Kind of hardware under a device: ``"CPU"``, ``"GPU"`` or ``"TPU"``."""
+    name = devices.device_type(device, "xla_device_hw")
+    return _kind(devices.engine().platform() if devices.is_xla(name) else name)
+
+
+def _kind(name: str) -> str:
+    kind = name.upper()
+    return "GPU" if kind in ("CUDA", "ROCM") else kind
+
+
+def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
+    """XLA devices of this process, as strings; of one kind (``"TPU"``) if asked."""
+    device = devices.engine().device()
+    found = [str(device)] if devkind is None or _kind(devkind) == xla_device_hw(device) else []
+    return found[:max_devices]
+
+
+def is_xla_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the XLA device."""
+    return devices.is_xla(tensor.device.type)
+
+
+def get_memory_info(device: Any = None) -> dict[str, int]:
+    """Memory of the device in bytes: ``bytes_used``, and ``bytes_limit``, which is 0 where the platform has none.
+
+    On a platform that does not count (XLA:CPU) the bytes of live arrays are counted.
+
+    Raises:
+        DeviceError: the engine's platform tells nothing.
+    """
+    stats = base.memory_stats()
+    if "bytes_in_use" not in stats:
+        platform = devices.engine().platform()
+        raise DeviceError(f"get_memory_info(): XLA does not count memory on the platform {platform!r}")
+    return {"bytes_used": stats["bytes_in_use"], "bytes_limit": stats.get("bytes_limit", 0)}
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def xrt_world_size(defval: int = 1) -> int:
+    """Processes that train together."""
+    return base.processes().world_size()
+
+
+get_world_size = xrt_world_size
+
+
+def get_ordinal(defval: int = 0) -> int:
+    """Number of this process among all, from 0."""
+    return base.processes().ordinal()
+
+
+def get_local_ordinal(defval: int = 0) -> int:
+    """Number of this process on its host, from 0."""
+    return base.processes().local_ordinal()
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Whether this process is the first, of its host or of all."""
+    return (get_local_ordinal() if local else get_ordinal()) == 0
+
+
+def master_print(*args: Any, fd: IO[str] | None = None, local: bool = False, flush: bool = False) -> None:
+    """``print`` on the first process only; to standard output unless `fd` is given."""
+    if is_master_ordinal(local):
+        stream = sys.stdout if fd is None else fd
+        stream.write(" ".join(map(str, args)) + "\n")
+        if flush:
+            stream.flush()
+
+
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    """Meets the other processes at `tag` and returns everyone's payload."""
+    return base.processes().rendezvous(tag, payload, replicas)
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """``reduce_fn`` of the data of all processes."""
+    return base.processes().mesh_reduce(tag, data, reduce_fn)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Closures:
+    """What waits for the end of the step, and what runs beside the next one."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
+        self.running: list[Future[Any]] = []
+        self.worker: ThreadPoolExecutor | None = None
+
+    def run(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for closure, args, beside in waiting:
+            if not beside:
+                closure(*args)
+                continue
+            if self.worker is None:
+                self.worker = ThreadPoolExecutor(1, thread_name_prefix="xla_amp-step-closure")
+            self.running.append(self.worker.submit(closure, *args))
+        done, self.running = [f for f in self.running if f.done()], [f for f in self.running if not f.done()]
+        for future in done:
+            future.result()  # an exception of a closure surfaces here
+
+
+_closures = _Closures()
+
+
+def mark_step(wait: bool = False) -> None:
+    """Ends the step: runs what was recorded as one XLA program, then the step closures.
+
+    Args:
+        wait: also wait until the device has finished.
+    """
+    devices.engine().sync(wait)
+    _closures.run()
+
+
+def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
+    """Has ``closure(*args)`` called at the end of the step (`mark_step`), when its tensors have values to be read.
+
+    Args:
+        closure: e.g. a function that logs a loss.
+        args: its arguments, tensors of this step among them.
+        run_async: call it on a thread of its own, one closure after the other, so that the loop need not wait; its
+            exception then surfaces at a later `mark_step`.
+    """
+    _closures.waiting.append((closure, tuple(args), run_async))
+
+
+def wait_device_ops(devices: Sequence[Any] = ()) -> None:
+    """Runs what was recorded and waits until the device has finished."""
+    mark_step(wait=True)
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    barrier: bool = False,
+    optimizer_args: Mapping[str, Any] | None = None,
+    groups: Groups = None,
+    pin_layout: bool = True,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Reduces the gradients over all processes and steps the optimizer.
+
+    Args:
+        optimizer: any optimizer.
+        barrier: end the step here (`mark_step`), where no `DeviceLoader` does.
+        optimizer_args: keyword arguments of ``optimizer.step``, e.g. ``{"found_inf": flag}``.
+        groups: as `all_reduce`.
+        pin_layout: as `all_reduce`.
+        dtype: as `reduce_gradients`.
+
+    Returns:
+        What ``optimizer.step`` returns.
+    """
+    reduce_gradients(optimizer, groups, pin_layout, dtype=dtype)
+    result = optimizer.step(**dict(optimizer_args or {}))
+    if barrier:
+        mark_step()
+    return result
+
+
+# ---- random numbers and files ----------------------------------------------------------------------------------------
+
+
+def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
+    """Sets the device's random generator: to the beginning of a seed, or to a state from `get_rng_state`."""
+    engine = devices.engine()
+    if isinstance(seed, torch.Tensor):
+        engine.set_rng_state(seed)
+    else:
+        engine.manual_seed(int(seed))
+
+
+def get_rng_state(device: Any = None) -> torch.Tensor:
+    """State of the device's random generator, for `set_rng_state`."""
+    return devices.engine().get_rng_state()
+
+
+def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
+    """`torch.save` with XLA tensors stored as CPU tensors, so that the file loads anywhere; waits for the device.
+
+    A file at a path is replaced when the new one is complete: whoever is ended meanwhile leaves the old one.
+
+    Args:
+        data: any pytree: tensors in nested containers, e.g. a ``state_dict()``.
+        file_or_path: as `torch.save` takes it.
+        master_only: only the first process writes.
+        global_master: the first of all processes instead of the first of each host.
+    """
+    if master_only and not is_master_ordinal(local=not global_master):
+        return
+    if not isinstance(file_or_path, str | os.PathLike):
+        torch.save(_to_cpu(data), file_or_path)
+        return
+    partial = f"{os.fspath(file_or_path)}.{os.getpid()}.partial"
+    try:
+        torch.save(_to_cpu(data), partial)
+        os.replace(partial, file_or_path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _to_cpu(data: Any) -> Any:
+    memo: dict[int, torch.Tensor] = {}  # one CPU tensor per XLA tensor, so that tied weights stay tied
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not is_xla_tensor(value):
+            return value
+        if id(value) not in memo:
+            copy = value.detach().cpu()
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            memo[id(value)] = torch.nn.Parameter(copy, value.requires_grad) if is_parameter else copy
+        return memo[id(value)]
+
+    return tree_map(move, data)
+
+
+def send_cpu_data_to_device(data: Any, device: Any) -> Any:
+    """A pytree with its CPU tensors on `device`."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, data)

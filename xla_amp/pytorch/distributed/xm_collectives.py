@@ -1,0 +1,327 @@
+"""What processes compute with each other's values: the collectives of ``torch_xla.core.xla_model``.
+
+Each is an operation of the step that it is called in: nothing runs, and nobody waits, before the step ends.  In one
+process alone they return copies.  None is differentiable, as in torch_xla: reduce gradients, not losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+
+from xla_amp.backends import base, devices
+
+REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
+"""What `all_reduce` can do with several tensors; torch_xla has the same as REDUCE_SUM and so on."""
+REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = REDUCE_TYPES
+
+Groups = Sequence[Sequence[int]] | None
+"""Lists of process numbers that work among themselves, ``[[0, 1], [2, 3]]``; None is all together."""
+
+
+def _checked_groups(call: str, groups: Groups) -> tuple[tuple[int, ...], ...] | None:
+    if groups is None:
+        return None
+    found = tuple(tuple(int(rank) for rank in group) for group in groups)
+    world = base.processes().world_size()
+    if sorted(rank for group in found for rank in group) != list(range(world)) or len(set(map(len, found))) != 1:
+        raise ValueError(
+            f"{call}(groups={[list(group) for group in found]}): expected groups of one size in which each of the "
+            f"processes 0 to {world - 1} is once, e.g. [{list(range(world))}]"
+        )
+    return found
+
+
+def _count(groups: tuple[tuple[int, ...], ...] | None) -> int:
+    return base.processes().world_size() if groups is None else len(groups[0])
+
+
+def _dimension(call: str, name: str, tensor: torch.Tensor, dim: int, parts: int = 1) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{call}: expected a tensor, got {tensor!r} ({type(tensor).__name__})")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{call}({name}={dim}): there is no such dimension in a tensor of shape {list(tensor.shape)}")
+    dim %= tensor.dim()
+    if tensor.shape[dim] % parts:
+        raise ValueError(
+            f"{call}({name}={dim}): an extent of {tensor.shape[dim]} does not divide over {parts} processes"
+        )
+    return dim
+
+
+def _reduce_type(call: str, reduce_type: str) -> None:
+    if reduce_type not in REDUCE_TYPES:
+        raise ValueError(f"{call}({reduce_type!r}, ...): expected one of {', '.join(map(repr, REDUCE_TYPES))}")
+
+
+def _into(output: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    if output is None:
+        return result
+    with torch.no_grad():
+        return output.copy_(result)
+
+
+@overload
+def all_reduce(
+    reduce_type: str,
+    inputs: torch.Tensor,
+    scale: float = 1.0,
+    groups: Groups = None,
+    cctx: Any = None,
+    pin_layout: bool = True,
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    reduce_type: str,
+    inputs: Sequence[torch.Tensor],
+    scale: float = 1.0,
+    groups: Groups = None,
+    cctx: Any = None,
+    pin_layout: bool = True,
+) -> None: ...
+def all_reduce(
+    reduce_type: str,
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    scale: float = 1.0,
+    groups: Groups = None,
+    cctx: Any = None,
+    pin_layout: bool = True,
+) -> torch.Tensor | None:
+    """Reduces tensors over all processes and multiplies the result by `scale`.
+
+    Args:
+        reduce_type: one of `REDUCE_TYPES`.
+        inputs: a tensor, or a list of tensors that are changed in place.
+        scale: factor of the result.
+        groups: lists of process numbers that reduce among themselves; None is all together.
+        cctx: accepted and unused, as in torch_xla.
+        pin_layout: torch_xla's option of that name.
+
+    Returns:
+        A new tensor for a tensor, None for a list.
+
+    Raises:
+        ValueError: an unknown reduce type, or groups in which not everybody is once.
+        TypeError: `inputs` is neither a tensor nor a sequence of tensors.
+    """
+    _reduce_type("all_reduce", reduce_type)
+    processes, checked = base.processes(), _checked_groups("all_reduce", groups)
+    if isinstance(inputs, torch.Tensor):
+        [reduced] = processes.all_reduce(reduce_type, [inputs], checked, pin_layout)
+        return reduced if scale == 1.0 else reduced * scale
+    if not isinstance(inputs, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
+        raise TypeError(f"all_reduce: expected a tensor or a list of tensors, got {inputs!r} ({type(inputs).__name__})")
+    with torch.no_grad():
+        if processes.world_size() > 1:
+            values = processes.all_reduce(reduce_type, inputs, checked, pin_layout)
+            for tensor, value in zip(inputs, values, strict=True):
+                tensor.copy_(value)
+        if scale != 1.0:
+            for tensor in inputs:
+                tensor.mul_(scale)
+    return None
+
+
+def all_gather(
+    value: torch.Tensor,
+    dim: int = 0,
+    groups: Groups = None,
+    output: torch.Tensor | None = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Everybody's `value`, concatenated along `dim` in the order of the processes (of the group).
+
+    Args:
+        value: of the same shape and dtype on all.
+        dim: dimension that grows.
+        groups: as `all_reduce`.
+        output: a tensor to write the result to.
+        pin_layout: torch_xla's option of that name.
+
+    Raises:
+        ValueError: no such dimension, or groups in which not everybody is once.
+    """
+    checked = _checked_groups("all_gather", groups)
+    dim = _dimension("all_gather", "dim", value, dim)
+    [result] = base.processes().collective("all_gather", [value], checked, dim=dim)
+    return _into(output, result)
+
+
+def reduce_scatter(
+    reduce_type: str,
+    input: torch.Tensor,
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: torch.Tensor | None = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Reduces `input` over all processes, times `scale`; each gets its part along `scatter_dim`.
+
+    Args:
+        reduce_type: one of `REDUCE_TYPES`.
+        input: of the same shape and dtype on all.
+        scale: factor of the result.
+        scatter_dim: dimension that is split.
+        shard_count: in how many parts: the processes (of a group).
+        groups: as `all_reduce`.
+        output: a tensor to write the result to.
+        pin_layout: torch_xla's option of that name.
+
+    Raises:
+        ValueError: an extent that does not divide, or another number of parts than there are processes.
+    """
+    _reduce_type("reduce_scatter", reduce_type)
+    checked = _checked_groups("reduce_scatter", groups)
+    if shard_count != _count(checked):
+        raise ValueError(
+            f"reduce_scatter(shard_count={shard_count}): expected the number of processes that reduce among "
+            f"themselves, {_count(checked)}"
+        )
+    dim = _dimension("reduce_scatter", "scatter_dim", input, scatter_dim, shard_count)
+    options = {"reduce_type": reduce_type, "dim": dim}
+    [result] = base.processes().collective("reduce_scatter", [input], checked, **options)
+    return _into(output, result if scale == 1.0 else result * scale)
+
+
+def all_to_all(
+    value: torch.Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Groups = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:
+    """Splits `value` along one dimension, sends part i to process i, and joins what arrives along another.
+
+    Args:
+        value: of the same shape and dtype on all.
+        split_dimension, concat_dimension: what is split, and what grows.
+        split_count: in how many parts: the processes (of a group).
+        groups: as `all_reduce`.
+        pin_layout: torch_xla's option of that name.
+
+    Raises:
+        ValueError: an extent that does not divide, or another number of parts than there are processes.
+    """
+    checked = _checked_groups("all_to_all", groups)
+    if split_count != _count(checked):
+        raise ValueError(f"all_to_all(split_count={split_count}): expected the number of processes, {_count(checked)}")
+    split = _dimension("all_to_all", "split_dimension", value, split_dimension, split_count)
+    concat = _dimension("all_to_all", "concat_dimension", value, concat_dimension)
+    [result] = base.processes().collective("all_to_all", [value], checked, split=split, concat=concat)
+    return result
+
+
+def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Sends `value` from process to process; who gets nothing has zeros.
+
+    Args:
+        value: of the same shape and dtype on all.
+        pairs: (from, to), each process at most once on either side.
+
+    Raises:
+        ValueError: a process that does not exist, or is named twice on a side.
+    """
+    world = base.processes().world_size()
+    found = tuple((int(source), int(target)) for source, target in pairs)
+    for side in zip(*found, strict=True):
+        if len(set(side)) < len(side) or not set(side) <= set(range(world)):
+            raise ValueError(
+                f"collective_permute(pairs={list(map(list, found))}): expected numbers from 0 to {world - 1}, each at "
+                "most once as a source and once as a target"
+            )
+    if world == 1:
+        return value.clone() if found else torch.zeros_like(value)
+    [result] = base.processes().collective("collective_permute", [value], None, pairs=found)
+    return result
+
+
+def collective_broadcast(
+    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
+) -> None:
+    """Gives every process the root's values, to the bit, in place.
+
+    Args:
+        tensors: of the same shapes and dtypes on all.
+        root_ordinal: whose values.
+        groups: as `all_reduce`; groups without the root get zeros.
+        pin_layout: torch_xla's option of that name.
+
+    Raises:
+        ValueError: no such process.
+    """
+    processes, checked = base.processes(), _checked_groups("collective_broadcast", groups)
+    if not 0 <= root_ordinal < processes.world_size():
+        raise ValueError(
+            f"collective_broadcast(root_ordinal={root_ordinal}): expected a process from 0 to "
+            f"{processes.world_size() - 1}"
+        )
+    if processes.world_size() > 1:
+        values = processes.collective("collective_broadcast", list(tensors), checked, root=root_ordinal)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+
+
+def broadcast_master_param(model: torch.nn.Module) -> None:
+    """Gives every process the first one's parameters and buffers, and ends the step."""
+    collective_broadcast([*model.parameters(), *model.buffers()], pin_layout=False)
+    devices.engine().sync()
+
+
+def reduce_gradients(
+    optimizer: torch.optim.Optimizer,
+    groups: Groups = None,
+    pin_layout: bool = True,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Averages the gradients over all processes, in place: with one, they are the average.
+
+    Call it before `GradScaler.unscale_` and `step`, which look for what is not finite in the result.  A sparse gradient
+    gets everybody's entries, uncoalesced, of which each process must bring the same number.
+
+    Args:
+        optimizer: whose gradients.
+        groups: as `all_reduce`.
+        pin_layout: torch_xla's option of that name.
+        dtype: in what wider floating gradients are sent and added (``torch.bfloat16`` halves the traffic of float32);
+            None is each one's own.  A sum that overflows there is inf, also when each process's part was finite, and
+            the step is skipped on all.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"reduce_gradients(dtype={dtype!r}): expected a floating dtype, e.g. torch.bfloat16")
+    checked = _checked_groups("reduce_gradients", groups)
+    count = _count(checked)
+    if count == 1:
+        return
+
+    def narrow(values: torch.Tensor) -> torch.Tensor:
+        wider = dtype is not None and values.is_floating_point() and dtype.itemsize < values.dtype.itemsize
+        return values.to(dtype) if wider else values
+
+    gradients = _fetch_gradients(optimizer)
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    with torch.no_grad():
+        # One collective for all of a dtype, whatever their own dtypes are.
+        reduced = base.processes().all_reduce(REDUCE_SUM, [narrow(gradient) for gradient in dense], checked, pin_layout)
+        for gradient, value in zip(dense, reduced, strict=True):
+            gradient.copy_(value).mul_(1.0 / count)
+        for gradient in gradients:
+            if gradient.is_sparse:  # a sum of sparse tensors is all their entries
+                values = all_gather(narrow(gradient._values()), 0, groups, None, pin_layout).to(gradient.dtype)
+                places = all_gather(gradient._indices(), 1, groups, None, pin_layout)
+                joined = torch.sparse_coo_tensor(places, values / count, gradient.shape, check_invariants=False)
+                gradient.copy_(joined)
+
+
+def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The gradients that `optimizer` would apply, as the tensors themselves."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

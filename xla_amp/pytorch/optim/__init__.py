@@ -1,0 +1,1 @@
+"""Loss scaling and optimizers whose steps can be skipped on the device."""

@@ -1,0 +1,141 @@
+"""Steps of torch's optimizers that torch decides on the host, said with tensors.
+
+Most of torch.optim counts on the device when asked to (``capturable``, or its fused kernels).  What is here has no such
+form in torch: its step reads norms and counts back to compute with them in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from xla_amp.backends import devices
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
+    """A step for `optimizer` that reads nothing back, hooks included; None where torch's own is such a one.
+
+    Only for torch's class itself or what `wrap` made of it: a subclass may do something else in its `step`.
+    """
+    kind = type(optimizer)
+    plain = kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
+    step = _STEPS.get(plain.__name__)
+    if step is None or not is_torchs(plain) or not _is_on_device(optimizer):
+        return None
+    return lambda: Optimizer.profile_hook_step(step)(optimizer)  # hooks, as torch's step has
+
+
+def is_torchs(optimizer: type) -> bool:
+    """Whether the class is one of torch.optim's own."""
+    return f"{optimizer.__module__}.".startswith("torch.optim.")
+
+
+def _is_on_device(optimizer: Optimizer) -> bool:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return all(devices.is_xla(p.device.type) and p.is_floating_point() for p in parameters)
+
+
+@torch.no_grad()
+def adafactor(optimizer: Any) -> None:
+    """One step of `torch.optim.Adafactor` (Shazeer and Stern 2018), one parameter after the other.
+
+    Scalars are float64 on the device, as they are in torch's Python.
+    """
+    for group in optimizer.param_groups:
+        lists: list[list[Any]] = [[] for _ in range(6)]
+        optimizer._init_group(group, *lists)
+        for parameter, gradient, rows, columns, variance, step in zip(*lists, strict=True):
+            if step.device != parameter.device:
+                step = optimizer.state[parameter]["step"] = step.to(parameter.device)
+            _adafactor_one(group, parameter, gradient, rows, columns, variance, step)
+
+
+def _adafactor_one(
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    step: torch.Tensor,
+) -> None:
+    lr, dtype = group["lr"], gradient.dtype
+    relative, absolute = group["eps"]
+    floor = torch.finfo(parameter.dtype).eps if relative is None else relative
+    if isinstance(lr, torch.Tensor):
+        lr = lr.to(parameter.device).double().reshape(())
+    if group["maximize"]:
+        gradient = -gradient
+    count = step.add_(1).double()
+    share = count.pow(group["beta2_decay"]).to(dtype)
+    rate = count.rsqrt().clamp(max=lr)
+    size = _root_mean_square(parameter).clamp(min=absolute) * rate
+    if group["weight_decay"] != 0:
+        parameter.mul_(1 - lr * group["weight_decay"])
+    if rows is not None and columns is not None:
+        rows.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square() / gradient.size(-1), share)
+        columns.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square() / gradient.size(-2), share)
+        estimate = (rows @ columns) / rows.mean(dim=-2, keepdim=True).clamp(min=floor)
+    elif variance is not None:
+        estimate = variance.lerp_(gradient * gradient, share)
+    else:
+        raise RuntimeError(f"Adafactor: the state of a parameter {tuple(parameter.shape)} has no variance in it")
+    update = estimate.clamp(min=floor * floor).rsqrt() * gradient
+    shrink = (_root_mean_square(update) / group["d"]).clamp(min=1.0)
+    parameter.sub_(update * (size / shrink).to(dtype))
+
+
+def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.norm(2).double() / tensor.numel() ** 0.5
+
+
+@torch.no_grad()
+def sparse_adam(optimizer: Any) -> None:
+    """One step of `torch.optim.SparseAdam`: Adam (Kingma and Ba 2015) of the rows that a gradient has entries for.
+
+    The count is a float32 tensor on the device, and bias corrections are formed from it in float64.
+    """
+    for group in optimizer.param_groups:
+        beta1, beta2 = group["betas"]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if not parameter.grad.is_sparse:
+                raise RuntimeError("SparseAdam does not support dense gradients, please consider Adam instead")
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            elif not isinstance(state["step"], torch.Tensor):  # as torch counts
+                state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+            _sparse_adam_one(group, parameter, parameter.grad.coalesce(), state, beta1, beta2)
+
+
+def _sparse_adam_one(
+    group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, state: Any, beta1: float, beta2: float
+) -> None:
+    def at_places(values: torch.Tensor) -> torch.Tensor:
+        return torch.sparse_coo_tensor(gradient._indices(), values, parameter.shape, check_invariants=False)
+
+    values = -gradient._values() if group["maximize"] else gradient._values()
+    average, squares = state["exp_avg"], state["exp_avg_sq"]
+    old_average, old_squares = average.sparse_mask(gradient)._values(), squares.sparse_mask(gradient)._values()
+    average_change = (values - old_average) * (1 - beta1)
+    squares_change = (values.pow(2) - old_squares) * (1 - beta2)
+    average.add_(at_places(average_change))
+    squares.add_(at_places(squares_change))
+    count, lr = state["step"].add_(1).double(), group["lr"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.to(parameter.device).double().reshape(())
+    size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
+    root = (squares_change + old_squares).sqrt() + group["eps"]
+    parameter.add_(at_places(-(average_change + old_average) / root * size.to(root.dtype)))
+
+
+_STEPS: Mapping[str, Callable[[Any], None]] = MappingProxyType({"Adafactor": adafactor, "SparseAdam": sparse_adam})
+"""Name of torch's class -> its step."""

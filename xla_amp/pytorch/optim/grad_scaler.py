@@ -1,0 +1,291 @@
+"""`GradScaler`: torch's loss scaler, without waiting for the device.
+
+torch's own scaler asks the device whether the gradients were finite and then decides in Python.  Here the optimizer
+steps in any case and old values are selected where they were not, so a step stays one program.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from xla_amp.backends import devices
+from xla_amp.errors import XlaAmpError
+from xla_amp.pytorch.optim.skip_step import step_where_finite
+
+
+class SkipLimitError(XlaAmpError, RuntimeError):
+    """Too many steps in a row were skipped.
+
+    `skips` is how many, `parameters` the names of those whose gradients were not finite in the newest.
+    """
+
+    def __init__(self, skips: int, scale: float, parameters: list[str]) -> None:
+        self.skips = skips
+        self.parameters = parameters
+        shown = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
+        super().__init__(
+            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} by now. In the newest, "
+            f"gradients were not finite of {shown}. xla_amp.find_overflow(step, ...) tells which operation made the "
+            "first inf or NaN; max_consecutive_skips sets the limit"
+        )
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Multiplies losses by a scale that grows while gradients stay finite and shrinks when they do not.
+
+    Micikevicius et al. 2018, with torch's rule: a step with an inf or NaN gradient is skipped and multiplies the scale
+    by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`.
+
+    Args:
+        device: where the losses live: a device string (``"xla"`` is the active XLA device) or a `torch.device`.
+        init_scale: first scale.
+        growth_factor: more than 1.
+        backoff_factor: less than 1.
+        growth_interval: good steps before the scale grows.
+        enabled: False makes every method pass its argument on.
+        min_scale, max_scale: bounds of what `update` makes of the scale; a scale that was set is not changed by them
+            until the next `update`.
+        max_consecutive_skips: how many steps in a row may be skipped before `update` raises `SkipLimitError`.  To know
+            that, it reads one number from the device every so many steps; without the limit nothing is read.
+
+    The scale is a float32 tensor () on the device.  On an XLA device nothing in `scale`, `unscale_`, `step` and
+    `update` reads it, with any optimizer whose state is on the device; `get_scale`, `state_dict` and pickling do.
+    State, errors and attributes are those of `torch.amp.GradScaler`, and checkpoints can be exchanged.
+
+    Example:
+        >>> scaler = GradScaler("cpu", init_scale=4.0)
+        >>> scaler.scale(torch.tensor(0.5))
+        tensor(2.)
+    """
+
+    def __init__(
+        self,
+        device: Any = devices.XLA,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        max_consecutive_skips: int | None = None,
+    ) -> None:
+        name = devices.device_type(device, "GradScaler")
+        super().__init__(name, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        _check_limits(init_scale, min_scale, max_scale, max_consecutive_skips)
+        self._min_scale, self._max_scale = min_scale, max_scale
+        self._max_skips = max_consecutive_skips
+        self._counters: torch.Tensor | None = None
+        """int32 (3): iterations that were skipped, those in a row up to now, and 1 if the newest one was."""
+        self._init_counters = [0, 0, 0]
+        self._ended = False
+        """Whether an iteration has ended."""
+        self._until_check = max_consecutive_skips or 0
+        """Updates until the limit can have been reached."""
+        self._suspects: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor]] = {}
+        """By ``id`` of an optimizer: bool (gradients), which of them were not finite in its newest step."""
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+
+    def scale(self, outputs: Any) -> Any:
+        """`outputs` (a tensor, or tensors in nested lists, tuples, named tuples or dicts) times the scale.
+
+        Raises:
+            ValueError: something else than tensors is in there.
+        """
+        if not self._enabled or isinstance(outputs, torch.Tensor):
+            return super().scale(outputs)
+        if not isinstance(outputs, list | tuple | Mapping):
+            if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
+                _refuse(outputs)
+            return super().scale(outputs)
+        return tree_map(lambda value: super(GradScaler, self).scale(value) if _is_tensor(value) else value, outputs)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(torch.device("cpu") if dev.type == "jax" else dev)
+        if dev.type == "jax":  # made by the step, they would make the first one a program of its own
+            self._scale, self._growth_tracker = map(devices.engine().to_device, (self._scale, self._growth_tracker))
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.
+
+        Where they are not, parameters and optimizer state keep their values.  Other arguments go to ``optimizer.step``.
+
+        Raises:
+            RuntimeError: called twice since the last `update`, or with a closure.
+        """
+        if self._enabled and any(callable(argument) for argument in args):
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        if self._enabled and self._max_skips:
+            self._note_suspects(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        found = list(optimizer_state["found_inf_per_device"].values())
+        if not all(devices.is_xla(flag.device.type) for flag in found):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
+        return step_where_finite(optimizer, sum(found[1:], found[0]), step)
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""
+        if not self._enabled:
+            return
+        states = self._per_optimizer_states.values()
+        found = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if self._scale is not None and found:
+            self._count(self._scale.device, found)
+        super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
+        if self._scale is not None and new_scale is None and (self._min_scale, self._max_scale) != (None, None):
+            self._scale.clamp_(self._min_scale, self._max_scale)
+        if self._max_skips and found:
+            self._until_check -= 1
+            if self._until_check <= 0:
+                self.check_skips()
+
+    def _count(self, device: torch.device, found: list[torch.Tensor]) -> None:
+        flags = [flag.to(device, non_blocking=True) for flag in found]
+        skipped = ((flags[0] if len(flags) == 1 else torch.stack(flags).sum()) != 0).to(torch.int32)
+        if self._counters is None:
+            self._counters = torch.tensor(self._init_counters, dtype=torch.int32, device=device)
+        total, in_a_row, _ = self._counters.unbind()
+        # In place, so that a step that is replayed goes on counting.
+        self._counters.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped, skipped]))
+        self._ended = True
+
+    def check_skips(self) -> None:
+        """Reads how many steps in a row were skipped; `update` does so by itself as often as it must.
+
+        Where `update` is part of a step that `xla_amp.compile` replays, call this between steps.
+
+        Raises:
+            SkipLimitError: as many as `max_consecutive_skips`, which count anew from then on.
+        """
+        if not self._max_skips or self._counters is None:
+            return
+        in_a_row = int(self._counters[1])
+        # A run that is under way can reach the limit after that many more steps, and no sooner.
+        self._until_check = self._max_skips - in_a_row
+        if in_a_row < self._max_skips:
+            return
+        self._until_check = self._max_skips
+        self._counters[1].zero_()
+        raise SkipLimitError(in_a_row, self.get_scale(), self._overflowed())
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Has errors call parameters as ``model.named_parameters()`` does.
+
+        Not needed for optimizers made from ``model.named_parameters()``.
+        """
+        self._models.append(weakref.ref(model))
+
+    def _note_suspects(self, optimizer: torch.optim.Optimizer) -> None:
+        flags = [
+            ~torch.isfinite(p.grad._values() if p.grad.is_sparse else p.grad).all()
+            for p in _parameters(optimizer)
+            if p.grad is not None
+        ]
+        if not flags:
+            return
+        device = flags[0].device
+        found = torch.stack([flag.to(device, non_blocking=True) for flag in flags])
+        known = self._suspects.get(id(optimizer))
+        if known is None or known[0]() is not optimizer or known[1].shape != found.shape:
+            self._suspects[id(optimizer)] = weakref.ref(optimizer), found
+        else:
+            known[1].copy_(found)
+
+    def _overflowed(self) -> list[str]:
+        names = {id(p): name for ref in self._models if (m := ref()) for name, p in m.named_parameters()}
+        found = []
+        for reference, flags in self._suspects.values():
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            called = _names(optimizer)
+            parameters = [p for p in _parameters(optimizer) if p.grad is not None]
+            if len(parameters) != len(flags):  # gradients were dropped before update()
+                parameters = list(_parameters(optimizer))
+            for parameter, bad in zip(parameters, flags.tolist(), strict=False):
+                if bad:
+                    found.append(names.get(id(parameter)) or called[id(parameter)])
+        return found
+
+    def step_was_skipped(self) -> torch.Tensor:
+        """bool (): whether the newest iteration (up to its `update`) skipped an optimizer; reading it is up to you.
+
+        Raises:
+            RuntimeError: there was no iteration yet.
+        """
+        if self._counters is None or not self._ended:
+            raise RuntimeError("step_was_skipped(): no iteration has ended yet; call scaler.step() and update() first")
+        return self._counters[2] != 0
+
+    def skipped_steps(self) -> torch.Tensor:
+        """int32 (): iterations so far in which an optimizer was skipped, on the scale's device."""
+        return self._counter(0)
+
+    def consecutive_skips(self) -> torch.Tensor:
+        """int32 (): how many of them were the newest iterations, without a finite one since."""
+        return self._counter(1)
+
+    def _counter(self, index: int) -> torch.Tensor:
+        if self._counters is None:
+            return torch.tensor(self._init_counters[index], dtype=torch.int32)
+        return self._counters[index].clone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled and self._counters is not None:
+            state["_init_counters"] = self._counters.tolist()
+        state.update(_counters=None, _ended=False, _suspects={}, _models=[])
+        return state
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """By ``id``: the names that the optimizer was given, or where the parameter stands in it."""
+    names = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        for place, parameter in enumerate(group["params"]):
+            described = f"param_groups[{number}]['params'][{place}] {tuple(parameter.shape)}"
+            names[id(parameter)] = given[place] if given else described
+    return names
+
+
+def _check_limits(init: float, smallest: float | None, largest: float | None, skips: int | None) -> None:
+    low, high = smallest if smallest is not None else 0.0, largest if largest is not None else math.inf
+    if not (low >= 0 and low <= high):
+        raise ValueError(
+            f"GradScaler(min_scale={smallest!r}, max_scale={largest!r}): expected 0 < min_scale <= max_scale"
+        )
+    if not low <= init <= high:
+        raise ValueError(
+            f"GradScaler(init_scale={init!r}, min_scale={smallest!r}, max_scale={largest!r}): the first scale is out "
+            "of the bounds; give init_scale a value between them"
+        )
+    if skips is not None and (isinstance(skips, bool) or not isinstance(skips, int) or skips < 1):
+        raise ValueError(f"GradScaler(max_consecutive_skips={skips!r}): expected a positive number of steps, or None")
+
+
+def _is_tensor(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        _refuse(value)
+    return True
+
+
+def _refuse(value: Any) -> None:
+    raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {value!r} ({type(value).__name__})")

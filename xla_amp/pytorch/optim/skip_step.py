@@ -1,0 +1,270 @@
+"""Letting any optimizer skip a step on the device.
+
+The step runs in any case; where the gradients were not finite, one select puts parameters and state back.  What an
+optimizer keeps on the host (a step count in Python) cannot be selected: only then the flag is read, and the host's part
+is put back as well, so a skipped step leaves nothing behind either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from xla_amp.backends import devices
+from xla_amp.pytorch.optim import capturable
+
+Path = tuple[Any, ...]
+
+INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
+    {
+        "ASGD": {"step": 0, "eta": "lr", "mu": 1, "ax": 0},
+        "Adafactor": {"step": 0, "row_var": 0, "col_var": 0, "variance": 0},
+        "Adadelta": {"step": 0, "square_avg": 0, "acc_delta": 0},
+        "Adam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0},
+        "Adamax": {"step": 0, "exp_avg": 0, "exp_inf": 0},
+        "Muon": {"momentum_buffer": 0},
+        "NAdam": {"step": 0, "mu_product": 1, "exp_avg": 0, "exp_avg_sq": 0},
+        "RAdam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0},
+        "RMSprop": {"step": 0, "square_avg": 0, "momentum_buffer": 0, "grad_avg": 0},
+        "Rprop": {"step": 0, "prev": 0, "step_size": "lr"},
+        "SGD": {"momentum_buffer": 0},
+        "SparseAdam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0},
+    }
+)
+"""torch.optim class -> state that its first step creates -> the value from which an undone first step starts over: a
+number, or the name of a group's option.  What is not listed is taken away again instead, which needs the flag read."""
+
+
+class _State(NamedTuple):
+    """An optimizer's state for some parameters, and its groups' options, at one moment."""
+
+    tensors: dict[Path, torch.Tensor]
+    """On the XLA device."""
+    host: dict[Path, Any]
+    """Everything else; tensors are copies."""
+
+
+def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any] | None = None) -> Any:
+    """Steps `optimizer`, by calling `step` if it is given; undone where `found_inf` (on the XLA device) is not zero.
+
+    Parameters that are on other devices have no old values to select: with such, the flag is read first.
+    """
+    engine = devices.engine()
+    step = step or capturable.step_of(optimizer) or optimizer.step
+    owners = {
+        parameter: group
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    }
+    parameters = list(owners)
+    if not all(devices.is_xla(parameter.device.type) for parameter in parameters):
+        return None if found_inf.item() else step()
+    with _counting_on_device(optimizer, parameters):
+        before = _collect(optimizer, parameters)
+        shape = _structure(optimizer, parameters)
+        kept = [*parameters, *before.tensors.values()]
+        values = engine.snapshot(kept)
+        result = step()
+        after = _collect(optimizer, parameters)
+        engine.restore_where(found_inf, kept, values)
+        unknown = _start_over(optimizer, found_inf, owners, before, after)
+        if unknown or not _same(before.host, after.host):
+            if not unknown:
+                _warn_of_host_state(optimizer)
+            if bool(found_inf.item()):
+                _put_back(optimizer, shape, before)
+    return result
+
+
+def _start_over(
+    optimizer: Optimizer,
+    found_inf: torch.Tensor,
+    owners: Mapping[torch.Tensor, dict[str, Any]],
+    before: _State,
+    after: _State,
+) -> bool:
+    """Gives state tensors that the step made their earlier value; returns whether there is one that has none."""
+    known = {id(tensor) for tensor in before.tensors.values()}
+    unknown = False
+    for path, tensor in after.tensors.items():
+        if id(tensor) in known:
+            continue
+        start = before.tensors.get(path)  # the step put a new tensor in the place of this one
+        value = _initial(optimizer, path, owners) if start is None else start
+        if value is None:
+            unknown = True
+        else:
+            tensor.copy_(torch.where(found_inf != 0, value, tensor))
+    return unknown
+
+
+def _collect(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> _State:
+    tensors: dict[Path, torch.Tensor] = {}
+    host: dict[Path, Any] = {}
+
+    def add(path: Path, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if devices.is_xla(value.device.type):
+                tensors[path] = value
+            else:
+                host[path] = value.detach().clone()
+        elif isinstance(value, list | tuple | dict):
+            for index, leaf in enumerate(tree_leaves(value)):
+                add((*path, index), leaf)
+        else:
+            host[path] = value
+
+    for parameter in parameters:
+        if parameter in optimizer.state:
+            for name, value in optimizer.state[parameter].items():
+                add((parameter, name), value)
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                add((number, name), value)
+    return _State(tensors, host)
+
+
+def _structure(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
+    """Copies of the containers that hold the state, with the same leaves; None for a parameter without state."""
+
+    def copied(value: Any) -> Any:
+        return tree_map(lambda leaf: leaf, value) if isinstance(value, list | tuple | dict) else value
+
+    states = {
+        parameter: {name: copied(value) for name, value in optimizer.state[parameter].items()}
+        for parameter in parameters
+        if parameter in optimizer.state
+    }
+    groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return states, groups, parameters
+
+
+def _put_back(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State) -> None:
+    states, groups, parameters = shape
+    for parameter in parameters:
+        if parameter in states:
+            optimizer.state[parameter].clear()
+            optimizer.state[parameter].update(states[parameter])
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        kept = group["params"]
+        group.clear()
+        group.update(params=kept, **options)
+    for path, value in before.host.items():
+        if isinstance(value, torch.Tensor):
+            owner = optimizer.param_groups[path[0]] if isinstance(path[0], int) else optimizer.state[path[0]]
+            place = tree_leaves(owner[path[1]])[path[2]] if len(path) > 2 else owner[path[1]]
+            place.copy_(value)
+
+
+def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dict[str, Any]]) -> Any:
+    """The value that a state tensor made by the first step had before it, or None when that is not known."""
+    parameter, name = path[0], path[1]
+    row = next(
+        (INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and capturable.is_torchs(c)),
+        None,
+    )
+    if row is None or isinstance(parameter, int) or len(path) > 2 or name not in row:
+        return None
+    if name == "momentum_buffer" and owners[parameter].get("dampening"):
+        return None  # torch's first step is undampened, so a buffer of zeros is not the same as none
+    value = row[name]
+    return owners[parameter][value] if isinstance(value, str) else float(value)
+
+
+def _same(before: dict[Path, Any], after: dict[Path, Any]) -> bool:
+    """Whether the step left everything on the host as it was."""
+    return before.keys() == after.keys() and all(_equal(value, after[path]) for path, value in before.items())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return one is other or bool(one == other)
+
+
+@contextlib.contextmanager
+def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Has optimizers that can count steps on the device do so.
+
+    The option is put back afterwards, so checkpoints load where it is not supported; the counts stay on the device.
+    """
+    options = [(group, option) for group in optimizer.param_groups if (option := _device_option(optimizer, group))]
+    own = capturable.step_of(optimizer) is not None
+    for group in optimizer.param_groups if own else [group for group, _ in options]:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
+                    optimizer.state[parameter][name] = value.to(parameter.device)
+                elif own and name == "step" and isinstance(value, int):
+                    optimizer.state[parameter][name] = torch.tensor(float(value), device=parameter.device)
+    before = [group[option] for group, option in options]
+
+    def on(*_: Any) -> None:
+        for group, option in options:
+            group[option] = True
+
+    def off(*_: Any) -> None:
+        for (group, option), value in zip(options, before, strict=True):
+            group[option] = value
+
+    # In hooks, so that hooks for all optimizers, which run around these, see the options as they are.
+    hooks = optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off)
+    try:
+        yield
+    finally:
+        off()
+        for hook in hooks:
+            hook.remove()
+
+
+def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """The group's option that makes torch count on the device, where it is not set and can be."""
+    if group.get("differentiable"):
+        return None
+    parameters = group["params"]
+    if group.get("capturable") is False:
+        supported = _capturable_devices()
+        return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
+    # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
+    adagrad = any(c.__name__ == "Adagrad" and capturable.is_torchs(c) for c in type(optimizer).__mro__)
+    if adagrad and not group["fused"] and all(_is_for_fused_kernels(parameter) for parameter in parameters):
+        return "fused"
+    return None
+
+
+def _is_for_fused_kernels(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
+
+
+def _capturable_devices() -> Sequence[str]:
+    from torch.optim import optimizer
+
+    find = getattr(optimizer, "_get_capturable_supported_devices", None)
+    return find() if find is not None else ()
+
+
+_warned: set[type] = set()
+
+
+def _warn_of_host_state(optimizer: Optimizer) -> None:
+    if type(optimizer) in _warned:
+        return
+    _warned.add(type(optimizer))
+    warnings.warn(
+        f"{type(optimizer).__name__} keeps a count on the host that changes with every step, so each step waits for "
+        "the device to learn whether it was skipped. xla_amp.syncfree.SGD, Adam and AdamW, and torch.optim's with "
+        "fused=True, do not wait",
+        UserWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,400 @@
+"""Optimizers whose step can be skipped on the device: `torch.optim`'s SGD, Adam and AdamW with the same arguments.
+
+They run torch's fused kernels, which take `grad_scale` (what gradients must be divided by) and `found_inf` (not zero:
+leave everything as it is) as tensors.  A scaler sets both as attributes (torch's contract for optimizers with
+``_step_supports_amp_scaling``, so ours and torch's own scaler work); without a scaler, ``step(found_inf=...)`` takes
+the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise as they
+were, also when it is the first.  `wrap` gives any other optimizer the same step, by selecting old values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xla_amp.backends import base, devices
+from xla_amp.pytorch.optim.wrap import flag_of
+from xla_amp.pytorch.optim.wrap import wrap as wrap
+
+__all__ = ["SGD", "Adam", "AdamW", "wrap"]
+
+
+class _Scaling(NamedTuple):
+    """What a scaler asks of one step."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    """float32 (): 0 or 1 for any sum of flags: torch's CPU kernels test for 1, and counts are put right by it."""
+
+    def on(self, device: torch.device) -> _Scaling:
+        scale, flag = self
+        return _Scaling(
+            None if scale is None else scale.to(device, non_blocking=True),
+            None if flag is None else flag.to(device, non_blocking=True),
+        )
+
+
+class _SyncFree(Optimizer):
+    """What the three share: the step around `_step_group`, and checkpoints that torch.optim's classes can load."""
+
+    _step_supports_amp_scaling = True
+    # A scaler sets and deletes these two; torch's reads `grad_scale` with a default, so they may not exist as None.
+    grad_scale: Tensor
+    found_inf: Tensor
+
+    def _check_options(self, differentiable: bool, fused: bool | None) -> None:
+        name = f"syncfree.{type(self).__name__}"
+        if differentiable:
+            raise RuntimeError(
+                f"{name}(differentiable=True): its step runs a fused kernel, through which there is no gradient; use "
+                f"torch.optim.{type(self).__name__}"
+            )
+        if fused is False:
+            raise RuntimeError(
+                f"{name}(fused=False): skipping on the device needs the fused kernels; leave fused out, or use "
+                f"torch.optim.{type(self).__name__}"
+            )
+
+    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
+        """One step; where `found_inf` is not zero, none.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            found_inf: one number on any device, e.g. from `torch.isfinite`; added to what a scaler has set.  Where
+                processes train together, one that is not zero in any of them skips the step in all.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or a parameter is not floating.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            scaling = _Scaling(getattr(self, "grad_scale", None), flag_of(self, found_inf))
+            for group in self.param_groups:
+                for device, parameters, gradients in _by_device_and_dtype(self, group):
+                    if devices.is_xla(device.type):
+                        devices.engine()  # brings the fused kernels, where nothing else of ours was used before
+                    self._step_group(group, parameters, gradients, scaling.on(device))
+        return loss
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
+        raise TypeError(f"{type(self).__name__} is no optimizer of its own; use syncfree.SGD, Adam or AdamW")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of one of these or of torch.optim's class of the same name.
+
+        Options of the groups are taken over, but the step stays fused and step counts go to the device.
+        """
+        groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(_FUSED)
+
+
+# As torch.optim's own group options say it, so that a checkpoint loaded there goes on with the fused kernels.
+_FUSED: Mapping[str, Any] = {"fused": True, "foreach": None, "differentiable": False}
+
+
+class SGD(_SyncFree, torch.optim.SGD):
+    """`torch.optim.SGD` with a step that can be skipped on the device.
+
+    Arguments are `torch.optim.SGD`'s; `foreach` changes nothing, since one kernel steps all parameters anyway.  As
+    there, the first momentum is the undampened gradient, and `maximize` negates the gradient before weight decay is
+    added.
+
+    Raises:
+        ValueError: an option out of its range.
+        RuntimeError: `differentiable` or ``fused=False`` was asked for.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = SGD([weight], lr=0.5)
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step(found_inf=torch.tensor(1.0))
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        self._check_options(differentiable, fused)
+        self._unstepped: dict[Tensor, Tensor] = {}
+        """Parameter -> float32 (): 1 until its first step that was not skipped; kept where dampening needs it."""
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, fused=True)
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
+        momentum, dampening, weight_decay = group["momentum"], group["dampening"], group["weight_decay"]
+        grad_scale, found_inf = scaling
+        buffers: list[Tensor] = []
+        if momentum:
+            states = [self.state[parameter] for parameter in parameters]
+            fresh = [p for p, s in zip(parameters, states, strict=True) if s.get("momentum_buffer") is None]
+            for parameter, zeros in zip(fresh, base.zeros_like(fresh, parameters[0].device), strict=True):
+                self.state[parameter]["momentum_buffer"] = zeros
+            buffers = [state["momentum_buffer"] for state in states]
+            if dampening:
+                for parameter in fresh:
+                    self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
+        if isinstance(weight_decay, Tensor) or (momentum and dampening):
+            gradients = self._prepared(group, parameters, gradients, scaling)
+            grad_scale, weight_decay, dampening = None, 0.0, 0.0
+        torch._fused_sgd_(
+            parameters,
+            gradients,
+            buffers,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            lr=_number(group["lr"], parameters[0].device),
+            dampening=dampening,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            # Buffers begin as zeros: a kernel told that this is the first step would have to be told again, by the
+            # host, had that step been skipped.
+            is_first_step=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+
+    def _prepared(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], scaling: _Scaling
+    ) -> list[Tensor]:
+        """Gradients with scale, weight decay and dampening applied, for what the fused kernel cannot do.
+
+        Dampening counts from the second step on, and which step is the second only the device knows.
+        """
+        if scaling.grad_scale is not None:
+            torch._foreach_div_(gradients, scaling.grad_scale)
+        sign = -1.0 if group["maximize"] else 1.0  # the kernel negates everything, weight decay included
+        prepared = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            decayed = gradient + parameter * (group["weight_decay"] * sign)
+            flag = self._unstepped.get(parameter)
+            if group["momentum"] and group["dampening"]:
+                damped = decayed * (1 - group["dampening"])
+                if flag is None:
+                    decayed = damped
+                else:
+                    decayed = torch.where(flag != 0, decayed, damped)
+                    flag.mul_(scaling.found_inf if scaling.found_inf is not None else 0.0)
+            prepared.append(decayed)
+        return prepared
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state; a parameter whose steps were all skipped has none (finding out may wait for the device)."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state of one of these or of `torch.optim.SGD`."""
+        super().load_state_dict(state_dict)
+        self._unstepped.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("_unstepped", {})
+
+    def _settle(self) -> None:
+        """Drops the buffers of parameters that were never stepped: to torch a buffer means that there was a step."""
+        if not self._unstepped:
+            return
+        parameters, flags = list(self._unstepped), list(self._unstepped.values())
+        values = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        for parameter, unstepped in zip(parameters, values, strict=True):
+            if unstepped:
+                del self.state[parameter]["momentum_buffer"]
+        self._unstepped.clear()
+
+
+class Adam(_SyncFree, torch.optim.Adam):
+    """`torch.optim.Adam` with a step that can be skipped on the device.
+
+    Arguments are `torch.optim.Adam`'s; `capturable` and `foreach` change nothing: step counts are on the device anyway,
+    and one kernel steps all parameters.
+
+    Raises:
+        ValueError: an option out of its range.
+        RuntimeError: `differentiable` or ``fused=False`` was asked for.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        self._check_options(differentiable, fused)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            fused=True,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+    def _step_group(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
+    ) -> None:
+        amsgrad = group["amsgrad"]
+        self._make_states(parameters, amsgrad)
+        states = [self.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        beta1, beta2 = group["betas"]
+        # torch's kernels want the count with this step in it, and never take it back themselves.
+        torch._foreach_add_(steps, 1)
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        kernel(
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+            steps,
+            amsgrad=amsgrad,
+            lr=_number(group["lr"], parameters[0].device),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=scaling.grad_scale,
+            found_inf=scaling.found_inf,
+        )
+        if scaling.found_inf is not None:
+            torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
+
+    def _make_states(self, parameters: list[Tensor], amsgrad: bool) -> None:
+        fresh = [parameter for parameter in parameters if "step" not in self.state[parameter]]
+        count = torch.empty((), dtype=torch.float32, device="meta")
+        needed = {"step": fresh, "exp_avg": fresh, "exp_avg_sq": fresh}
+        if amsgrad:
+            needed["max_exp_avg_sq"] = [p for p in parameters if "max_exp_avg_sq" not in self.state[p]]
+        likes = [count if name == "step" else owner for name, owners in needed.items() for owner in owners]
+        zeros = iter(base.zeros_like(likes, parameters[0].device))
+        for name, owners in needed.items():
+            for owner in owners:
+                self.state[owner][name] = next(zeros)
+
+
+class AdamW(Adam):
+    """`torch.optim.AdamW` (Loshchilov and Hutter 2019, decoupled weight decay), skippable on the device.
+
+    Arguments are `torch.optim.AdamW`'s; else as `Adam`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True
+
+
+def _by_device_and_dtype(
+    optimizer: Optimizer, group: dict[str, Any]
+) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
+    """The group's parameters that have a gradient, with it, as fused kernels take them: one device and dtype a time."""
+    pairs = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
+    if not pairs:
+        return
+    name = type(optimizer).__name__
+    for parameter, gradient in pairs:
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"syncfree.{name}: a gradient is sparse (parameter {tuple(parameter.shape)}), and the fused kernels "
+                "take dense ones; pass sparse=False to the embedding, or use torch.optim.SGD or torch.optim.SparseAdam"
+            )
+    parameters, gradients = map(list, zip(*pairs, strict=True))
+    found: Any = Optimizer._group_tensors_by_device_and_dtype([parameters], with_indices=True)
+    for (_, dtype), (_, places) in found.items():
+        if not dtype.is_floating_point:
+            shape = tuple(parameters[places[0]].shape)
+            raise RuntimeError(
+                f"syncfree.{name}: expected floating parameters, got {dtype} (parameter {shape}); use "
+                f"torch.optim.{name}"
+            )
+    for (device, _), (_, places) in found.items():
+        yield device, [parameters[place] for place in places], [gradients[place] for place in places]
+
+
+def _number(value: float | Tensor, device: torch.device) -> Any:
+    """A learning rate as the fused kernels take it: a tensor on the parameters' device stays one."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device == device:
+        return value.reshape(())
+    return float(value) if value.device.type == "cpu" else value.to(device).reshape(())

@@ -1,0 +1,155 @@
+"""`wrap`: any optimizer with a step that can be skipped on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xla_amp.backends import devices
+from xla_amp.pytorch.optim import capturable
+from xla_amp.pytorch.optim.skip_step import step_where_finite
+
+_AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
+
+
+def wrap(optimizer: _AnyOptimizer) -> _AnyOptimizer:
+    """Gives `optimizer` a ``step(closure=None, *, found_inf=None)`` that can be skipped, with and without a scaler.
+
+    The same object is returned, with a class derived from its own.  On an XLA device the step runs in any case and old
+    values are selected where `found_inf` is not zero; on other devices the flag is read first, as torch's scaler does.
+
+    Raises:
+        TypeError: no `torch.optim.Optimizer`.
+        ValueError: something has replaced the `step` of this object, as learning-rate schedulers do.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = wrap(torch.optim.RMSprop([weight]))
+        >>> weight.grad = torch.ones(2)
+        >>> optimizer.step(found_inf=torch.tensor(1.0))
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"wrap() expects a torch.optim.Optimizer, got {optimizer!r} ({type(optimizer).__name__})")
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return optimizer  # takes part already: fused, one of ours, or wrapped before
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"wrap({type(optimizer).__name__}): its `step` has been replaced on the object, as learning-rate "
+            "schedulers do; wrap the optimizer first and give the scheduler what wrap() returns"
+        )
+    optimizer.__class__ = _class(type(optimizer))  # type: ignore[assignment, arg-type]  # it is a subclass
+    return optimizer
+
+
+class _Skippable(Optimizer):
+    """Comes before an optimizer's own class."""
+
+    _step_supports_amp_scaling = True
+    wraps_next_class = True
+
+    def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
+        if self._needs_closure() and closure is not None:
+            return self._step_with(closure, flag_of(self, found_inf))
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        flag = flag_of(self, found_inf)
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            _divide(self, scale)
+        step = super().step
+        with _without_scaling(self):
+            if flag is not None and devices.is_xla(flag.device.type):
+                step_where_finite(self, flag, capturable.step_of(self) or step)
+            elif flag is None or not flag.item():
+                (capturable.step_of(self) or step)()
+        return loss
+
+    # torch wraps an optimizer's `step` in hooks, once; those of the class behind this one run already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _needs_closure(self) -> bool:
+        parameters = inspect.signature(super().step).parameters
+        return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
+
+    def _step_with(self, closure: Callable[[], Any], flag: Tensor | None) -> Any:
+        """A step that evaluates the model itself (LBFGS): it decides on the host at every turn, so the flag is read."""
+        if flag is not None and flag.item():
+            return None
+        return super().step(closure)
+
+    def __reduce__(self) -> Any:
+        return _again, (type(self).__mro__[2], self.__getstate__())
+
+
+@functools.cache
+def _class(plain: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Skippable{plain.__name__}", (_Skippable, plain), {"__doc__": plain.__doc__})
+
+
+def _again(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    made: Optimizer = plain.__new__(plain)
+    made.__setstate__(state)
+    return wrap(made)
+
+
+@contextlib.contextmanager
+def _without_scaling(optimizer: Optimizer) -> Iterator[None]:
+    """Hides what a scaler has set: it is done by now, and torch's Adafactor and Adagrad refuse a step that sees it."""
+    attributes = vars(optimizer)
+    hidden: dict[str, Any] = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
+    try:
+        yield
+    finally:
+        attributes.update(hidden)
+
+
+@torch.no_grad()
+def _divide(optimizer: Optimizer, scale: Tensor) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(scale.to(parameter.device))
+
+
+@torch.no_grad()
+def flag_of(optimizer: Optimizer, found_inf: Tensor | None) -> Tensor | None:
+    """float32 (): 1 where the scaler's flag or `found_inf` is not zero, else 0; None without flags.
+
+    The scaler's is the same in all processes that train together; `found_inf` is made so.
+    """
+    scalers = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        return None if scalers is None else _zero_or_one(scalers)
+    agreed = _agreed(optimizer, found_inf)
+    return _zero_or_one(agreed if scalers is None else scalers + agreed.to(scalers.device))
+
+
+def _zero_or_one(flag: Tensor) -> Tensor:
+    return (flag.reshape(()) != 0).to(torch.float32)
+
+
+def _agreed(optimizer: Optimizer, flag: Tensor) -> Tensor:
+    """`flag`, set in every process where it is set in one: their parameters must stay equal.
+
+    The scaler's check for infinities is what processes make together, so it is given an infinity where the flag is set.
+    """
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    device = next((p.device for p in parameters if devices.is_xla(p.device.type)), None)
+    if device is None:
+        return flag
+    probe = torch.where(flag.to(device, non_blocking=True).reshape(()) != 0, math.inf, 0.0)
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_([probe], found, torch.ones_like(found))
+    return found

@@ -1,0 +1,1 @@
+"""The autocast pass over StableHLO modules."""

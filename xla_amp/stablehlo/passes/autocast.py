@@ -1,0 +1,172 @@
+"""`autocast` for StableHLO modules: build the graph, paint it, write the painting into a copy of the module."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from xla_amp.errors import ModuleError, UnsupportedDtypeError
+from xla_amp.policy import PolicyLike, resolve
+from xla_amp.policy.policy import Policy
+from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.passes.cast_graph import Graph, Node
+from xla_amp.stablehlo.passes.clone_functions import merge, specialize
+from xla_amp.stablehlo.passes.op_table import Treatments
+from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.stablehlo.passes.report import Report, decisions, tell
+from xla_amp.stablehlo.passes.rewriter import Emitter, fold_casts
+from xla_amp.types import LOW_DTYPES, Cast, LowDtype
+
+_ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Converted:
+    """A program in mixed precision, and what was decided."""
+
+    program: io.Program
+    """What `xla_amp.stablehlo.save` writes; one that came from ``jax.export`` can be called from JAX again."""
+    report: Report
+
+    @property
+    def module(self) -> Any:
+        """``jaxlib.mlir.ir.Module``; the one that was given is unchanged."""
+        return self.program.module
+
+    def text(self) -> str:
+        """MLIR text."""
+        return ir.text(self.module)
+
+    def bytecode(self) -> bytes:
+        """MLIR bytecode, for the same version of jaxlib."""
+        return ir.bytecode(self.module)
+
+    def artifact(self, version: str | None = None) -> bytes:
+        """Portable artifact, for this and later versions of StableHLO (`version`: for readers from that one on)."""
+        return ir.artifact(self.module, version)
+
+
+def _keep_none(_: Node) -> str:
+    return ""
+
+
+def autocast(
+    module: Any,
+    *,
+    policy: PolicyLike | None = None,
+    dtype: Any = None,
+    rules: Mapping[str, Cast] | None = None,
+    keep_io: bool = True,
+    sample_inputs: Sequence[Any] | None = None,
+    max_error: float | None = None,
+) -> Converted:
+    """Puts a StableHLO module into mixed precision.
+
+    Contractions run low and sum in float32; what follows them runs low where it lies between two of them; exponentials,
+    sums, solvers and what follows those stay float32.  docs/stablehlo.md tells the rules.
+
+    Args:
+        module: a program that `xla_amp.stablehlo.load` gave, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
+            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, text or bytes of any format, or a path.  It is not
+            changed.
+        policy: name, path or `Policy`; default ``tpu``.
+        dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's.
+        rules: rules on top of the policy, ``{"tanh": "fp32"}``.
+        keep_io: the program takes and gives what it did.  False: float32 arguments that only low operations read are
+            taken low, and results that are low anyway are given low.
+        sample_inputs: arguments of one call, or a list of such tuples: the module runs on them in float32, and
+            operations whose values overflow or lose too much in the low dtype stay float32.
+        max_error: with `sample_inputs`, the largest error of one operation that is accepted, relative to its largest
+            result; default 1/32.
+
+    Raises:
+        ModuleError: the module cannot be read, or is not valid.
+        PolicyError: the policy cannot be followed.
+        UnsupportedDtypeError: the policy does not offer `dtype`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> text = jax.jit(jnp.dot).lower(jnp.ones((8, 8)), jnp.ones((8, 8))).as_text()
+        >>> autocast(text).report.casts
+        {'f32->bf16': 2}
+    """
+    effective = resolve("tpu" if policy is None else policy, rules)
+    low = _low(dtype, effective)
+    program = as_program(module)
+    copied = ir.copy(program.module)
+    if not ir.functions(copied):
+        raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
+    folded = fold_casts(copied)
+    treatments = Treatments(effective)
+    array_dtype = ir.numpy_dtype(_ELEMENTS[low])
+    mlir = ir.mlir()
+    with copied.context, mlir.Location.unknown():
+        copies = specialize(copied, treatments)
+        graph = Graph(copied, treatments, _ELEMENTS[low])
+        keep: Callable[[Node], str] = _keep_none
+        painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
+        if sample_inputs is not None:
+            from xla_amp.stablehlo.passes import calibration
+
+            keep = calibration.keeper(copied, painter, low, sample_inputs, max_error)
+            painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
+        decided = tuple(decisions(painter, low, copies))
+        emitter = Emitter(graph, painter, array_dtype)
+        emitter.run()
+        folded += fold_casts(copied)
+        merge(copied, treatments, copies)
+    ir.verify(copied)
+    report = Report(policy=effective.name, low=low, operations=decided, casts=dict(emitter.casts), folded=folded)
+    tell(report)
+    return Converted(program=program.with_module(copied), report=report)
+
+
+def as_program(module: Any) -> io.Program:
+    """The program in whatever holds one.
+
+    Args:
+        module: a program that was loaded or converted, a ``jaxlib`` module, what ``jax.jit(f).lower(...)``,
+            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, bytes or text of any format, or a path.
+
+    Raises:
+        ModuleError: it is none of these, or does not hold a valid program.
+    """
+    if isinstance(module, io.Program):
+        return module
+    if isinstance(module, Converted):
+        return module.program
+    if isinstance(module, ir.mlir().Module):
+        return io.Program(module=module, format="bytecode")
+    if isinstance(module, bytes | bytearray | memoryview):
+        return io.read(bytes(module))
+    if isinstance(module, str) and "\n" in module:
+        return io.Program(module=ir.parse(module), format="text")
+    if isinstance(module, str | os.PathLike):
+        return io.load(module)
+    if hasattr(module, "compiler_ir"):
+        return io.Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
+    module = getattr(module, "exported", module)  # xla_amp.export
+    if hasattr(module, "mlir_module_serialized"):
+        parsed = ir.parse(module.mlir_module_serialized, module.fun_name)
+        return io.Program(module=parsed, format="export", exported=module)
+    raise ModuleError(
+        f"autocast() expects MLIR text or bytes, a path, a module, jax.jit(f).lower(...) or a jax.export program, got "
+        f"{type(module).__name__}"
+    )
+
+
+def _low(dtype: Any, policy: Policy) -> LowDtype:
+    if dtype is None:
+        return policy.low
+    name = dtype if isinstance(dtype, str) else getattr(np.dtype(dtype), "name", "")
+    name = {"bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16"}.get(name, name)
+    for low in LOW_DTYPES:
+        if name == low and low in policy.dtypes:
+            return low
+    raise UnsupportedDtypeError(
+        f"autocast(dtype={dtype!r}): the policy {policy.name!r} offers {', '.join(policy.dtypes)}; pass one of them"
+    )

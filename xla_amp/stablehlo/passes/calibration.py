@@ -1,0 +1,357 @@
+"""Value-driven mode: the module runs in float32 on sample inputs, and beside each operation that would run low the same
+operation on rounded operands.
+
+What is measured for one operation, over all of its runs in loops and calls: the largest difference of its result from
+the float32 one, the largest result, the largest operand.  Rounding is written as ``reduce_precision``, which compilers
+keep.  The measurements are one vector that every region and function hands up to the entry function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.op_table import Treatments
+from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.types import LowDtype
+
+_AT_ONCE: Final = 512
+"""Operations measured by one compiled module."""
+_MAX_ERROR: Final = 1 / 32
+_BITS: Final[Mapping[LowDtype, tuple[int, int]]] = {"bfloat16": (8, 7), "float16": (5, 10)}
+"""Exponent and mantissa bits."""
+_MEASURED: Final = 3
+
+_MEASURE: Final = """
+func.func private @{name}(%value: {type}, %rounded: {type}) -> tensor<2xf32> {{
+  %zero = stablehlo.constant dense<0.0> : tensor<f32>
+  %zeros = stablehlo.constant dense<0.0> : {type}
+  %gap = stablehlo.subtract %value, %rounded : {type}
+  %absolute_gap = stablehlo.abs %gap : {type}
+  %same = stablehlo.compare EQ, %value, %rounded : ({type}, {type}) -> {truth}
+  %number = stablehlo.compare EQ, %value, %value : ({type}, {type}) -> {truth}
+  %no_number = stablehlo.not %number : {truth}
+  %ignored = stablehlo.or %same, %no_number : {truth}
+  %counted = stablehlo.select %ignored, %zeros, %absolute_gap : {truth}, {type}
+  %finite = stablehlo.is_finite %value : ({type}) -> {truth}
+  %absolute = stablehlo.abs %value : {type}
+  %size = stablehlo.select %finite, %absolute, %zeros : {truth}, {type}
+  %most = stablehlo.reduce(%counted init: %zero) applies stablehlo.maximum across dimensions = [{axes}] : ({type}, tensor<f32>) -> tensor<f32>
+  %largest = stablehlo.reduce(%size init: %zero) applies stablehlo.maximum across dimensions = [{axes}] : ({type}, tensor<f32>) -> tensor<f32>
+  %a = stablehlo.reshape %most : (tensor<f32>) -> tensor<1xf32>
+  %b = stablehlo.reshape %largest : (tensor<f32>) -> tensor<1xf32>
+  %both = stablehlo.concatenate %a, %b, dim = 0 : (tensor<1xf32>, tensor<1xf32>) -> tensor<2xf32>
+  return %both : tensor<2xf32>
+}}
+"""  # noqa: E501 - one operation of MLIR a line
+
+
+class Measured(NamedTuple):
+    """What one operation did on the sample inputs."""
+
+    error: float
+    """Largest difference that rounding made; NaN or infinite where the low dtype overflows."""
+    result: float
+    """Largest finite result, as an absolute value."""
+    operand: float
+    """Largest finite operand, as an absolute value."""
+
+    def problem(self, low: LowDtype, largest: float, max_error: float) -> str:
+        """Why it must stay float32; empty where it need not."""
+        size = max(self.result, self.operand)
+        if size > largest:
+            return f"sample inputs: values up to {size:.4g} overflow {low} ({largest:.4g})"
+        if not math.isfinite(self.error):
+            return f"sample inputs: overflows in {low}"
+        if self.result and self.error > max_error * self.result:
+            share = self.error / self.result
+            return (
+                f"sample inputs: in {low} it is wrong by {share:.2g} of its largest result, more than {max_error:.2g}"
+            )
+        return ""
+
+
+def keeper(
+    module: Any, painter: Painter, low: LowDtype, sample_inputs: Sequence[Any], max_error: float | None
+) -> Callable[[Node], str]:
+    """A function that gives the reason for which a node must stay float32, from runs on `sample_inputs`.
+
+    Raises:
+        ModuleError: the inputs do not fit the module, or it cannot run on one device.
+    """
+    samples = _samples(module, sample_inputs)
+    order = {operation: number for number, operation in enumerate(ir.operations(module.operation))}
+    wanted = {order[node.operation]: node for node in painter.nodes if _measurable(painter, node)}
+    numbers = sorted(wanted)
+    reasons: dict[Any, str] = {}
+    largest = float(_finfo(low).max)
+    for start in range(0, len(numbers), _AT_ONCE):
+        part = {n: not painter.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
+        for number, measured in _measure(module, painter.graph.treatments, part, low, samples).items():
+            why = measured.problem(low, largest, _MAX_ERROR if max_error is None else max_error)
+            if why:
+                reasons[wanted[number].operation] = why
+    return lambda node: reasons.get(node.operation, "") if node.lane is None else ""
+
+
+def _finfo(low: LowDtype) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.finfo(low)
+
+
+def _measurable(painter: Painter, node: Node) -> bool:
+    rounds = node.colour in ("allow", "infer") and node.structure in ("op", "contraction")
+    return node.low and rounds and len(node.outputs) == 1 and len(node.operation.results) == 1
+
+
+def _samples(module: Any, given: Sequence[Any]) -> list[list[np.ndarray[Any, Any]]]:
+    import jax
+
+    several = isinstance(given, list) and given and all(isinstance(each, tuple) for each in given)
+    inputs = ir.signature(module).inputs
+    found = []
+    for sample in given if several else [given]:
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(sample)]
+        wanted = ", ".join("?" if kind is None else f"{kind.element}{list(kind.shape)}" for kind in inputs)
+        got = ", ".join(f"{array.dtype.name}{list(array.shape)}" for array in arrays)
+        if len(arrays) != len(inputs) or not all(map(_fits, arrays, inputs)):
+            raise ModuleError(f"sample_inputs: the program takes ({wanted}), got ({got})")
+        kinds = [ir.numpy_dtype(kind.element) for kind in inputs if kind]
+        found.append([array.astype(kind) for array, kind in zip(arrays, kinds, strict=True)])
+    return found
+
+
+def _fits(array: np.ndarray[Any, Any], kind: ir.TensorType | None) -> bool:
+    if kind is None or len(kind.shape) != array.ndim:
+        return False
+    same = all(size in (None, given) for size, given in zip(kind.shape, array.shape, strict=True))
+    return same and np.can_cast(array.dtype, ir.numpy_dtype(kind.element), "same_kind")
+
+
+def _measure(
+    module: Any, treatments: Treatments, wanted: Mapping[int, bool], low: LowDtype, samples: list[list[Any]]
+) -> dict[int, Measured]:
+    copied = ir.copy(module)
+    with copied.context, ir.mlir().Location.unknown():
+        numbers = _Instrument(copied, treatments, wanted, low).run()
+    if not numbers:
+        return {}
+    executable = ir.compile_module(copied)
+    found: dict[int, Measured] = {}
+    for sample in samples:
+        vector = ir.execute(executable, sample)[0].reshape(len(numbers), _MEASURED)
+        for number, row in zip(numbers, vector, strict=True):
+            before = found.get(number, Measured(0.0, 0.0, 0.0))
+            # A NaN error stays: it means an overflow.
+            error, result, operand = (float(np.maximum(a, b)) for a, b in zip(before, row, strict=True))
+            found[number] = Measured(error, result, operand)
+    return found
+
+
+class _Instrument:
+    def __init__(self, module: Any, treatments: Treatments, wanted: Mapping[int, bool], low: LowDtype) -> None:
+        self.module, self.treatments, self.wanted = module, treatments, wanted
+        self.bits = _BITS[low]
+        self._helpers: dict[Any, str] = {}
+        self._functions = ir.functions(module)
+        self._number = {op: number for number, op in enumerate(ir.operations(module.operation))}
+        self._done: dict[str, list[int]] = {}
+
+    def run(self) -> list[int]:
+        """Makes the entry function return the measurements only; gives the operations that they are of, in order."""
+        main = ir.entry(self.module)
+        numbers = self._function(main.attributes["sym_name"].value)
+        for name in ("arg_attrs", "res_attrs"):  # donation and result names are those of the real program
+            if name in main.attributes:
+                del main.attributes[name]
+        last = _last(main.regions[0].blocks[0])
+        if numbers:
+            self._return(last, [last.operands[len(last.operands) - 1]])
+            self._retype(main)
+        return numbers
+
+    # Blocks. Each gives the operations that it measured, in order, and the vector of their measurements.
+
+    def _function(self, name: str) -> list[int]:
+        if name not in self._done:
+            self._done[name] = []  # a function that calls itself is no valid program
+            function = self._functions[name]
+            block = function.regions[0].blocks[0]
+            numbers, vector = self._block(block)
+            if vector is not None:
+                last = _last(block)
+                self._return(last, [*last.operands, vector])
+                if "res_attrs" in function.attributes:
+                    del function.attributes["res_attrs"]
+                self._retype(function)
+            self._done[name] = numbers
+        return self._done[name]
+
+    def _retype(self, function: Any) -> None:
+        mlir, block = ir.mlir(), function.regions[0].blocks[0]
+        inputs = [argument.type for argument in block.arguments]
+        results = [operand.type for operand in _last(block).operands]
+        function.attributes["function_type"] = mlir.TypeAttr.get(mlir.FunctionType.get(inputs, results))
+
+    def _return(self, last: Any, operands: list[Any]) -> Any:
+        with ir.mlir().InsertionPoint(last):
+            made = ir.mlir().Operation.create(last.name, operands=operands)
+        last.erase()
+        return made
+
+    def _block(self, block: Any) -> tuple[list[int], Any]:
+        numbers: list[int] = []
+        vectors: list[Any] = []
+        # Numbered before anything changes: an operation that goes leaves its address to the next one.
+        numbered = [(self._number[view.operation], view.operation) for view in list(block.operations)[:-1]]
+        for number, operation in numbered:
+            structure = self.treatments.of(operation).structure
+            found, vector = [], None
+            if structure in ("loop", "branch", "inline", "call"):
+                found, vector = getattr(self, f"_{structure}")(operation)
+            elif number in self.wanted:
+                found, vector = [number], self._probe(operation, wide=self.wanted[number])
+            if vector is not None:
+                numbers += found
+                vectors.append(vector)
+        if not vectors:
+            return [], None
+        with ir.mlir().InsertionPoint(_last(block)):
+            return numbers, self._concatenated(vectors)
+
+    def _concatenated(self, vectors: list[Any]) -> Any:
+        if len(vectors) == 1:
+            return vectors[0]
+        return ir.dialect().concatenate(vectors, 0)
+
+    def _zeros(self, count: int) -> Any:
+        kind = ir.mlir().RankedTensorType.get([_MEASURED * count], ir.mlir().F32Type.get())
+        return ir.dialect().constant(ir.constant_attribute(np.zeros(1, np.float32), kind))
+
+    # Structures.
+
+    def _call(self, operation: Any) -> tuple[list[int], Any]:
+        name = operation.attributes["callee"].value
+        if name not in self._functions or not len(self._functions[name].regions[0].blocks):
+            return [], None
+        numbers = self._function(name)
+        if not numbers:
+            return [], None
+        return numbers, self._extended(operation, [], len(numbers))
+
+    def _loop(self, operation: Any) -> tuple[list[int], Any]:
+        body = operation.regions[len(operation.regions) - 1].blocks[0]
+        numbers, vector = self._block(body)
+        if vector is None:
+            return [], None
+        mlir = ir.mlir()
+        for region in operation.regions:
+            region.blocks[0].add_argument(vector.type, mlir.Location.unknown())
+        last = _last(body)
+        with mlir.InsertionPoint(last):
+            merged = ir.dialect().maximum(body.arguments[len(body.arguments) - 1], vector)
+        self._return(last, [*last.operands, merged])
+        with mlir.InsertionPoint(operation):
+            start = self._zeros(len(numbers))
+        return numbers, self._extended(operation, [start], len(numbers))
+
+    def _branch(self, operation: Any) -> tuple[list[int], Any]:
+        blocks = [region.blocks[0] for region in operation.regions]
+        parts = [self._block(block) for block in blocks]
+        numbers = [number for found, _ in parts for number in found]
+        if not numbers:
+            return [], None
+        for at, block in enumerate(blocks):
+            last = _last(block)
+            with ir.mlir().InsertionPoint(last):
+                vectors = [
+                    vector if here == at else self._zeros(len(found))
+                    for here, (found, vector) in enumerate(parts)
+                    if vector is not None
+                ]
+                vector = self._concatenated(vectors)
+            self._return(last, [*last.operands, vector])
+        return numbers, self._extended(operation, [], len(numbers))
+
+    def _inline(self, operation: Any) -> tuple[list[int], Any]:
+        return [], None  # divided over devices: what one of them sees is not the whole
+
+    def _extended(self, operation: Any, operands: list[Any], count: int) -> Any:
+        """Writes `operation` again with more operands; gives its added result, a vector of measurements."""
+        mlir = ir.mlir()
+        results = [*(each.type for each in operation.results)]
+        results.append(mlir.RankedTensorType.get([_MEASURED * count], mlir.F32Type.get()))
+        with mlir.InsertionPoint(operation):
+            made = mlir.Operation.create(
+                operation.name,
+                results=results,
+                operands=[*operation.operands, *operands],
+                attributes={name: operation.attributes[name] for name in operation.attributes},
+                regions=len(operation.regions),
+            )
+        for source, target in zip(operation.regions, made.regions, strict=True):
+            for block in list(source.blocks):
+                block.append_to(target)
+        for result, renewed in zip(operation.results, made.results, strict=False):
+            result.replace_all_uses_with(renewed)
+        operation.erase()
+        return made.results[len(results) - 1]
+
+    # One operation.
+
+    def _probe(self, operation: Any, *, wide: bool) -> Any:
+        mlir = ir.mlir()
+        result = operation.results[0]
+        with mlir.InsertionPoint.after(operation):
+            operands = [self._rounded(operand) for operand in operation.operands]
+            again = operation.clone().operation
+            for index, operand in enumerate(operands):
+                again.operands[index] = operand
+            approximate = again.results[0] if wide else self._rounded(again.results[0])
+            measured = self._compare(result, approximate)
+            largest = None
+            for operand in operation.operands:
+                if self._wide(operand):
+                    peak = ir.dialect().slice(self._compare(operand, operand), [1], [2], [1])
+                    largest = peak if largest is None else ir.dialect().maximum(largest, peak)
+            if largest is None:
+                largest = ir.dialect().slice(measured, [1], [2], [1])
+            return ir.dialect().concatenate([measured, largest], 0)
+
+    def _wide(self, value: Any) -> bool:
+        kind = ir.tensor_type(value.type)
+        return kind is not None and kind.element == "f32"
+
+    def _rounded(self, value: Any) -> Any:
+        if not self._wide(value):
+            return value
+        return ir.dialect().reduce_precision(value, exponent_bits=self.bits[0], mantissa_bits=self.bits[1])
+
+    def _compare(self, value: Any, rounded: Any) -> Any:
+        mlir = ir.mlir()
+        name = self._helpers.get(value.type)
+        if name is None:
+            name = self._helpers[value.type] = f"xla_amp_measured_{len(self._helpers)}"
+            truth = ir.with_element(value.type, mlir.IntegerType.get_signless(1))
+            axes = ", ".join(map(str, range(value.type.rank)))
+            source = _MEASURE.format(name=name, type=value.type, truth=truth, axes=axes)
+            self.module.body.append(mlir.Operation.parse(source))
+        pair = mlir.RankedTensorType.get([2], mlir.F32Type.get())
+        called = mlir.Operation.create(
+            "func.call",
+            results=[pair],
+            operands=[value, rounded],
+            attributes={"callee": mlir.FlatSymbolRefAttr.get(name)},
+        )
+        return called.results[0]
+
+
+def _last(block: Any) -> Any:
+    return block.operations[len(block.operations) - 1].operation

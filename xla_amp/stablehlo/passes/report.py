@@ -1,0 +1,141 @@
+"""What the pass decided, operation by operation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from xla_amp import events
+from xla_amp.events import DecisionRecord
+from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.op_table import Colour
+from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.types import Cast, Layer, LowDtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OperationDecision:
+    """One operation that reads or writes float32, or one value that a loop, branch or function passes on."""
+
+    operation: str
+    """``dot_general``, ``reduce.add``; a value that is passed on has its number: ``while#2``."""
+    function: str
+    location: str
+    colour: Colour
+    before: str
+    after: str
+    """dtype that it computes in."""
+    result: str
+    """dtype of its result; float32 for a low contraction that gives its accumulator."""
+    why: str
+    cast: Cast
+    """What the policy says; ``keep`` without a rule."""
+    layer: Layer
+    aten: str
+    """Operation whose rule decided; empty where none corresponds."""
+    origin: str
+    """Where the rule is written; empty without one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Decisions in program order, and the casts that they took."""
+
+    policy: str
+    low: LowDtype
+    operations: tuple[OperationDecision, ...]
+    casts: Mapping[str, int]
+    """``f32->bf16`` and ``bf16->f32``: how many casts were inserted."""
+    folded: int
+    """Casts of the program that were folded or became unnecessary."""
+
+    def summary(self) -> dict[str, Any]:
+        """Counts by colour and dtype, and the casts."""
+        by = Counter(f"{each.colour}:{each.after}" for each in self.operations)
+        return {
+            "policy": self.policy,
+            "low": self.low,
+            "operations": len(self.operations),
+            "by_colour": dict(sorted(by.items())),
+            "casts_inserted": dict(self.casts),
+            "casts_folded": self.folded,
+        }
+
+    def rows(self) -> list[dict[str, str]]:
+        """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
+        return [dataclasses.asdict(each) for each in self.operations]
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Summary and decisions as JSON."""
+        return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
+
+    def __str__(self) -> str:
+        """One line for decisions that are alike, most frequent first."""
+        alike = Counter((e.operation.partition("#")[0], e.colour, e.after, e.result, e.why) for e in self.operations)
+        lines = [f"{n:6} {op:28} {c:6} {a:9} -> {r:9} {why}" for (op, c, a, r, why), n in alike.most_common()]
+        casts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.casts.items())) or "none"
+        return "\n".join([*lines, f"{len(self.operations)} operations; casts inserted: {casts}"])
+
+
+def decisions(painter: Painter, low: LowDtype, copies: Mapping[str, str]) -> Iterable[OperationDecision]:
+    """What was decided, before the module is changed; `copies` are functions' copies by name, under their own name."""
+    for node in painter.nodes:
+        if node.treatment is None and not node.edge:
+            continue  # a function's own argument or result: its callers' operations say the same
+        if node.structure == "constant" or node.inside:
+            continue
+        yield _decision(painter, node, low, copies.get(node.function, node.function))
+
+
+def _decision(painter: Painter, node: Node, low: LowDtype, function: str) -> OperationDecision:
+    treatment = node.treatment
+    decision = treatment.decision if treatment else None
+    name = treatment.name if treatment else ("argument" if node.writes else "result")
+    gives = [painter.is_low(slot) for slot in node.outputs] or [node.low]
+    why = node.why or "the signature is kept"
+    return OperationDecision(
+        operation=name if node.lane is None else f"{name}#{node.lane}",
+        function=function,
+        location=location(node.operation),
+        colour=node.colour,
+        before="float32",
+        after=low if node.low else "float32",
+        result=low if all(gives) else "float32",
+        why=why,
+        cast=decision.cast if decision else "keep",
+        layer=decision.layer if decision else "builtin",
+        aten=decision.operation if decision else "",
+        origin=decision.origin if decision else "",
+    )
+
+
+def location(operation: Any) -> str:
+    """MLIR's location of an operation, without the word around it; empty where it is unknown."""
+    text = str(operation.location).removeprefix("loc(").removesuffix(")")
+    return "" if text == "unknown" else text
+
+
+def tell(report: Report) -> None:
+    """Sends the decisions to whoever collects them (`xla_amp.explain`)."""
+    if not events.sinks:
+        return
+    for each in report.operations:
+        events.emit(
+            DecisionRecord(
+                operation=each.operation,
+                cast=each.cast,
+                layer=each.layer,
+                policy=report.policy,
+                front="stablehlo",
+                given=(each.before,),
+                used=(each.after,),
+                why=each.why,
+                origin=each.origin,
+                result=(each.result,),
+                location=each.location,
+                module=each.function,
+            )
+        )

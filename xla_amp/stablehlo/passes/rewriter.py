@@ -1,0 +1,240 @@
+"""Writes a painting into the module: element types, one cast per value and direction, constants, attributes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.canonicalize import untranspose
+from xla_amp.stablehlo.passes.cast_graph import Graph, Node
+from xla_amp.stablehlo.passes.propagation import Painter
+
+_CONVERT: Final = "stablehlo.convert"
+_ATTRIBUTES: Final = "arg_attrs"
+_ALIAS: Final = "tf.aliasing_output"
+_LOSSLESS: Final = {
+    ("bf16", "f32"), ("bf16", "f64"), ("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("f8E4M3FN", "bf16"),
+    ("f8E4M3FN", "f16"), ("f8E4M3FN", "f32"), ("f8E5M2", "bf16"), ("f8E5M2", "f16"), ("f8E5M2", "f32"),
+}  # fmt: skip
+"""Casts that every value survives."""
+
+
+def fold_casts(module: Any) -> int:
+    """Makes a cast read what a lossless cast before it reads, so that no rounding is lost or added.
+
+    Returns:
+        How many casts changed or went away.
+    """
+    folded = 0
+    for operation in ir.operations(module.operation):
+        if operation.name != _CONVERT:
+            continue
+        inner = operation.operands[0].owner
+        if not hasattr(inner, "operation") or inner.operation.name != _CONVERT:
+            continue
+        source = inner.operation.operands[0]
+        kinds = ir.tensor_type(source.type), ir.tensor_type(operation.operands[0].type)
+        if kinds[0] is None or kinds[1] is None or (kinds[0].element, kinds[1].element) not in _LOSSLESS:
+            continue
+        folded += 1
+        if source.type == operation.results[0].type:
+            operation.results[0].replace_all_uses_with(source)
+            operation.erase()
+        else:
+            operation.operands[0] = source
+        if _unused(inner.operation):
+            inner.operation.erase()
+    return folded
+
+
+def _unused(operation: Any) -> bool:
+    return all(next(iter(result.uses), None) is None for result in operation.results)
+
+
+class Emitter:
+    """Changes the module of `painter.graph` in place; a location must be current."""
+
+    def __init__(self, graph: Graph, painter: Painter, low: np.dtype[Any]) -> None:
+        mlir = ir.mlir()
+        self.graph, self.painter = graph, painter
+        self.low_dtype = low
+        self.low, self.wide = mlir.Type.parse(graph.low_element), mlir.F32Type.get()
+        self.casts: Counter[str] = Counter()
+        """``f32->bf16`` and ``bf16->f32``: how many were inserted."""
+        self._cast: dict[tuple[Any, bool], Any] = {}
+        self._types: dict[tuple[Any, bool], Any] = {}
+        self._replaced: list[Any] = []
+        """Operations that may be read no more."""
+
+    def run(self) -> None:
+        """Emits everything."""
+        for node in self.graph.nodes:
+            if node.low:
+                self._retype(node)
+        reused = {id(node) for node in self.graph.nodes if node.narrows and self._reuse(node)}
+        for node in self.graph.nodes:
+            for feed in () if id(node) in reused else node.feeds:
+                have = self.painter.is_low(feed.slot)
+                if have != node.low:
+                    feed.operation.operands[feed.position] = self._as(feed.value, feed.slot, low=node.low)
+        for node in self.graph.nodes:
+            if node.narrows and id(node) not in reused:
+                operation = node.operation
+                operation.results[0].replace_all_uses_with(operation.operands[0])
+                operation.erase()
+        for node in self.graph.nodes:
+            if node.low and node.structure == "contraction" and not self.painter.wide.isdisjoint(node.outputs):
+                untranspose(node.operation)
+        for function in ir.functions(self.graph._module).values():
+            self._function_type(function)
+        for operation in reversed(self._replaced):
+            if _unused(operation):
+                operation.erase()
+
+    # Types.
+
+    def type(self, value_type: Any, *, low: bool) -> Any:
+        """The same type in the low dtype, or in float32."""
+        key = (value_type, low)
+        found = self._types.get(key)
+        if found is None:
+            found = self._types[key] = ir.with_element(value_type, self.low if low else self.wide)
+        return found
+
+    def _retype(self, node: Node) -> None:
+        slots = node.outputs if node.lane is None else node.outputs * len(node.writes)
+        for slot, value in zip(slots, node.writes, strict=True):
+            if slot not in self.painter.wide:
+                value.set_type(self.type(value.type, low=True))
+        if node.lane is not None:
+            return
+        if node.structure == "constant":
+            node.operation.attributes["value"] = self._constant(node.operation)
+        elif node.structure == "body":
+            for region in node.operation.regions:
+                self._retype_body(region)
+        elif node.structure == "contraction":
+            self._precision(node)
+
+    def _retype_body(self, region: Any) -> None:
+        for block in region.blocks:
+            for argument in block.arguments:
+                if self.graph.kind(argument) == "wide":
+                    argument.set_type(self.type(argument.type, low=True))
+            for view in block.operations:
+                operation = view.operation
+                for result in operation.results:
+                    if self.graph.kind(result) == "wide":
+                        if "value" in operation.attributes:
+                            operation.attributes["value"] = self._constant(operation)
+                        result.set_type(self.type(result.type, low=True))
+
+    def _precision(self, node: Node) -> None:
+        # What the program asked of float32 operands means nothing for low ones: their products are exact.
+        attributes = node.operation.attributes
+        if "precision_config" in attributes:
+            count = len(attributes["precision_config"])
+            default = "#stablehlo<precision DEFAULT>"
+            attributes["precision_config"] = ir.mlir().Attribute.parse(f"[{', '.join([default] * count)}]")
+        if "algorithm" in attributes:
+            if node.outputs and node.outputs[0] in self.painter.wide:
+                attributes["algorithm"] = ir.mlir().Attribute.parse(
+                    f"#stablehlo.dot_algorithm<lhs_precision_type = {self.low}, rhs_precision_type = {self.low}, "
+                    "accumulation_type = f32, lhs_component_count = 1, rhs_component_count = 1, "
+                    "num_primitive_operations = 1, allow_imprecise_accumulation = false>"
+                )
+            else:
+                del attributes["algorithm"]
+
+    def _function_type(self, function: Any) -> None:
+        if not len(function.regions[0].blocks):
+            return
+        mlir = ir.mlir()
+        block = function.regions[0].blocks[0]
+        terminator = block.operations[len(block.operations) - 1]
+        inputs = [argument.type for argument in block.arguments]
+        results = [operand.type for operand in terminator.operands]
+        before = mlir.FunctionType(function.attributes["function_type"].value)
+        function.attributes["function_type"] = mlir.TypeAttr.get(mlir.FunctionType.get(inputs, results))
+        changed = [index for index, given in enumerate(before.inputs) if given != inputs[index]]
+        if changed and _ATTRIBUTES in function.attributes:
+            self._keep_no_alias(function, set(changed))
+
+    def _keep_no_alias(self, function: Any, arguments: set[int]) -> None:
+        # An argument whose dtype has changed cannot share its memory with the result that it was donated to.
+        mlir = ir.mlir()
+        kept = []
+        for index, attributes in enumerate(function.attributes[_ATTRIBUTES]):
+            names = [name if isinstance(name, str) else name.name for name in attributes]
+            left = {name: attributes[name] for name in names if index not in arguments or name != _ALIAS}
+            kept.append(mlir.DictAttr.get(left))
+        function.attributes[_ATTRIBUTES] = mlir.ArrayAttr.get(kept)
+
+    # Casts.
+
+    def _as(self, value: Any, slot: int, *, low: bool) -> Any:
+        """`value` in the other dtype: made once, right behind the value, where it reaches every use."""
+        found = self._cast.get((value, low))
+        if found is None:
+            found = self._cast[value, low] = self._make(value, slot, low=low)
+        return found
+
+    def _reuse(self, node: Node) -> bool:
+        """Takes the program's own cast for everyone, moved to where it reaches every use."""
+        feed, operation = node.feeds[0], node.operation
+        known = (feed.value, True) in self._cast or feed.slot in self.graph.exact or feed.slot in self.painter.constant
+        if known or self.painter.is_low(feed.slot):
+            return False
+        owner = feed.value.owner
+        if not isinstance(owner, ir.mlir().Block):
+            operation.move_after(owner.operation)
+        elif (first := owner.operations[0].operation) != operation:
+            operation.move_before(first)
+        self._cast[feed.value, True] = operation.results[0]
+        return True
+
+    def _make(self, value: Any, slot: int, *, low: bool) -> Any:
+        mlir = ir.mlir()
+        owner = value.owner
+        if isinstance(owner, mlir.Block):
+            where, location = mlir.InsertionPoint.at_block_begin(owner), mlir.Location.unknown()
+        else:
+            where, location = mlir.InsertionPoint.after(owner), owner.location
+            if low and slot in self.graph.exact:
+                self._replaced.append(owner.operation)
+                return owner.operation.operands[0]
+            if low and slot in self.painter.constant:
+                return self._narrow_constant(owner.operation, value, where)
+        self.casts[f"f32->{self.low}" if low else f"{self.low}->f32"] += 1
+        with where, location:
+            return ir.dialect().convert(self.type(value.type, low=low), value)
+
+    def _narrow_constant(self, operation: Any, value: Any, where: Any) -> Any:
+        # A second constant, or a second copy of what moves it, instead of a cast.
+        self._replaced.append(operation)
+        narrow = operation.clone(ip=where).operation
+        for index, operand in enumerate(operation.operands):
+            if operand in self.graph.slot_of:
+                narrow.operands[index] = self._low(operand)
+        index = list(operation.results).index(value)
+        if not len(operation.operands):
+            narrow.attributes["value"] = self._constant(operation)
+        narrow.results[index].set_type(self.type(value.type, low=True))
+        return narrow.results[index]
+
+    def _low(self, value: Any) -> Any:
+        slot = self.graph.slot_of[value]
+        return value if self.painter.is_low(slot) else self._as(value, slot, low=True)
+
+    def _constant(self, operation: Any) -> Any:
+        attribute = operation.attributes["value"]
+        values = ir.constant_array(attribute)
+        if values is None:  # the painter reads every constant before it lets one be narrowed
+            raise ModuleError("a constant whose values cannot be read was to be narrowed")
+        with np.errstate(over="ignore"):
+            narrowed = values.astype(self.low_dtype)
+        return ir.constant_attribute(narrowed, self.type(attribute.type, low=True))

@@ -1,0 +1,1 @@
+"""Inspection, comparison and compilation of StableHLO programs."""

@@ -1,0 +1,243 @@
+"""How far two programs are from the same program in float64, result by result and operation by operation.
+
+    >>> compare(f32_module, bf16_module).outputs[0].b.relative                # doctest: +SKIP
+    0.0031
+
+The first module says what is meant: its float64 version (`reference.widened`) is the truth for both. An operation's
+error is what has come together up to there, not what it adds alone. To see operations, both modules are run so that
+they also return them; a compiler may keep more precision between operations that nobody looks at, so the results' own
+errors come from the programs as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.tools import inspection, samples, widen
+from xla_amp.stablehlo.tools.widen import Site
+
+TOLERANCE: Final = 0.05
+"""`Error.relative` up to which `Comparison.agrees` by default."""
+
+_CANCELLED: Final = 0.01
+"""Relative error of float32 from which on little but rounding is left."""
+
+_EXACT: Final = 3000
+"""Operations up to which all are matched that can be; among more, frequent ones are passed over."""
+
+_AT_ONCE: Final = 2**28
+"""Bytes of operations' results that one run returns."""
+
+
+class Error(NamedTuple):
+    """How far an array is from the reference, over the elements that are finite in both."""
+
+    relative: float
+    """Euclidean norm of the difference over that of the reference; for integers the share of elements that differ."""
+    largest: float
+    """Largest absolute difference."""
+    nonfinite: int
+    """Elements that are finite in one of the two only."""
+
+
+class OutputError(NamedTuple):
+    """One result of the program."""
+
+    number: int
+    type: str
+    a: Error
+    b: Error
+
+
+class OperationError(NamedTuple):
+    """One result of an operation; functions that the entry function calls are inlined, a loop is one operation."""
+
+    operation: str
+    type_a: str
+    type_b: str
+    location: str
+    a: Error
+    b: Error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What `compare` found."""
+
+    outputs: tuple[OutputError, ...]
+    operations: tuple[OperationError, ...]
+    """In program order."""
+    unmatched: tuple[int, int]
+    """Operations of A and of B without a counterpart in the other."""
+    reference: str
+    """What the errors are measured against."""
+
+    def agrees(self, tolerance: float = TOLERANCE) -> bool:
+        """Whether each result of B is within `tolerance` of the reference, and finite where A is."""
+        return all(
+            each.b.relative <= max(tolerance, each.a.relative) and each.b.nonfinite <= each.a.nonfinite
+            for each in self.outputs
+        )
+
+    def worst(self, most: int = 10) -> list[OperationError]:
+        """Operations with the largest relative error in B; those that are mostly error in A, too, come last.
+
+        The latter are sums that cancel: next to a reference of nearly zero everything is far away.
+        """
+
+        def order(each: OperationError) -> tuple[int, bool, float]:
+            return -each.b.nonfinite, each.a.relative > _CANCELLED, -each.b.relative
+
+        return sorted(self.operations, key=order)[:most]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON."""
+
+        def plain(row: OutputError | OperationError) -> dict[str, Any]:
+            return {**row._asdict(), "a": row.a._asdict(), "b": row.b._asdict()}
+
+        return {
+            "reference": self.reference,
+            "outputs": [plain(each) for each in self.outputs],
+            "operations": [plain(each) for each in self.operations],
+            "unmatched": {"a": self.unmatched[0], "b": self.unmatched[1]},
+        }
+
+
+def compare(
+    a: Any,
+    b: Any,
+    inputs: Sequence[Any] | None = None,
+    *,
+    seed: int = 0,
+    operations: bool = True,
+) -> Comparison:
+    """Runs both programs and the first one in float64 on the CPU, on the same arguments.
+
+    Args:
+        a: the program that says what is meant, usually in float32; whatever `autocast` takes.
+        b: the other, with arguments and results of the same shapes.
+        inputs: one array for each argument; default: `samples.random_inputs` of `seed`.
+        operations: whether to compare operations too, which runs each program once more.
+
+    Raises:
+        ModuleError: the programs differ in their arguments or results, or one cannot be run on one device.
+    """
+    first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
+    arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
+    kinds = ir.signature(first).outputs, ir.signature(second).outputs
+    shapes = [[kind and kind.shape for kind in each] for each in kinds]
+    if shapes[0] != shapes[1]:
+        raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
+    runs = _Runs(first, second, arrays)
+    outputs = tuple(
+        OutputError(index, kind.element if kind else "", measure(left, exact), measure(right, exact))
+        for index, (kind, left, right, exact) in enumerate(zip(kinds[1], *runs.results(), strict=True))
+    )
+    found, unmatched = runs.operations() if operations else ((), (0, 0))
+    return Comparison(outputs=outputs, operations=tuple(found), unmatched=unmatched, reference="A in float64")
+
+
+def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:
+    devices = inspection.device_count(module)
+    if devices > 1:
+        raise ModuleError(f"{name} is for {devices} devices; programs are compared on one")
+    return module
+
+
+class _Runs:
+    def __init__(self, a: ir.MlirModule, b: ir.MlirModule, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        self.a, self.b = a, b
+        self.arrays = list(arrays)
+        self.narrow = samples.fitted(arrays, b, "B")
+
+    def results(self) -> tuple[list[Any], list[Any], list[Any]]:
+        return _run(self.a, self.arrays), _run(self.b, self.narrow), _run_wide(self.a, self.arrays)
+
+    def operations(self) -> tuple[list[OperationError], tuple[int, int]]:
+        flat_a, flat_b = widen.inlined(self.a), widen.inlined(self.b)
+        sites_a, sites_b = widen.sites(flat_a), widen.sites(flat_b)
+        pairs = list(matched(sites_a, sites_b))
+        own = len(ir.signature(flat_a).outputs)
+        found = []
+        for group in _groups(pairs, sites_a):
+            open_a = widen.exposing(flat_a, [left for left, _ in group])
+            open_b = widen.exposing(flat_b, [right for _, right in group])
+            values = _run(open_a, self.arrays), _run(open_b, self.narrow), _run_wide(open_a, self.arrays)
+            for (left, right), in_a, in_b, exact in zip(group, *(each[own:] for each in values), strict=True):
+                site, other = sites_a[left], sites_b[right]
+                types = site.element + site.type, other.element + other.type
+                errors = measure(in_a, exact), measure(in_b, exact)
+                found.append(OperationError(site.name, *types, site.location or other.location, *errors))
+        return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
+
+
+def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
+    import jax
+
+    with jax.enable_x64(True):  # else 64-bit arguments would arrive as 32-bit
+        return ir.run(module, arrays, ir.devices("cpu")[0])
+
+
+def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
+    wide = widen.widened(module)
+    kinds = ir.signature(wide).inputs
+    typed = [array.astype(ir.numpy_dtype(kind.element)) for array, kind in zip(arrays, kinds, strict=True) if kind]
+    return _run(wide, typed)
+
+
+def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
+    """Indices of the same operations in both: by name, shape and attributes, in program order."""
+    located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
+    left, right = ([site.key(located) for site in each] for each in (a, b))
+    first = _alike(left, right)  # most programs differ in few places, and the matcher takes time in squares
+    last = _alike(left[first:][::-1], right[first:][::-1])
+    yield from ((step, step) for step in range(first))
+    left, right = left[first : len(left) - last], right[first : len(right) - last]
+    exact = max(len(left), len(right)) <= _EXACT
+    for block in difflib.SequenceMatcher(None, left, right, autojunk=not exact).get_matching_blocks():
+        yield from ((first + block.a + step, first + block.b + step) for step in range(block.size))
+    yield from ((len(a) - last + step, len(b) - last + step) for step in range(last))
+
+
+def _alike(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many elements both begin with."""
+    return next((n for n, (one, other) in enumerate(zip(left, right)) if one != other), min(len(left), len(right)))  # noqa: B905
+
+
+def _groups(pairs: Sequence[tuple[int, int]], sites: Sequence[Site]) -> Iterator[list[tuple[int, int]]]:
+    group: list[tuple[int, int]] = []
+    size = 0
+    for pair in pairs:
+        if group and size + sites[pair[0]].bytes > _AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(pair)
+        size += sites[pair[0]].bytes
+    if group:
+        yield group
+
+
+def measure(array: Any, exact: Any) -> Error:
+    """The error of an array; both of one shape."""
+    left, right = np.asarray(array), np.asarray(exact)
+    if right.dtype.kind in "iub":
+        different = int(np.count_nonzero(left != right))
+        largest = float(np.max(np.abs(left.astype(np.float64) - right.astype(np.float64)), initial=0.0))
+        return Error(different / max(1, right.size), largest, 0)
+    kind = np.complex128 if right.dtype.kind == "c" else np.float64
+    left, right = left.astype(kind), right.astype(kind)
+    finite = np.isfinite(left), np.isfinite(right)
+    both = finite[0] & finite[1]
+    difference, size = np.abs(left[both] - right[both]), np.linalg.norm(right[both])
+    norm = float(np.linalg.norm(difference))
+    relative = norm / float(size) if size else (0.0 if norm == 0 else float("inf"))
+    return Error(relative, float(np.max(difference, initial=0.0)), int(np.count_nonzero(finite[0] != finite[1])))

@@ -1,0 +1,273 @@
+"""What a module consists of by dtype, and what XLA expects of it on machines that need not be here.
+
+    >>> inspect(module).contractions                                         # doctest: +SKIP
+    {('bf16', 'bf16', 'f32'): 5}
+
+Counts are of the program as it is written: a loop's body and a function count once, however often they run. The scalar
+bodies of reductions, sorts and scatters are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from xla_amp.errors import DeviceError
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.op_table import table, table_name
+from xla_amp.stablehlo.tools.targets import Compiled, Compilers
+
+_BITS: Final = {"i1": 8, "index": 64}
+"""Bits that one element takes in memory, where its name does not say."""
+
+
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class Tally(NamedTuple):
+    """A number of operations and the bytes of their results."""
+
+    number: int
+    bytes: int
+
+
+class Value(NamedTuple):
+    """One result of one operation, or one argument of the program."""
+
+    name: str
+    """The operation, or ``argument 3``."""
+    type: str
+    """``f32[8,128]``; ``?`` where a dimension is dynamic."""
+    bytes: int
+    function: str
+    location: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What `inspect` found. Element types are written as MLIR does: ``f32``, ``bf16``, ``i1``."""
+
+    dtypes: Mapping[str, Tally]
+    """By the element type of the first result."""
+    operations: Mapping[str, Mapping[str, int]]
+    """Operation -> element type of the first result -> how many."""
+    contractions: Mapping[tuple[str, str, str], int]
+    """Matrix products and convolutions by (left, right, result)."""
+    casts: Mapping[tuple[str, str], Tally]
+    """Conversions by (from, to); bytes are those written."""
+    largest: tuple[Value, ...]
+    """Arguments and results with the most bytes."""
+    arguments: int
+    """Bytes of the program's arguments."""
+    results: int
+    constants: int
+    """Bytes of the constants as they are stored: one element where all are equal."""
+    targets: Mapping[str, Compiled | str]
+    """Target -> what XLA made of the module there, or why it could not."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON, without the targets' HLO."""
+        targets = {name: _told(found) for name, found in self.targets.items()}
+        return {
+            "dtypes": {dtype: {"count": tally.number, "bytes": tally.bytes} for dtype, tally in self.dtypes.items()},
+            "operations": {name: dict(by) for name, by in self.operations.items()},
+            "contractions": [
+                {"left": left, "right": right, "result": result, "count": count}
+                for (left, right, result), count in self.contractions.items()
+            ],
+            "casts": [
+                {"from": before, "to": after, "count": tally.number, "bytes": tally.bytes}
+                for (before, after), tally in self.casts.items()
+            ],
+            "largest": [value._asdict() for value in self.largest],
+            "arguments": self.arguments,
+            "results": self.results,
+            "constants": self.constants,
+            "targets": targets,
+        }
+
+
+def _told(found: Compiled | str) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"error": found}
+    fields = dataclasses.asdict(found)
+    del fields["hlo"]
+    contractions = [
+        {"left": left, "right": right, "result": result, "count": count}
+        for (left, right, result), count in sorted(found.contractions().items())
+    ]
+    return {**fields, "contractions": contractions}
+
+
+def inspect(
+    program: Any,
+    *,
+    targets: Iterable[str] = (),
+    largest: int = 10,
+    compilers: Compilers | None = None,
+) -> Inspection:
+    """Counts what a module consists of; with `targets` also compiles it for each of them.
+
+    Args:
+        program: whatever `autocast` takes: what `load` gave, a module, text, bytes, a path.
+        targets: names of `targets.names()`. One that cannot be compiled for has its reason in the result.
+        largest: how many of the largest values to list.
+        compilers: running compilers to use; default: those that are needed, until this function returns.
+    """
+    module = as_program(program).module
+    dtypes: dict[str, Tally] = {}
+    operations: dict[str, collections.Counter[str]] = {}
+    contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    casts: dict[tuple[str, str], Tally] = {}
+    constants = 0
+    for operation, _ in walk(module):
+        if not len(operation.results):
+            continue
+        element, size = _element(operation.results[0].type), sum(bytes_of(each.type) for each in operation.results)
+        name, structure = short_name(operation), structure_of(operation)
+        dtypes[element] = _more(dtypes.get(element), size)
+        operations.setdefault(name, collections.Counter())[element] += 1
+        if structure == "constant":
+            constants += _stored(operation, size)
+        elif structure == "cast":
+            pair = _element(operation.operands[0].type), element
+            casts[pair] = _more(casts.get(pair), size)
+        elif structure == "contraction":
+            left, right = (_element(operand.type) for operand in list(operation.operands)[:2])
+            contractions[left, right, element] += 1
+    signature = ir.signature(module)
+    return Inspection(
+        dtypes=_most_bytes_first(dtypes),
+        operations={
+            name: dict(by.most_common()) for name, by in sorted(operations.items(), key=lambda item: -item[1].total())
+        },
+        contractions=dict(contractions.most_common()),
+        casts=_most_bytes_first(casts),
+        largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
+        arguments=sum(map(_size, signature.inputs)),
+        results=sum(map(_size, signature.outputs)),
+        constants=constants,
+        targets=_compiled(module, targets, compilers),
+    )
+
+
+def _most_bytes_first(tallies: dict[Any, Tally]) -> dict[Any, Tally]:
+    return dict(sorted(tallies.items(), key=lambda item: -item[1].bytes))
+
+
+def _more(tally: Tally | None, size: int) -> Tally:
+    return Tally(1, size) if tally is None else Tally(tally.number + 1, tally.bytes + size)
+
+
+def _stored(operation: Any, size: int) -> int:
+    kind = ir.tensor_type(operation.results[0].type)
+    attribute = operation.attributes.get("value", None)
+    splat = attribute is not None and getattr(attribute, "is_splat", False)
+    return size if kind is None or not splat else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
+
+
+def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None) -> dict[str, Compiled | str]:
+    found: dict[str, Compiled | str] = {}
+    if compilers is None:
+        with Compilers() as own:
+            return _compiled(module, targets, own)
+    for target in targets:
+        try:
+            found[target] = compilers.compile(module, target)
+        except DeviceError as error:
+            found[target] = str(error)
+    return found
+
+
+def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
+    """Operations of all functions with the function's name, in program order; scalar bodies are left out."""
+    for name, function in ir.functions(module).items():
+        for operation in _inside(function):
+            yield operation, name
+
+
+def _inside(root: Any) -> Iterator[Any]:
+    for region in root.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                operation = view.operation
+                yield operation
+                if len(operation.regions) and structure_of(operation) != "body":
+                    yield from _inside(operation)
+
+
+def values(module: ir.MlirModule) -> Iterator[Value]:
+    """The program's arguments, then every result of every operation."""
+    for index, kind in enumerate(ir.signature(module).inputs):
+        yield Value(f"argument {index}", type_text(kind), _size(kind), "main", "")
+    for operation, function in walk(module):
+        for result in operation.results:
+            kind = ir.tensor_type(result.type)
+            yield Value(short_name(operation), type_text(kind), _size(kind), function, place(operation))
+
+
+def device_count(module: ir.MlirModule) -> int:
+    """Devices that run the program together: partitions times replicas."""
+    attributes = module.operation.attributes
+    counts = (attributes.get(name, None) for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
+    return math.prod(count.value for count in counts if count is not None)
+
+
+def short_name(operation: Any) -> str:
+    """``dot_general`` of ``stablehlo.dot_general``; other dialects stay in full."""
+    return str(operation.name).removeprefix("stablehlo.")
+
+
+def structure_of(operation: Any) -> str:
+    """How the table of the pass says that operands, regions and results hang together; any conversion is a ``cast``."""
+    name, rows = table_name(operation), table().rows
+    base = name.partition(".")[0]
+    if table().narrowed.get(base) == "source":
+        return "cast"
+    return (rows.get(name) or rows.get(base) or table().unknown).structure
+
+
+def place(operation: Any) -> str:
+    """Where an operation comes from: the innermost name that its location gives, else the location; may be empty."""
+    text = str(operation.location)
+    if found := _QUOTED.search(text):
+        return "" if found[1] == "-" else found[1]  # "-" is a text without a name
+    text = text.removeprefix("loc(").removesuffix(")")
+    return "" if text == "unknown" else text
+
+
+def type_text(kind: ir.TensorType | None) -> str:
+    """``f32[8,128]``."""
+    if kind is None:
+        return "(not a tensor)"
+    return f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
+
+
+def bytes_of(value_type: Any) -> int:
+    """Bytes of one value; 0 for what is not a tensor. A dynamic dimension counts as 1."""
+    return _size(ir.tensor_type(value_type))
+
+
+def _size(kind: ir.TensorType | None) -> int:
+    if kind is None:
+        return 0
+    return math.prod(1 if size is None else size for size in kind.shape) * _bits(kind.element) // 8
+
+
+def _bits(element: str) -> int:
+    if element in _BITS:
+        return _BITS[element]
+    if element.startswith("complex<"):
+        return 2 * _bits(element.removeprefix("complex<").removesuffix(">"))
+    digits = element.lstrip("abcdefghijklmnopqrstuvwxyz!.").partition("E")[0]
+    return int("".join(each for each in digits if each.isdigit()) or 0)
+
+
+def _element(value_type: Any) -> str:
+    kind = ir.tensor_type(value_type)
+    return kind.element if kind else str(value_type)

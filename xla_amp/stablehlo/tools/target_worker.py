@@ -1,0 +1,215 @@
+"""Worker process that compiles StableHLO for absent hardware: ``python -m xla_amp.stablehlo.tools.target_worker``.
+
+It is a process of its own because compilers read environment variables when they are loaded, take a lock, print to the
+terminal, and abort where a library would raise.  `xla_amp.stablehlo.tools.targets` starts it: a question is
+``{"target": row of targets.toml, "options": XLA's, by name}`` with a module as its data, a reply holds the fields of
+`targets.Compiled`.  Everything private of JAX that compiling needs stands in this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from xla_amp.stablehlo import workers
+from xla_amp.stablehlo.tools import hlo_text
+
+# PrimitiveType of xla_data.proto, by which XLA's description of a GPU keys the rates of its units.
+_PRIMITIVE: Final = {"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
+
+_MATRIX_UNITS: Final = 4  # per multiprocessor, on every architecture from Volta to Blackwell
+
+_SQUARE: Final = "shape { element_type: BF16 dimensions: [4096, 4096] layout { minor_to_major: [1, 0] } }"
+_LINE: Final = "shape { element_type: F32 dimensions: 1024 layout { minor_to_major: 0 } }"
+_ROWS: Final = {
+    "xla_gpu_experimental_matmul_perf_table_path": (
+        f'instruction {{ name: "c" opcode: "dot" {_SQUARE} id: 3 operand_ids: [1, 2] '
+        "dot_dimension_numbers { lhs_contracting_dimensions: 1 rhs_contracting_dimensions: 0 } } "
+        f'operands {{ name: "a" opcode: "parameter" {_SQUARE} id: 1 }} '
+        f'operands {{ name: "b" opcode: "parameter" {_SQUARE} id: 2 }} clock_cycles: 620000'
+    ),
+    "xla_gpu_experimental_collective_perf_table_path": (
+        f'instruction {{ opcode: "all-reduce" {_LINE} channel_id: 1 use_global_device_ids: true '
+        "iota_collective_device_list { num_replica_groups: 1 num_devices_per_group: 8 iota_reshape_dims: 8 "
+        "iota_transpose_perm: 0 } } network_throughput_bytes_per_sec: 300000000000"
+    ),
+}
+"""Compile option -> one row of the table that it names."""
+
+
+def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
+    """The reply to one question."""
+    return compile_module(module, question["target"], question["options"])
+
+
+def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Compiles MLIR text or bytecode for one row of ``targets.toml``; the reply without its ``error``."""
+    from jax._src import compiler, xla_bridge
+    from jax._src.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        replicas, partitions = (_count(parsed, name) for name in ("mhlo.num_replicas", "mhlo.num_partitions"))
+        options = compiler.get_compile_options(replicas, partitions, detailed_logging=False)
+        options.env_option_overrides = list(overrides.items())
+        return _PLATFORMS[target["platform"]](xla_bridge.get_backend("cpu"), parsed, options, target)
+
+
+def _count(module: Any, name: str) -> int:
+    attributes = module.operation.attributes
+    return int(attributes[name].value) if name in attributes else 1
+
+
+def _cpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jaxlib import xla_client
+
+    if (devices := options.num_replicas * options.num_partitions) > 1:
+        raise ValueError(f"the module is for {devices} devices; the target is one CPU")
+    compiled = client.compile_and_load(module, xla_client._xla.DeviceList((client.local_devices()[0],)), options)
+    return _read(compiled, compiled.cost_analysis(), None, "XLA:CPU estimates no time")
+
+
+def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jax._src import xla_bridge
+
+    devices = options.num_replicas * options.num_partitions
+    if str(devices) not in target["topologies"]:
+        raise ValueError(f"the module is for {devices} devices; this target has {', '.join(target['topologies'])}")
+    name = target["topologies"][str(devices)]
+    single = {"chips_per_host_bounds": [1, 1, 1]} if devices == 1 else {}
+    compiled = client.compile(module, xla_bridge.make_pjrt_tpu_topology(name, **single), options)
+    costs = compiled.cost_analysis()
+    seconds = costs.get("optimal_seconds")
+    if seconds is None or seconds < 0:
+        # Every operation that the estimator cannot judge takes one second off the sum, so the rest is not the time
+        # of the program either.
+        why = "XLA's cost analysis has no estimate for some operations on this target"
+        return _read(compiled, costs, None, f"{why} (its sum is {seconds})")
+    return _read(compiled, costs, seconds, "XLA's cost analysis")
+
+
+def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
+    from jax._src import xla_bridge
+    from jaxlib import xla_client
+
+    devices = options.num_replicas * options.num_partitions
+    topology = xla_bridge.make_pjrt_topology(
+        "cuda", "", topology=f"1x1x{devices}", target_config=device_description(target)
+    )
+    with _tables(target, devices) as paths:
+        ours = {"xla_gpu_collect_cost_model_stats": "True", **paths}
+        options.env_option_overrides = [*ours.items(), *options.env_option_overrides]
+        compiled = client.compile(module, topology, options)
+    (optimized,) = compiled.hlo_modules()
+    costs = xla_client._xla.hlo_module_cost_analysis(client, optimized)
+    seconds = hlo_text.kernel_seconds(optimized.to_string(), target["bandwidth"])
+    why = "XLA's cost models, kernel by kernel" if seconds is not None else "XLA wrote no estimate into its result"
+    return _read(compiled, costs, seconds, why)
+
+
+@contextlib.contextmanager
+def _tables(target: Mapping[str, Any], devices: int) -> Iterator[dict[str, str]]:
+    """Files for the speed-of-light model where XLA has none of its own for this architecture.
+
+    It refuses to judge anything without them.  The numbers, from the data sheet, are never read: `kernel_seconds` takes
+    products from another model, and programs for several devices, which communicate, get no files.
+    """
+    key = target.get("table")
+    if key is None or devices > 1:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {}
+        for option, instruction in _ROWS.items():
+            path = paths[option] = os.path.join(folder, f"{option}.pbtxt")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(f'entries {{ key: "{key}" value {{ entries {{ {instruction} }} }} }}')
+        yield paths
+
+
+_PLATFORMS: Final[Mapping[str, Callable[..., dict[str, Any]]]] = {"cpu": _cpu, "tpu": _tpu, "gpu": _gpu}
+
+
+def _read(compiled: Any, costs: Mapping[str, float], seconds: float | None, why: str) -> dict[str, Any]:
+    memory = compiled.get_compiled_memory_stats()
+    return {
+        "hlo": "\n\n".join(module.to_string() for module in compiled.hlo_modules()),
+        "seconds": seconds,
+        "seconds_why": why,
+        "bytes_accessed": _whole(costs.get("bytes accessed")),
+        "flops": _whole(costs.get("flops")),
+        "peak_memory": memory.peak_memory_in_bytes,
+        "argument_memory": memory.argument_size_in_bytes,
+        "temporary_memory": memory.temp_size_in_bytes,
+    }
+
+
+def _whole(number: float | None) -> int | None:
+    """XLA counts in floats; below zero it does not know."""
+    return None if number is None or number < 0 else round(number)
+
+
+def device_description(target: Mapping[str, Any]) -> str:
+    """A row of ``targets.toml`` as the text of XLA's ``GpuTargetConfigProto``."""
+    lanes = {key: (target["clock_ghz"], rate, 1) for key, rate in target["scalar"].items()}
+    clocks = target["multiprocessors"] * _MATRIX_UNITS * target["clock_ghz"] * 1e9
+    # XLA counts a multiply-add as one operation, data sheets count it as two.
+    matrix = {
+        key: (target["clock_ghz"], _MATRIX_UNITS, max(1, round(peak / clocks / 2)))
+        for key, peak in target["matrix"].items()
+    }
+    major, minor = target["compute"]
+    feature = "feature_extension: ACCELERATED_FEATURES" if target["accelerated"] else ""
+    limits = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 49152,
+        "shared_memory_per_core": target["shared_per_multiprocessor"],
+        "threads_per_core_limit": 2048,
+        "core_count": target["multiprocessors"],
+        "fpus_per_core": target["lanes"],
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": round(target["bandwidth"]),
+        "l2_cache_size": target["l2"],
+        "clock_rate_ghz": target["clock_ghz"],
+        "device_memory_size": target["memory"],
+        "shared_memory_per_block_optin": target["shared_per_block"],
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+    }
+    return "\n".join(
+        [
+            "gpu_device_info {",
+            *(f"{name}: {value}" for name, value in limits.items()),
+            f"cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}",
+            _units("scalar_unit_description", lanes),
+            _units("matrix_unit_description", matrix),
+            "}",
+            'platform_name: "CUDA"',
+            "dnn_version_info { major: 9 minor: 10 patch: 0 }",
+            "runtime_version { major: 12 minor: 8 patch: 0 }",
+            f'device_description_str: "{target["title"]}"',
+        ]
+    )
+
+
+def _units(field: str, rates: Mapping[str, tuple[float, int, int]]) -> str:
+    rows = (
+        f"rate_infos {{ key: {_PRIMITIVE[dtype]} value "
+        f"{{ clock_rate_ghz: {clock} units_per_core: {units} ops_per_clock: {operations} }} }}"
+        for dtype, (clock, units, operations) in rates.items()
+    )
+    return f"{field} {{ {' '.join(rows)} }}"
+
+
+if __name__ == "__main__":
+    workers.serve(handle)
