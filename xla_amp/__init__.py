@@ -10,8 +10,39 @@
 Importing this package loads neither torch nor jax; each name below does when it is first used.
 """
 
+from __future__ import annotations
+
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
+    from xla_amp import errors as errors
+    from xla_amp import jax as jax
+    from xla_amp import lowering as lowering
+    from xla_amp import policy as policy
+    from xla_amp import stablehlo as stablehlo
+    from xla_amp.backends.base import metrics as metrics
+    from xla_amp.backends.base import sync as sync
+    from xla_amp.diagnose.explain import explain as explain
+    from xla_amp.diagnose.overflow import find_overflow as find_overflow
+    from xla_amp.lazy.capture.api import compile as compile
+    from xla_amp.lazy.distributed import checkpoint as checkpoint
+    from xla_amp.lazy.distributed.launch import launch as launch
+    from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
+    from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
+    from xla_amp.lazy.interop.export import export as export
+    from xla_amp.lazy.runtime.compilation_cache import compilation_cache as compilation_cache
+    from xla_amp.pytorch.autocast.autocast import autocast as autocast
+    from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
+    from xla_amp.pytorch.autocast.custom_function import custom_fwd as custom_fwd
+    from xla_amp.pytorch.autocast.custom_function import is_autocast_available as is_autocast_available
+    from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
+    from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
+    from xla_amp.pytorch.distributed import xla_model as xla_model
+    from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
+    from xla_amp.pytorch.optim import syncfree as syncfree
+    from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
 
@@ -47,20 +78,21 @@ _MODULES = {
     "syncfree": "xla_amp.pytorch.optim.syncfree",
     "xla_model": "xla_amp.pytorch.distributed.xla_model",
 }
-"""Public module -> where it is."""
+"""Public module -> its full name."""
 
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
 
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(_MODULES[name])
-    else:
-        raise AttributeError(f"module 'xla_amp' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name in _PUBLIC:
+            value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        elif name in _MODULES:
+            value = importlib.import_module(_MODULES[name])
+        else:
+            raise AttributeError(f"module 'xla_amp' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
