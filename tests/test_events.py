@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
+from importlib import util
 
 import pytest
 
@@ -63,3 +65,23 @@ def test_a_record_is_a_value():
     assert len({entry(), entry()}) == 1
     with pytest.raises(AttributeError):
         entry().cast = "fp32"
+
+
+@pytest.mark.parametrize("folder", ["xla_amp", "torch", "xla_amp/lazy", "site-packages/torch"])
+def test_the_users_line_is_found_by_module_whatever_the_folder_is_called(folder, tmp_path):
+    file = tmp_path / folder / "train.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        textwrap.dedent("""
+            def step(inside):
+                return inside()
+        """)
+    )
+    location = util.spec_from_file_location("train", file)
+    train = util.module_from_spec(location)
+    location.loader.exec_module(train)
+    scope = {"user_location": events.user_location}
+    for skipped in ({"__name__": "torch.nn"}, {"__name__": "xla_amp"}, {}):
+        inside = eval("lambda: user_location()", scope | skipped)
+        assert train.step(inside) == f"{file}:3"
+    assert train.step(eval("lambda: user_location()", scope | {"__name__": "torch_geometric.nn"})) == "<string>:1"

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import TypeAlias
 
 from xla_amp.types import Cast, Layer
@@ -100,3 +102,18 @@ def capture() -> Iterator[list[DecisionRecord]]:
         yield records
     finally:
         remove(sink)
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost stack frame outside torch and xla_amp, or ``""``.
+
+    Frames are compared by module name: a folder on the user's path may be called torch or xla_amp.  Generated code
+    (our kernels, graphs of torch.fx) has no module name and is skipped.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("", "torch", "xla_amp"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from xla_amp import events
 from xla_amp.diagnose.isolated_run import written
 from xla_amp.pytorch.autocast import module_paths
 
@@ -57,7 +56,7 @@ class _Watcher(TorchDispatchMode):
 
     def _place(self, func: Any) -> Place:
         name = str(func).removeprefix("aten.").removesuffix(".default")
-        module, location = module_paths.current(), _location()
+        module, location = module_paths.current(), events.user_location()
         if torch._C._current_graph_task_id() != -1 and module is None:
             self._backward_seen = True
             node = torch._C._current_autograd_node()
@@ -339,16 +338,3 @@ def _made(value: float, operands: Sequence[Operand], meant: bool) -> str:
 
 def _has_infinite_number(args: Any, kwargs: Any) -> bool:
     return any(isinstance(value, float) and value - value != 0 for value in tree_leaves((args, kwargs)))
-
-
-_OURS = ("torch", "xla_amp")
-
-
-def _location() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -8,7 +8,6 @@ apart and runs it.  Nothing here knows what an optimizer or a module is.
 from __future__ import annotations
 
 import dataclasses
-import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
+from xla_amp import events
 from xla_amp.lazy.graph.trace import Buffer, Spec, new_weakref, tape
 from xla_amp.lazy.runtime import execute, generator
 from xla_amp.lazy.runtime.compile import Program, steps
@@ -105,19 +105,9 @@ class Watch:
                 floats=list(tape.floats),
                 ints=list(tape.ints),
                 streams=list(tape.streams) or [generator.stream()],
-                where=_users_line(),
+                where=events.user_location(),
             )
         )
-
-
-def _users_line() -> str:
-    """The newest line of the stack that is neither torch's nor ours."""
-    ours = __name__.partition(".")[0]
-    for frame in reversed(traceback.extract_stack()):
-        parts = frame.filename.replace("\\", "/").split("/")
-        if "torch" not in parts and ours not in parts and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
 
 
 def number_names(code: Sequence[int]) -> Iterator[str]:

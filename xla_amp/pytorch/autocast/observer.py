@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,7 +41,7 @@ def emit(
             source=rule.source if rule else "",
             origin=rule.origin if rule else "",
             result=dtypes(value for value in results if isinstance(value, torch.Tensor)),
-            location=_location(),
+            location=events.user_location(),
             module=module or "",
         )
     )
@@ -66,14 +64,3 @@ def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tupl
         return dtypes(tensors)
     name = str(target).removeprefix("torch.")
     return tuple(name if e else n for n, e in zip(dtypes(tensors), eligible, strict=True))
-
-
-def _location() -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module not in ("torch", "xla_amp"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
