@@ -14,6 +14,7 @@ import pytest
 from xla_amp import cli
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import io
+from xla_amp.stablehlo.program import FORMATS
 
 EACH, GROUPS = 25, 20
 
@@ -25,7 +26,7 @@ def sources():
 
 @pytest.fixture(autouse=True)
 def _less_patience(monkeypatch):
-    monkeypatch.setattr(io, "_PATIENCE", (3.0, 5e-6))
+    monkeypatch.setattr(io, "_TIMEOUT", (3.0, 5e-6))
 
 
 def outcome(data, tmp_path, capfd, *more) -> tuple[int, str]:
@@ -130,4 +131,4 @@ def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypa
 def test_every_kind_of_damage_occurs(sources):
     names = collections.Counter(mutations.mutated(seed, sources)[0].partition(",")[0] for seed in range(EACH * GROUPS))
     assert min(names.values()) > 80
-    assert set(names) == set(io.FORMATS)
+    assert set(names) == set(FORMATS)

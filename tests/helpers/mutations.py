@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
-from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.program import Format, Program, dump
 
 Mutation = Callable[[random.Random, bytes], bytes]
 
@@ -25,15 +26,15 @@ def program(weights, x, key):
     return jax.value_and_grad(loss)(weights)
 
 
-def originals() -> dict[io.Format, bytes]:
+def originals() -> dict[Format, bytes]:
     """One valid program in each format."""
     arguments = [jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)]
     arguments.append(jax.ShapeDtypeStruct((2,), jnp.uint32))
     exported = export.export(jax.jit(program))(*arguments)
     module = ir.parse(jax.jit(program).lower(*arguments).as_text())
-    found: dict[io.Format, bytes] = {"export": bytes(exported.serialize())}
+    found: dict[Format, bytes] = {"export": bytes(exported.serialize())}
     for kind in ("text", "bytecode", "artifact"):
-        found[kind] = io.dump(io.Program(module=module, format=kind), kind)
+        found[kind] = dump(Program(module=module, format=kind), kind)
     return found
 
 
@@ -110,7 +111,7 @@ TEXT: tuple[Mutation, ...] = (
 that contain themselves, constants that fit no memory."""
 
 
-def mutated(seed: int, sources: dict[io.Format, bytes]) -> tuple[str, bytes]:
+def mutated(seed: int, sources: dict[Format, bytes]) -> tuple[str, bytes]:
     """One damaged program and a word on it; the same for the same seed."""
     dice = random.Random(seed)
     kind = dice.choice(tuple(sources))

@@ -6,15 +6,28 @@
     >>> stablehlo.autocast(lowered).report.casts
     {'f32->bf16': 2}
 
-docs/stablehlo.md tells what the pass does.  Importing this package does not import jax; using a name does.
+docs/stablehlo.md describes the pass.  Importing this package does not import jax; using a name does.
 """
 
+from __future__ import annotations
+
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
+    from xla_amp.stablehlo.io import load as load
+    from xla_amp.stablehlo.io import save as save
+    from xla_amp.stablehlo.passes.autocast import Converted as Converted
+    from xla_amp.stablehlo.passes.autocast import autocast as autocast
+    from xla_amp.stablehlo.passes.report import Report as Report
+    from xla_amp.stablehlo.program import Program as Program
+    from xla_amp.stablehlo.tools.comparison import compare as compare
+    from xla_amp.stablehlo.tools.inspection import inspect as inspect
 
 _PUBLIC = {
     "Converted": "xla_amp.stablehlo.passes.autocast",
-    "Program": "xla_amp.stablehlo.io",
+    "Program": "xla_amp.stablehlo.program",
     "Report": "xla_amp.stablehlo.passes.report",
     "autocast": "xla_amp.stablehlo.passes.autocast",
     "compare": "xla_amp.stablehlo.tools.comparison",
@@ -26,15 +39,16 @@ _PUBLIC = {
 
 __all__ = sorted(_PUBLIC)
 
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'xla_amp.stablehlo' has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(
+                f"module 'xla_amp.stablehlo' has no attribute {name!r}; public names: {', '.join(__all__)}"
+            )
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

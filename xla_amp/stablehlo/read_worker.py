@@ -1,5 +1,6 @@
-"""A process that tries whether a module can be read, because MLIR's readers may abort or never end on damaged bytes:
-``python -m xla_amp.stablehlo.read_worker``.  `xla_amp.stablehlo.io` starts it.
+"""Worker process that parses a program before `xla_amp.stablehlo.io` does: ``python -m xla_amp.stablehlo.read_worker``.
+
+MLIR's parsers may abort the process or never return on damaged bytes.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import io, workers
+from xla_amp.stablehlo import program, workers
 
 
 def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """``{}`` for a module that can be read, else ``{"refused": why}``."""
+    """``{}`` for a program that can be parsed, otherwise ``{"refused": why}``."""
     try:
-        io.parse_program(data, question["name"])
+        program.parse(data, question["name"])
     except ModuleError as error:
         return {"refused": str(error)}
     return {}

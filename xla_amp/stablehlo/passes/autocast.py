@@ -19,6 +19,7 @@ from xla_amp.stablehlo.passes.op_table import Treatments
 from xla_amp.stablehlo.passes.propagation import Painter
 from xla_amp.stablehlo.passes.report import Report, decisions, tell
 from xla_amp.stablehlo.passes.rewriter import Emitter, fold_casts
+from xla_amp.stablehlo.program import Program
 from xla_amp.types import LOW_DTYPES, Cast, LowDtype
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
@@ -28,7 +29,7 @@ _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"
 class Converted:
     """A program in mixed precision, and what was decided."""
 
-    program: io.Program
+    program: Program
     """What `xla_amp.stablehlo.save` writes; one that came from ``jax.export`` can be called from JAX again."""
     report: Report
 
@@ -125,7 +126,7 @@ def autocast(
     return Converted(program=program.with_module(copied), report=report)
 
 
-def as_program(module: Any) -> io.Program:
+def as_program(module: Any) -> Program:
     """The program in whatever holds one.
 
     Args:
@@ -135,24 +136,24 @@ def as_program(module: Any) -> io.Program:
     Raises:
         ModuleError: it is none of these, or does not hold a valid program.
     """
-    if isinstance(module, io.Program):
+    if isinstance(module, Program):
         return module
     if isinstance(module, Converted):
         return module.program
     if isinstance(module, ir.mlir().Module):
-        return io.Program(module=module, format="bytecode")
+        return Program(module=module, format="bytecode")
     if isinstance(module, bytes | bytearray | memoryview):
         return io.read(bytes(module))
     if isinstance(module, str) and "\n" in module:
-        return io.Program(module=ir.parse(module), format="text")
+        return Program(module=ir.parse(module), format="text")
     if isinstance(module, str | os.PathLike):
         return io.load(module)
     if hasattr(module, "compiler_ir"):
-        return io.Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
+        return Program(module=ir.copy(module.compiler_ir("stablehlo")), format="bytecode")
     module = getattr(module, "exported", module)  # xla_amp.export
     if hasattr(module, "mlir_module_serialized"):
         parsed = ir.parse(module.mlir_module_serialized, module.fun_name)
-        return io.Program(module=parsed, format="export", exported=module)
+        return Program(module=parsed, format="export", exported=module)
     raise ModuleError(
         f"autocast() expects MLIR text or bytes, a path, a module, jax.jit(f).lower(...) or a jax.export program, got "
         f"{type(module).__name__}"

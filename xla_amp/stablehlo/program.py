@@ -1,0 +1,146 @@
+"""A StableHLO program in memory: parse it from bytes and serialize it, in every format.
+
+The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs.  The content of the bytes decides
+the format.  MLIR's parsers can abort the process on damaged bytecode; `xla_amp.stablehlo.io` guards against that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import ir
+
+Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
+"""``text``      MLIR assembly
+``bytecode``  MLIR bytecode, for the MLIR version that wrote it
+``artifact``  portable artifact: bytecode of a versioned dialect, which later StableHLO versions read for years
+``export``    the serialization of ``jax.export``: an artifact with the pytrees that a call from JAX needs"""
+
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A module and the format in which it was read."""
+
+    module: ir.MlirModule
+    format: Format
+    exported: Any = None
+    """For format ``export``: the ``jax.export.Exported`` around the module."""
+
+    def with_module(self, module: ir.MlirModule) -> Program:
+        """The same program with another module, e.g. after `autocast`.
+
+        A ``jax.export`` program loses its VJP, which belongs to the old module.
+
+        Raises:
+            ModuleError: the program is a ``jax.export`` one and `module` has another number of arguments or results.
+        """
+        exported = self.exported and _replaced(self.exported, module)
+        return dataclasses.replace(self, module=module, exported=exported)
+
+
+def detect(data: bytes) -> Format:
+    """The format of the bytes; what is neither MLIR nor text counts as ``export``."""
+    if data.startswith(ir.BYTECODE_MAGIC):
+        return "artifact" if ir.is_artifact(data) else "bytecode"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "export"
+    return "export" if b"\0" in data else "text"
+
+
+def parse(data: bytes, name: str) -> Program:
+    """The program in bytes of any `Format`.  Damaged bytes can abort the process; `xla_amp.stablehlo.io.read` is safe.
+
+    Raises:
+        ModuleError: the bytes do not hold a program; `name` opens the message.
+    """
+    kind = detect(data)
+    if kind == "export":
+        exported = _deserialized(data, name)
+        module = ir.parse(exported.mlir_module_serialized, name)
+        try:
+            return Program(module=module, format=kind, exported=_replaced(exported, module, keep_vjp=True))
+        except ModuleError as error:
+            raise ModuleError(f"{name}: {error}") from None
+    program = Program(module=ir.parse(data.decode() if kind == "text" else data, name), format=kind)
+    try:
+        ir.entry(program.module)
+    except ModuleError as error:
+        raise ModuleError(f"{name}: {error}") from None
+    return program
+
+
+def dump(program: Program, format: Format) -> bytes:
+    """The bytes of a program in one format; ``export`` needs `Program.exported`."""
+    if format == "text":
+        return ir.text(program.module).encode() + b"\n"
+    if format == "bytecode":
+        return ir.bytecode(program.module)
+    if format == "artifact":
+        return ir.artifact(program.module)
+    return bytes(program.exported.serialize(vjp_order=1 if program.exported.has_vjp() else 0))
+
+
+def _deserialized(data: bytes, name: str) -> Any:
+    what = f"{name}: neither MLIR text, MLIR bytecode nor a portable artifact"
+    try:
+        from jax import export
+        from jax._src.export import serialization  # noqa: F401 - raises ImportError without flatbuffers
+    except ImportError:
+        raise ModuleError(f"{what}; to read it as a jax.export blob: pip install flatbuffers") from None
+    try:
+        exported = export.deserialize(bytearray(data))
+    except Exception as error:  # JAX does not validate: damaged bytes can raise anything
+        detail = str(error).splitlines()[0] if str(error) else ""
+        raise ModuleError(f"{what}, and not a jax.export blob ({type(error).__name__}: {detail})") from None
+    if not exported.mlir_module_serialized.startswith(ir.BYTECODE_MAGIC):
+        raise ModuleError(f"{what}, and a jax.export blob without a module")
+    return exported
+
+
+def _replaced(exported: Any, module: ir.MlirModule, *, keep_vjp: bool = False) -> Any:
+    """`exported` around `module`, with the dtypes of the module's arguments and results."""
+    signature = ir.signature(module)
+    kept = exported.module_kept_var_idx
+    leading = len(signature.inputs) - len(kept)  # platform index, dimensions, tokens
+    results = len(signature.outputs) - len(exported.out_avals)
+    if (
+        leading < 0
+        or results < 0
+        or exported.in_tree.num_leaves != len(exported.in_avals)
+        or exported.out_tree.num_leaves != len(exported.out_avals)
+        or any(not 0 <= index < len(exported.in_avals) for index in kept)
+    ):
+        raise ModuleError(
+            f"a jax.export program of {len(kept)} arguments and {len(exported.out_avals)} results around a module "
+            f"of {len(signature.inputs)} and {len(signature.outputs)}"
+        )
+    inputs = list(exported.in_avals)
+    for index, kind in zip(kept, signature.inputs[leading:], strict=True):
+        inputs[index] = _retyped(inputs[index], kind)
+    outputs = map(_retyped, exported.out_avals, signature.outputs[results:])
+    vjp = exported._get_vjp if keep_vjp else None
+    return dataclasses.replace(
+        exported,
+        mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else ir.artifact(module),
+        in_avals=tuple(inputs),
+        out_avals=tuple(outputs),
+        _get_vjp=vjp,
+    )
+
+
+def _retyped(aval: Any, kind: ir.TensorType | None) -> Any:
+    import jax.numpy as jnp
+
+    if (
+        kind is None
+        or kind.element not in ("f16", "bf16", "f32", "f64")
+        or not jnp.issubdtype(aval.dtype, jnp.floating)
+    ):
+        return aval
+    return aval.update(dtype=ir.numpy_dtype(kind.element))
