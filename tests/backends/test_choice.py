@@ -24,9 +24,9 @@ def test_the_lazy_device_is_chosen(monkeypatch: pytest.MonkeyPatch, value: str) 
 
 
 @pytest.fixture
-def chosen_anew() -> Iterator[None]:
-    """What was found out about torch_xla is kept for the process: forgotten before and after the test."""
-    kept = (base._problem_of_torch_xla, base._automatic)
+def forgotten_choice() -> Iterator[None]:
+    """Clears the cached answers about torch_xla before and after the test."""
+    kept = (base._problem_of_torch_xla, base._finds_torch_xla)
     for function in kept:
         function.cache_clear()
     yield
@@ -35,12 +35,12 @@ def chosen_anew() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_torch_xla(monkeypatch: pytest.MonkeyPatch, chosen_anew: None) -> None:
+def no_torch_xla(monkeypatch: pytest.MonkeyPatch, forgotten_choice: None) -> None:
     monkeypatch.setattr(base, "find_spec", lambda name: None)
 
 
 @pytest.fixture
-def broken_torch_xla(monkeypatch: pytest.MonkeyPatch, chosen_anew: None, tmp_path: Path) -> None:
+def broken_torch_xla(monkeypatch: pytest.MonkeyPatch, forgotten_choice: None, tmp_path: Path) -> None:
     """A torch_xla that was built for another torch."""
     (tmp_path / "torch_xla.py").write_text("raise ImportError('undefined symbol: _ZN5torch')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,6 +9,9 @@ import pytest
 import source_tree
 from source_tree import Import
 
+FRONTS = ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo", "xla_amp.diagnose")
+ENGINES = ("xla_amp.lazy", "xla_amp.backends.torch_xla")
+NAME_TABLES = {"xla_amp.jax"}  # `__init__` files that load their public names when they are first used
 PEERS = {0, 1, 8}  # layers of single files, which may import each other; fronts and deeper layers are folders
 
 
@@ -34,8 +37,8 @@ def problems(module: str, imported: list[Import], known: dict[str, str]) -> list
         if below is None:
             continue  # reported where that module is checked
         inside = below[1] == family or (below[0] == level and level in PEERS)
-        if family == "xla_amp.lowering" and not inside:
-            found.append(f"{where}: lowering is a leaf, it may not import {target}")
+        if family == "xla_amp.lowering" and not inside and target not in source_tree.LOWERING_IMPORTS:
+            found.append(f"{where}: lowering may not import {target}")
         elif below[0] >= level and not inside:
             found.append(f"{where}: {module} (layer {level}) may not import {target} (layer {below[0]})")
     return found
@@ -45,6 +48,43 @@ def test_every_module_imports_downwards():
     known = source_tree.modules()
     found = [line for name, path in known.items() for line in problems(name, source_tree.file_imports(path), known)]
     assert found == []
+
+
+def engine_imports(module: str, imported: list[Import], known: dict[str, str]) -> list[str]:
+    """Imports by which a front bypasses the engine protocol (`xla_amp.backends.base`), one line each."""
+    if module in NAME_TABLES or not f"{module}.".startswith(tuple(f"{front}." for front in FRONTS)):
+        return []
+    return [
+        f"{known.get(module, module)}:{item.line}: {module} may not import {item.name}, only the engine protocol"
+        for item in imported
+        if f"{item.name}.".startswith(tuple(f"{engine}." for engine in ENGINES))
+    ]
+
+
+def test_fronts_use_the_engine_protocol_only():
+    known = source_tree.modules()
+    found = [
+        line for name, path in known.items() for line in engine_imports(name, source_tree.file_imports(path), known)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("xla_amp.pytorch.autocast.casting", "from xla_amp.lazy.ops import codegen", 1),
+        ("xla_amp.pytorch.optim.syncfree", "def f():\n    import xla_amp.backends.torch_xla", 1),
+        ("xla_amp.pytorch.optim.syncfree", "from xla_amp import lazy", 1),
+        ("xla_amp.jax.autocast", "if TYPE_CHECKING:\n    from xla_amp.lazy.interop import bridge", 1),
+        ("xla_amp.diagnose.overflow", "sys.modules.get('xla_amp.lazy.capture.api')", 1),
+        ("xla_amp.stablehlo.io", "from xla_amp.backends import base, devices", 0),
+        ("xla_amp.jax", "PUBLIC = {'to_jax': 'xla_amp.lazy.interop.bridge'}", 0),
+        ("xla_amp.lazy.capture.api", "from xla_amp.lazy.ops import codegen", 0),
+    ],
+)
+def test_the_protocol_check_can_fail(module, source, found):
+    imported = list(source_tree.imports(source, package=module.rpartition(".")[0]))
+    assert len(engine_imports(module, imported, KNOWN)) == found
 
 
 def test_no_module_imports_itself_through_others():
@@ -100,7 +140,9 @@ KNOWN = {
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import torch", None),
         ("xla_amp.policy.load", "if TYPE_CHECKING:\n    import xla_amp.cli", "may not import xla_amp.cli (layer 8)"),
         ("xla_amp.lowering.nn.loss", "from xla_amp.lowering.training.amp import update_scale", None),
-        ("xla_amp.lowering.nn.loss", "from xla_amp.types import CASTS", "lowering is a leaf"),
+        ("xla_amp.lowering.nn.loss", "from xla_amp.types import CASTS", "lowering may not import xla_amp.types"),
+        ("xla_amp.lowering.nn.loss", "from xla_amp.config import engine", "lowering may not import xla_amp.config"),
+        ("xla_amp.lowering.training.amp", "from xla_amp import loss_scaling", None),
         ("xla_amp.lowering.nn.loss", "import torch", "layer 3 may not load torch"),
         ("xla_amp.lazy.runtime.execute", "from xla_amp.backends.base import Engine", None),
         ("xla_amp.lazy.runtime.execute", "def f():\n    import xla_amp.jax.scale", "may not import xla_amp.jax.scale"),

@@ -10,7 +10,7 @@ from torch import nn
 
 import xla_amp
 import xla_amp.jax
-from xla_amp.backends import lazy_only
+from xla_amp.backends import base
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import spmd
 
@@ -23,13 +23,13 @@ def double(x):
     ("call", "words"),
     [
         (lambda x: xla_amp.compile(double)(x), r"compile\(\) .* use torch_xla.compile there, or set XLA_AMP_ENGINE"),
-        (lambda x: xla_amp.export(double, x), r"export\(\) works on the lazy device 'jax' alone"),
+        (lambda x: xla_amp.export(double, x), r"export\(\) works only on the lazy device 'jax'"),
         (lambda x: xla_amp.launch(double, 2), r"launch\(\) works .* use torch_xla.launch there"),
         (lambda x: xla_amp.make_mesh(), r"make_mesh\(\) works .* use torch_xla.distributed.spmd.Mesh there"),
         (lambda x: xla_amp.mark_sharding(x, None, ()), r"mark_sharding\(\) works .* use torch_xla.*mark_sharding"),
-        (lambda x: spmd.sharding_of(x), r"sharding_of\(\) works on the lazy device"),
+        (lambda x: spmd.sharding_of(x), r"sharding_of\(\) works only on the lazy device"),
         (lambda x: xla_amp.jax.from_torch(x), r"from_torch\(\) works .* use tensor.to\(xla_amp.xla_device\(\)\) there"),
-        (lambda x: xla_amp.jax.functional(nn.Linear(2, 2)), r"functional\(\) works on the lazy device"),
+        (lambda x: xla_amp.jax.functional(nn.Linear(2, 2)), r"functional\(\) works only on the lazy device"),
         (lambda x: xla_amp.jax.torch_function(jnp.sin)(x), r"torch_function\(\) works .* use torch_xla.*call_jax"),
     ],
     ids=lambda value: value.split("(")[0].rstrip("\\") if isinstance(value, str) else "",
@@ -41,7 +41,7 @@ def test_what_torch_xla_has_not(call, words):
 
 def test_the_guard_can_pass(monkeypatch):
     monkeypatch.setenv("XLA_AMP_ENGINE", "jax")
-    lazy_only.require("anything()")
+    base.require_lazy("anything()")
 
 
 def test_arrays_both_ways():

@@ -1,10 +1,9 @@
-"""What the fronts ask of an XLA engine, and the choice of one."""
+"""The engine protocol, and the selection of an engine."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
@@ -16,12 +15,18 @@ import torch
 from xla_amp import config
 from xla_amp.errors import EngineError
 
+LAZY = "jax"
+"""torch's name of the lazy device's type."""
+
+DEVICE_TYPES = (LAZY, "xla")
+"""The engines' device types, as torch names them."""
+
 
 class Metrics(Protocol):
-    """Exact counts of what an engine did: call it for a dict of integers by name.
+    """Exact event counts of an engine; calling it returns a dict of integers by name.
 
-    Every engine has executions, compilations, host_syncs, device_to_host, host_to_device, operations and fallbacks; one
-    may have more.
+    Every engine counts executions, compilations, host_syncs, device_to_host, host_to_device, operations and fallbacks;
+    an engine may count more.
     """
 
     def __call__(self) -> dict[str, int]:
@@ -35,71 +40,79 @@ class Metrics(Protocol):
 
 
 class Processes(Protocol):
-    """The processes that train together, one device each, and what they do with one another."""
+    """The processes that train together, one device each, and their collectives."""
 
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
 
     def ordinal(self) -> int:
-        """Number of this one among all, from 0."""
+        """Rank of this process, from 0."""
 
     def local_ordinal(self) -> int:
-        """Number of this one on its host, from 0."""
+        """Rank of this process on its host, from 0."""
 
     def all_reduce(
         self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
     ) -> Sequence[torch.Tensor]:
-        """New tensors, each reduced (``"sum"``, ``"mul"``, ``"and"``, ``"or"``, ``"min"``, ``"max"``) over all."""
+        """New tensors, reduced over all processes (``"sum"``, ``"mul"``, ``"and"``, ``"or"``, ``"min"``, ``"max"``)."""
 
     def collective(
         self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
     ) -> Sequence[torch.Tensor]:
-        """New tensors: a collective of each, by torch_xla's name (see `xla_amp.pytorch.distributed.xla_model`)."""
+        """New tensors: the collective `name` of each (torch_xla's names, `xla_amp.pytorch.distributed.xm_collectives`)."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
-        """Waits for the others at `tag`; everyone's payload."""
+        """Waits for all processes at `tag`; returns the payload of each."""
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        """``reduce_fn`` of the data of all."""
+        """``reduce_fn`` of the list of every process's data."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """An executor of torch operations on an XLA device: `xla_amp.lazy` and `xla_amp.backends.torch_xla`.
+    """An executor of torch operations on an XLA device: the module `xla_amp.lazy` or `xla_amp.backends.torch_xla`.
 
-    An engine is a module; the fronts call nothing else of it (`processes`, `memory_stats`, `zeros` and `uncast` below
-    are optional).
+    The fronts use nothing of an engine but these members.
     """
 
     DEVICE_TYPE: str
     """torch's name of the device type."""
 
-    metrics: Metrics
+    @property
+    def metrics(self) -> Metrics:
+        """Its event counts."""
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that train together."""
 
     def device(self) -> torch.device:
         """The device; the first call starts the engine."""
 
     def is_started(self) -> bool:
-        """Whether the engine has been used."""
+        """Whether the device has been started."""
 
     def platform(self) -> str:
         """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
 
     def step_begins(self) -> None:
-        """An autocast region opens: ends the step before it, if an optimizer step was recorded and nobody ended it."""
+        """Called when an autocast region opens: ends the previous step if an optimizer step was recorded in it."""
 
     def sync(self, wait: bool = False) -> None:
         """Ends the step; with `wait`, returns when the device has finished."""
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A CPU tensor's copy on the device.  Records nothing: a loader's thread may call it at any time."""
+        """Copies a CPU tensor to the device.  Records nothing: a loader's thread may call it at any time."""
+
+    def zeros(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
+        """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""
 
     def snapshot(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Remembers present values for `restore_where`."""
+        """Records the current values for `restore_where`."""
 
     def restore_where(self, condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Any) -> None:
-        """Puts tensors back to a snapshot's values where `condition` (a scalar) is not zero, without reading it; those
-        that it does not have become zero there."""
+        """Restores a snapshot's values where `condition` (a scalar) is not zero, without reading it; tensors that are
+        not in the snapshot become zero there."""
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""
@@ -110,99 +123,75 @@ class Engine(Protocol):
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restores what `get_rng_state` returned."""
 
-
-class _OneProcess:
-    """A process that trains alone."""
-
-    def world_size(self) -> int:
-        return 1
-
-    def ordinal(self) -> int:
-        return 0
-
-    def local_ordinal(self) -> int:
-        return 0
-
-    def all_reduce(
-        self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
-    ) -> Sequence[torch.Tensor]:
-        return [tensor.clone() for tensor in tensors]
-
-    def collective(
-        self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
-    ) -> Sequence[torch.Tensor]:
-        return [tensor.clone() for tensor in tensors]
-
-    def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
-        return [payload]
-
-    def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-        return reduce_fn([data])
-
-
-_ALONE = _OneProcess()
+    def memory_stats(self) -> dict[str, int]:
+        """Bytes of the started device's memory by PJRT's names, such as ``bytes_in_use``; empty if unknown."""
 
 
 def select() -> Engine:
-    """The engine that ``XLA_AMP_ENGINE`` names; ``auto`` is torch_xla where it can be imported, else JAX.
+    """The engine that ``XLA_AMP_ENGINE`` names; ``auto`` is torch_xla if it can be imported, otherwise the lazy device.
 
     Raises:
         EngineError: the engine cannot be used here.
     """
     wanted = config.engine()
     if wanted == "jax":
-        return _load("xla_amp.lazy")
+        return _lazy()
     if wanted == "torch_xla":
         if problem := _problem_of_torch_xla():
             raise EngineError(
                 f"XLA_AMP_ENGINE=torch_xla: {problem}; install the torch_xla that belongs to torch "
                 f"{torch.__version__}, or set XLA_AMP_ENGINE to jax to use the lazy device on JAX"
             )
-        return _load("xla_amp.backends.torch_xla")
-    return _load(_automatic())
+        return _torch_xla()
+    return _torch_xla() if _finds_torch_xla() else _lazy()
+
+
+def require_lazy(caller: str, instead: str = "") -> None:
+    """Raises an error if the XLA engine in use is not the lazy device; starts nothing.
+
+    Args:
+        caller: the public function that was called.
+        instead: torch_xla's equivalent, if it has one.
+
+    Raises:
+        EngineError: another engine is in use.
+    """
+    active = select().DEVICE_TYPE
+    if active != LAZY:
+        other = f"use {instead} there, or " if instead else ""
+        raise EngineError(
+            f"{caller} works only on the lazy device {LAZY!r}, and this process uses torch_xla's device {active!r}: "
+            f"{other}set XLA_AMP_ENGINE=jax before the first use"
+        )
 
 
 def processes() -> Processes:
     """The processes of the engine in use."""
-    return getattr(select(), "processes", _ALONE)
-
-
-def uncast(device_type: str) -> Any:
-    """Which operands an engine casts by itself (`xla_amp.lazy.ops.cast_elision`), or None."""
-    return getattr(sys.modules.get(f"xla_amp.backends.{device_type}"), "uncast", None)
+    return select().processes
 
 
 def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """State for an optimizer: zeros on `device` of the shapes, dtypes and strides of `tensors`, which may be anywhere.
+    """Optimizer state: zeros on `device` with the shapes, dtypes and strides of `tensors`, which may be anywhere.
 
-    Where the engine can, they are no part of the step: the first step is then the same program as the next ones.
+    If the engine can, it makes them outside the step: the first step is then the same program as the next ones.
     """
-    make: Any = getattr(sys.modules.get(f"xla_amp.backends.{device.type}"), "zeros", None)
-    if make is not None and tensors and all(x.is_contiguous() for x in tensors):
-        made: list[torch.Tensor] | None = make([(x.shape, x.dtype) for x in tensors])
+    if device.type in DEVICE_TYPES and tensors and all(x.is_contiguous() for x in tensors):
+        engine = select()
+        made = engine.zeros([(x.shape, x.dtype) for x in tensors]) if device.type == engine.DEVICE_TYPE else None
         if made is not None:
             return made
     return [torch.zeros_like(x, device=device, memory_format=torch.preserve_format) for x in tensors]
 
 
-def fail() -> None:
-    """Tells an engine that has started that this process ends with an error, so that it does not wait for others."""
-    for name in ("xla_amp.lazy", "xla_amp.backends.torch_xla"):
-        leave: Any = getattr(getattr(sys.modules.get(name), "processes", None), "fail", None)
-        if leave is not None:
-            leave()
-
-
 def memory_stats() -> Mapping[str, int]:
-    """Bytes of the device's memory, as PJRT counts them: ``bytes_in_use``, ``bytes_limit``; empty where it does not."""
+    """Bytes of the device's memory by PJRT's names, such as ``bytes_in_use`` and ``bytes_limit``; empty if unknown."""
     engine = select()
     engine.device()
-    find = getattr(engine, "memory_stats", None) or getattr(torch, engine.DEVICE_TYPE).memory_stats
-    return MappingProxyType(find())
+    return MappingProxyType(engine.memory_stats())
 
 
 def sync(wait: bool = False) -> None:
-    """Ends the step: what was recorded runs as one XLA program; with `wait`, returns when the device has finished."""
+    """Ends the step: runs the recorded operations as one XLA program; with `wait`, waits for the device."""
     select().sync(wait)
 
 
@@ -225,32 +214,38 @@ class _ActiveMetrics:
 metrics: Metrics = _ActiveMetrics()
 
 
-@functools.cache
-def _load(name: str) -> Any:
-    return importlib.import_module(name)
+def _lazy() -> Engine:
+    import xla_amp.lazy
+
+    return xla_amp.lazy
+
+
+def _torch_xla() -> Engine:
+    import xla_amp.backends.torch_xla
+
+    return xla_amp.backends.torch_xla
 
 
 @functools.cache
 def _problem_of_torch_xla() -> str:
-    """Why torch_xla cannot be used here, or ""."""
+    """Why torch_xla cannot be used here, or an empty string."""
     if find_spec("torch_xla") is None:
         return "torch_xla is not installed"
     try:
         importlib.import_module("torch_xla")
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, mostly
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # usually it was built for another torch
         return f"importing torch_xla failed ({type(error).__name__}: {error})"
     return ""
 
 
 @functools.cache
-def _automatic() -> str:
+def _finds_torch_xla() -> bool:
+    """Whether torch_xla can be used; warns once if it is installed and cannot."""
     problem = _problem_of_torch_xla()
-    if not problem:
-        return "xla_amp.backends.torch_xla"
-    if find_spec("torch_xla") is not None:
+    if problem and find_spec("torch_xla") is not None:
         warnings.warn(
-            f"{problem}, so XLA tensors are on the lazy JAX device; XLA_AMP_ENGINE=jax says that you want that",
+            f"{problem}, so XLA tensors are on the lazy JAX device; to silence this warning set XLA_AMP_ENGINE=jax",
             UserWarning,
             stacklevel=4,
         )
-    return "xla_amp.lazy"
+    return not problem

@@ -1,4 +1,4 @@
-"""Which device a user means: ``"cuda"``, ``"xla"``, ``"jax:0"``, a `torch.device`, what `xla_device()` returned."""
+"""Device arguments: ``"cuda"``, ``"xla"``, ``"jax:0"``, a `torch.device`, the result of `xla_device()`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from xla_amp.backends import base
 from xla_amp.errors import DeviceError
 
 XLA = "xla"
-"""Stands for the active XLA engine's device, whatever torch calls it."""
-
-ENGINES = ("jax", "xla")
-"""Device types, as torch names them, that an XLA engine provides."""
+"""Alias of the active XLA engine's device type."""
 
 
-def engine() -> Any:
-    """The active XLA engine (`xla_amp.backends.base.Engine`)."""
+def engine() -> base.Engine:
+    """The active XLA engine."""
     return base.select()
 
 
 class DeviceArgumentError(DeviceError, ValueError):
-    """Something that is no device; a `ValueError`, as torch raises."""
+    """An argument that is not a device; a `ValueError`, as torch raises."""
 
 
 def device_type(device: Any, caller: str = "autocast") -> str:
@@ -33,8 +30,8 @@ def device_type(device: Any, caller: str = "autocast") -> str:
         caller: the public function that was called, for the error message.
 
     Raises:
-        DeviceArgumentError: neither a string nor a `torch.device`, an index that is no number, or the device of an XLA
-            engine that is not in use.
+        DeviceArgumentError: neither a string nor a `torch.device`, an index that is not a number, or the device of
+            an XLA engine that is not in use.
 
     Example:
         >>> device_type("cuda:1"), device_type(torch.device("cpu")), device_type("xla")
@@ -46,14 +43,14 @@ def device_type(device: Any, caller: str = "autocast") -> str:
         name, colon, index = device.partition(":")
         if not name or (colon and not index.isdigit()):
             raise DeviceArgumentError(
-                f"{caller}({device!r}): expected a device type and perhaps an index, e.g. 'xla', 'cuda' or 'cuda:0'"
+                f"{caller}({device!r}): expected a device type with an optional index, e.g. 'xla', 'cuda' or 'cuda:0'"
             )
     else:
         raise DeviceArgumentError(
             f"{caller}({device!r}): expected a device: a string such as 'xla', 'cuda' or 'cpu', or a torch.device; "
             f"got {type(device).__name__}"
         )
-    if name not in ENGINES:
+    if name not in base.DEVICE_TYPES:
         return name
     active = engine().DEVICE_TYPE
     if name not in (XLA, active):
@@ -65,5 +62,5 @@ def device_type(device: Any, caller: str = "autocast") -> str:
 
 
 def is_xla(name: str) -> bool:
-    """Whether the device type is one that an XLA engine provides."""
-    return name in ENGINES
+    """Whether an XLA engine provides the device type."""
+    return name in base.DEVICE_TYPES

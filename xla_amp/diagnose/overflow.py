@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from xla_amp.diagnose import tables
-from xla_amp.diagnose.isolated_run import reachable, unchanged
-from xla_amp.diagnose.op_watcher import Gradients, Inputs, Magnitudes, Operand, Place, Producer, Widened
+from xla_amp.diagnose.dispatch_modes import Gradients, Inputs, Magnitudes, Operand, Place, Producer, Widened
+from xla_amp.diagnose.state_restore import reachable, unchanged
 from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch.autocast import module_paths
 
@@ -156,8 +156,7 @@ def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step behind `xla_amp.compile`, whose replays show no operations."""
     if isinstance(step, functools.partial):
         return functools.partial(_recorded(step.func), *step.args, **step.keywords)
-    compiled = type(step).__module__ == "xla_amp.lazy.capture.api"
-    return step.__wrapped__ if compiled else step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "replays_without_operations", False) else step  # type: ignore[attr-defined]
 
 
 _AT_A_TIME = 16

@@ -1,7 +1,6 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
 from xla_amp.lazy.distributed import processes
-from xla_amp.lazy.ops import cast_elision as uncast
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
 from xla_amp.lazy.runtime.metrics import metrics
@@ -11,6 +10,7 @@ from xla_amp.lazy.tensors.rollback import restore_where, snapshot
 from xla_amp.lazy.tensors.step_marker import step_begins
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.tensors.transfer import to_device
+from xla_amp.lazy.torch_integration.accelerator import memory_stats
 from xla_amp.lazy.torch_integration.device import device, is_started
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "get_rng_state",
     "is_started",
     "manual_seed",
+    "memory_stats",
     "metrics",
     "platform",
     "processes",
@@ -28,6 +29,5 @@ __all__ = [
     "step_begins",
     "sync",
     "to_device",
-    "uncast",
     "zeros",
 ]

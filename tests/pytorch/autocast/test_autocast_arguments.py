@@ -37,7 +37,7 @@ def test_what_is_no_device(device):
 
 @pytest.mark.parametrize("device", ["", "cpu:", "cuda:one", ":0"])
 def test_strings_that_are_no_device(device):
-    with pytest.raises(ValueError, match="expected a device type and perhaps an index"):
+    with pytest.raises(ValueError, match="expected a device type with an optional index"):
         autocast(device)
 
 

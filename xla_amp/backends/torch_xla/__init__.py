@@ -106,6 +106,10 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return result.requires_grad_() if tensor.requires_grad else result
 
 
+def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+    """None: the step makes its zeros."""
+
+
 class Snapshot:
     """Values of some tensors at one moment; recorded as copies, which XLA leaves out where they are not needed."""
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xla_amp import loss_scaling
+
 KEY = "AutogradXLA"
 
 Tensors = Sequence[Tensor]
@@ -84,17 +86,26 @@ def update_scale(
     scale_backoff_factor: float,
     growth_interval: int,
 ) -> Tensor:
-    """`_amp_update_scale_`: the next scale and count of good steps in a row, in place; the scale stays finite."""
-    bad = found_inf.reshape(()) != 0
-    good_steps = growth_tracker + 1
-    grow = good_steps == _data(growth_interval, growth_tracker)
-    wide = scale.double()
-    grown = (wide * _data(scale_growth_factor, wide)).to(scale.dtype)
-    backed_off = (wide * _data(scale_backoff_factor, wide)).to(scale.dtype)
-    kept = torch.where(grow & torch.isfinite(grown), grown, scale)
-    growth_tracker.copy_(torch.where(bad | grow, torch.zeros_like(growth_tracker), good_steps))
-    scale.copy_(torch.where(bad, backed_off, kept))
+    """`_amp_update_scale_`: the next scale and growth tracker, in place."""
+    new_scale, new_tracker = loss_scaling.update(
+        scale,
+        growth_tracker,
+        found_inf.reshape(()),
+        scale_growth_factor,
+        scale_backoff_factor,
+        _data(growth_interval, growth_tracker),
+        where=torch.where,
+        multiply=_multiply,
+    )
+    growth_tracker.copy_(new_tracker)
+    scale.copy_(new_scale)
     return scale
+
+
+def _multiply(scale: Tensor, factor: float) -> Tensor:
+    """The product formed in float64 and rounded once, as torch does."""
+    wide = scale.double()
+    return (wide * _data(factor, wide)).to(scale.dtype)
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------

@@ -81,6 +81,9 @@ def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool =
 class Compiled:
     """What `compile` returns."""
 
+    replays_without_operations = True
+    """Tells `find_overflow` to call ``__wrapped__`` instead: a replay dispatches no torch operation."""
+
     def __init__(self, step: Callable[..., Any], strict: bool, limit: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._strict, self._limit = step, strict, limit

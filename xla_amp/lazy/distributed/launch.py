@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_amp import config
-from xla_amp.backends import base, lazy_only
+from xla_amp.backends import base
+from xla_amp.lazy.distributed import processes
 
 GRACE = 5
 """Seconds that the others have for ending by themselves when one has failed."""
@@ -20,7 +21,7 @@ def _run(
     try:
         function(index, *args)
     except BaseException:
-        base.fail()
+        processes.fail()
         raise
 
 
@@ -49,11 +50,11 @@ def launch(
         raise ValueError(f"launch(nprocs={nprocs!r}): expected at least 1")
     if timeout is not None and timeout < config.TIMEOUT_LEAST:
         raise ValueError(f"launch(timeout={timeout!r}): expected at least {config.TIMEOUT_LEAST} seconds")
-    lazy_only.require("launch()", "torch_xla.launch")
+    base.require_lazy("launch()", "torch_xla.launch")
     from torch import multiprocessing
 
-    processes = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)
-    while not processes.join(grace_period=GRACE):
+    spawned = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)
+    while not spawned.join(grace_period=GRACE):
         pass
 
 

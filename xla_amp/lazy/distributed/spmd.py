@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from xla_amp.backends import devices, lazy_only
+from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime import mesh as meshes
 from xla_amp.lazy.runtime import pjrt
@@ -38,7 +38,7 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
         DeviceError: it is not.
         EngineError: the process uses torch_xla.
     """
-    lazy_only.require("make_mesh()", "torch_xla.distributed.spmd.Mesh")
+    base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
     local = jax.local_devices(backend=pjrt.jax_device().platform)
     axes = {"data": len(local)} if axes is None else axes
@@ -72,7 +72,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
         >>> weight = torch.ones(8, 4, device=xla_amp.xla_device())         # doctest: +SKIP
         >>> mark_sharding(weight, make_mesh({"data": 8}), ("data", None))  # doctest: +SKIP
     """
-    lazy_only.require("mark_sharding()", "torch_xla.distributed.spmd.mark_sharding")
+    base.require_lazy("mark_sharding()", "torch_xla.distributed.spmd.mark_sharding")
     if tensor.device.type != DEVICE_TYPE:
         raise DeviceError(f"mark_sharding() expects a tensor on {DEVICE_TYPE!r}, got one on {tensor.device}")
     layout = NamedSharding(mesh, _partition(tensor, mesh, spec))
@@ -114,7 +114,7 @@ def _partition(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> Partit
 
 def sharding_of(tensor: torch.Tensor) -> PartitionSpec | None:
     """What `mark_sharding` said of the tensor, or None."""
-    lazy_only.require("sharding_of()")
+    base.require_lazy("sharding_of()")
     layout = meshes.layout_of(tensor_io.buffer_of(tensor))
     return None if layout is None else layout.spec
 

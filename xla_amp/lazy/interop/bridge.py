@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 import torch
 
-from xla_amp.backends import base, lazy_only
+from xla_amp.backends import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import to_device
 from xla_amp.lazy.interop import shared_arrays
@@ -94,7 +94,7 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
         DeviceError: a tensor without memory (``meta``).
         EngineError: the process uses torch_xla.
     """
-    lazy_only.require("from_torch()", "tensor.to(xla_amp.xla_device())")
+    base.require_lazy("from_torch()", "tensor.to(xla_amp.xla_device())")
     device()
     if tensor.device.type == DEVICE_TYPE:
         return tensor

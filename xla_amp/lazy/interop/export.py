@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from xla_amp.backends import lazy_only
+from xla_amp.backends import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Buffer, tape
@@ -92,7 +92,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         >>> [value.name for value in program.inputs], program.outputs[0].dtype
         (['input', 'weight', 'bias'], 'bfloat16')
     """
-    lazy_only.require("export()")
+    base.require_lazy("export()")
     execute.sync(wait=True)
     named = dict(_named_arguments(step, args, kwargs))
     for name, tensor in _named_state(step):

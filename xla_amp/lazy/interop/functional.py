@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from xla_amp.backends import lazy_only
+from xla_amp.backends import base
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.interop.functionalize import Piece, Recording
@@ -46,7 +46,7 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunc
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"functional() expects a torch.nn.Module, got {type(module).__name__}")
-    lazy_only.require("functional()")
+    base.require_lazy("functional()")
     device()
     params = {name: _array(tensor) for name, tensor in module.named_parameters()}
     buffers = {name: _array(tensor) for name, tensor in module.named_buffers()}

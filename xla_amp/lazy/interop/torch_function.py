@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from xla_amp.backends import lazy_only
+from xla_amp.backends import base
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.trace import Instruction
 from xla_amp.lazy.interop import jax_op, shared_arrays
@@ -52,7 +52,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        lazy_only.require("torch_function()", "torch_xla.core.xla_builder.call_jax")
+        base.require_lazy("torch_function()", "torch_xla.core.xla_builder.call_jax")
         device()
         leaves, tree = jax.tree.flatten((args, kwargs))
         tensors: list[torch.Tensor] = []

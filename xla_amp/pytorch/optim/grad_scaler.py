@@ -111,7 +111,8 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(torch.device("cpu") if dev.type == "jax" else dev)
         if dev.type == "jax":  # made by the step, they would make the first one a program of its own
-            self._scale, self._growth_tracker = map(devices.engine().to_device, (self._scale, self._growth_tracker))
+            to_device, state = devices.engine().to_device, (self._scale, self._growth_tracker)
+            self._scale, self._growth_tracker = [to_device(tensor) for tensor in state if tensor is not None]
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.
