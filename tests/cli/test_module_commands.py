@@ -16,7 +16,8 @@ import pytest
 from jax import export
 
 from xla_amp import cli
-from xla_amp.diagnose import documents, graph_drawing, tables
+from xla_amp.cli import documents, graph_drawing
+from xla_amp.diagnose import tables
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
 
@@ -233,7 +234,7 @@ def test_the_graph_is_painted_with_reasons(run, folder):
 
 
 def test_text_in_a_report_is_escaped(folder):
-    from xla_amp.diagnose import html_report
+    from xla_amp.cli import html_report
 
     table = documents.Table("t", ("c",), [["<script>alert(1)</script>"]])
     module = ir.parse("""func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {

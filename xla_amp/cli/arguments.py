@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xla_amp.errors import FileError, MissingLibraryError
 
 if TYPE_CHECKING:
-    from xla_amp.diagnose.documents import Document
+    from xla_amp.cli.documents import Document
 
 FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """shtab's mark for arguments that are completed with file names; it asks for a dict."""
@@ -53,7 +53,7 @@ def report_page(arguments: argparse.Namespace, document: Document, module: Any =
     """The page that ``--report`` asks for, with the graph of `module`; None without it."""
     if arguments.report is None:
         return None
-    from xla_amp.diagnose import html_report
+    from xla_amp.cli import html_report
 
     return html_report.page(document, module, why)
 

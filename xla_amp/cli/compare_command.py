@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from xla_amp.cli import arguments as common
 
 if TYPE_CHECKING:
-    from xla_amp.diagnose.documents import Document
+    from xla_amp.cli.documents import Document
     from xla_amp.stablehlo.tools.comparison import Comparison
 
 HELP = "errors of two programs against float64, by result and by operation"
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _document(arguments: argparse.Namespace, found: Comparison, agrees: bool) -> Document:
-    from xla_amp.diagnose.documents import Bar, Chart, Document, Table, dtype_kind, error
+    from xla_amp.cli.documents import Bar, Chart, Document, Table, dtype_kind, error
 
     numbers = ("error of A", "error of B", "largest in A", "largest in B", "not finite in B")
     outputs = [

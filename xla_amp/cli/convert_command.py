@@ -12,7 +12,7 @@ from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
-    from xla_amp.diagnose.documents import Document
+    from xla_amp.cli.documents import Document
     from xla_amp.stablehlo.passes.autocast import Converted
 
 HELP = "put a program into mixed precision"
@@ -70,7 +70,7 @@ def _rule(text: str) -> tuple[str, str]:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.diagnose import html_report
+    from xla_amp.cli import html_report
     from xla_amp.stablehlo import io
     from xla_amp.stablehlo.passes import autocast
     from xla_amp.stablehlo.tools import inspection, samples
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def _document(arguments: argparse.Namespace, converted: Converted, states: dict, before: str, after: str) -> Document:
     from xla_amp.cli import module_tables
-    from xla_amp.diagnose.documents import Document, Table
+    from xla_amp.cli.documents import Document, Table
 
     report = converted.report
     decided = Counter(

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.cli import module_tables
-    from xla_amp.diagnose.documents import Document, size
+    from xla_amp.cli.documents import Document, size
     from xla_amp.stablehlo import io
     from xla_amp.stablehlo.tools import inspection
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from xla_amp.diagnose.documents import Bar, Chart, Table, dtype_kind, size, time
+from xla_amp.cli.documents import Bar, Chart, Table, dtype_kind, size, time
 from xla_amp.stablehlo.tools.inspection import Inspection
 from xla_amp.stablehlo.tools.targets import Compiled
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xla_amp.diagnose.documents import dtype_kind
+from xla_amp.cli.documents import dtype_kind
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.tools import inspection, widen
 

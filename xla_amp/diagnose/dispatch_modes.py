@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from xla_amp import events
-from xla_amp.diagnose.isolated_run import written
+from xla_amp.diagnose.state_restore import written
 from xla_amp.pytorch.autocast import module_paths
 
 UNINITIALIZED: Final = frozenset(

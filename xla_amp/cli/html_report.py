@@ -6,8 +6,8 @@ import importlib.resources
 from collections.abc import Callable
 from typing import Any
 
-from xla_amp.diagnose.documents import Document
-from xla_amp.diagnose.graph_drawing import painted_graph
+from xla_amp.cli.documents import Document
+from xla_amp.cli.graph_drawing import painted_graph
 from xla_amp.stablehlo.passes.report import Report, location
 
 
