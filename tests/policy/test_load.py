@@ -186,7 +186,7 @@ def test_missing_and_unreadable_files(tmp_path):
         load(tmp_path / "latin.toml")
 
 
-@pytest.mark.parametrize("name", ["load", "names", "resolve", "rules"])
+@pytest.mark.parametrize("name", ["load", "op_catalog", "policy", "resolve"])
 def test_examples_in_the_docstrings(name):
     result = doctest.testmod(sys.modules[f"xla_amp.policy.{name}"])  # the package's attribute may be the function
     assert result.failed == 0

@@ -193,7 +193,7 @@ def test_an_override_that_fails_on_entry_leaves_nothing(monkeypatch):
 
 
 def test_listeners_hear_of_every_region(monkeypatch):
-    monkeypatch.setattr(regions, "_listeners", ())
+    monkeypatch.setattr(regions, "_push_listeners", ())
     heard = []
     on_push(lambda device_type, region: heard.append((device_type, region.policy.name)))
     token = push(DEVICE, GPU)

@@ -1,4 +1,4 @@
-"""Reads policies from TOML: the built-in tables and a user's own file have one format and one reader.
+"""Read policies from TOML; the built-in tables and a user's file share one format and one reader.
 
 Header: ``name``, ``low``, ``dtypes``, ``extends``, ``summary``, ``source``.  Rows: ``[[rule]]`` with ``operations``,
 ``cast``, ``why``, ``source`` and optionally ``note``.  A built-in table must give all of them, sorted, with exact
@@ -41,7 +41,7 @@ _CAST_SPELLINGS: Final = {
     "none": "keep",
     "banned": "ban",
 }
-"""What people write for a cast; used for the hint only."""
+"""Common misspellings of a cast, for the hint in the error message."""
 
 PolicyLike: TypeAlias = "str | os.PathLike[str] | Policy"
 
@@ -52,7 +52,7 @@ def load(policy: PolicyLike) -> Policy:
     Files are read again only when they change.
 
     Raises:
-        PolicyError: an unknown name, or a file that cannot be followed.
+        PolicyError: an unknown name, or an invalid file.
 
     Example:
         >>> load("tpu").low
@@ -80,7 +80,7 @@ def load(policy: PolicyLike) -> Policy:
 def default_name(platform: str) -> str:
     """Policy for an XLA platform: ``tpu`` for ``cpu`` and ``tpu``, ``gpu`` for ``gpu``, ``cuda`` and ``rocm``.
 
-    XLA:CPU takes the TPU's rules: like them it computes in bfloat16, and a program can be rehearsed on it.
+    XLA:CPU has the TPU's rules: it also computes in bfloat16, and a TPU program can be tried on it.
 
     Raises:
         PolicyError: another platform.
@@ -96,7 +96,7 @@ def default_name(platform: str) -> str:
 
 
 def signature(path: Path) -> tuple[Path, int, int]:
-    """`path` with what changes when the file does (modification time in ns, size in bytes).
+    """`path`, with its modification time (ns) and size (bytes), which change when the file does.
 
     Raises:
         PolicyError: there is no such file.
@@ -120,12 +120,14 @@ def _from_file(path: Path, _mtime: int, _size: int) -> Policy:
 
 @functools.lru_cache(maxsize=64)
 def rules_from_file(path: Path, _mtime: int, _size: int) -> RuleLayer:
-    """The rows of a file that is laid on whatever policy is in force; it may not bring a low dtype of its own."""
+    """The rows of a file that is layered on every policy; it may not set a low dtype."""
     file = str(path)
     header, layer = _parse(file, read_file(path), "file")
     for key in ("dtypes", "extends", "low"):
         if key in header:
-            _fail(file, f"{key} has no effect in a file laid on other policies; remove it, or pass the file as policy=")
+            _fail(
+                file, f"{key} has no effect in a file layered on other policies; remove it, or pass the file as policy="
+            )
     return layer
 
 
@@ -178,7 +180,7 @@ def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLaye
         _fail(file, "rules must be written as tables under [[rule]], with two brackets")
     _check_header(file, data, complete=layer == "builtin")
     lines = [number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*]]", line)]
-    if len(lines) != len(rows):  # rules written inline: count them, there is no line to name
+    if len(lines) != len(rows):  # rules written inline have no line to report, only a number
         lines = [0] * len(rows)
     rules = []
     for number, (line, row) in enumerate(zip(lines, rows, strict=True), 1):
@@ -272,7 +274,7 @@ def _check_builtin(where: str, operations: list[str]) -> None:
 
 
 def check(layer: RuleLayer) -> RuleLayer:
-    """`layer`, after making sure that each of its names reaches something and that no two rules disagree.
+    """Returns `layer` after checking that each name matches an operation and that no two rules disagree.
 
     Raises:
         PolicyError: an unknown name, or two rules with different casts for one operation.
@@ -280,7 +282,7 @@ def check(layer: RuleLayer) -> RuleLayer:
     if layer.layer != "builtin":
         for rule in layer.rules:
             for pattern in rule.operations:
-                if module_patterns.is_place(pattern):
+                if module_patterns.is_module_pattern(pattern):
                     if problem := module_patterns.problem(pattern, rule.cast):
                         _fail(rule.origin, problem)
                 elif not op_catalog.matching(pattern):

@@ -1,8 +1,8 @@
-"""The names that rules may use: ATen operations with their overloads and classes, and what other vocabularies
-call them.
+"""Catalogue of operations that rules may name: ATen names with overloads and classes, and their equivalents in jaxpr
+and StableHLO.
 
-The catalogue (``tables/classes.toml``) is data: it ships the overloads, so that ``softmax`` in a user's rule reaches
-``softmax.int`` without importing torch.  A front that knows more names adds them with `extend_known_operations`.
+The catalogue (``tables/classes.toml``) lists overloads, so ``softmax`` in a user's rule reaches ``softmax.int`` without
+importing torch.  A front that knows more names adds them with `extend_known_operations`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_amp.types import OPERATION_CLASSES, OperationClass
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 
 CLASS: Final = "class:"
-"""Opens the name of an operation class where a rule names operations."""
+"""Prefix of an operation class in a rule."""
 
 _GLOB = re.compile(r"[*?\[]")
 
@@ -42,7 +42,7 @@ class Catalogue(NamedTuple):
     spellings: Mapping[str, tuple[str, ...]]
     """Name in Python or in documentation -> ATen names."""
     no_rule: frozenset[str]
-    """Packets that no user's rule reaches: views and conversions."""
+    """Packets that no user's rule can reach: views and conversions."""
     no_rule_why: str
 
 
@@ -53,7 +53,7 @@ def read_table(name: str) -> str:
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The shipped list of operations, read once."""
+    """The shipped catalogue, read once."""
     data: dict[str, Any] = tomllib.loads(read_table("classes"))
     classes: dict[str, OperationClass] = {}
     why: dict[OperationClass, str] = {}
@@ -131,8 +131,8 @@ def fits(pattern: str, operation: str) -> bool:
     return match(operation) is not None or match(packet(operation)) is not None
 
 
-# Names beyond the catalogue. A provider is called only when a name is not found without it: listing what torch
-# registers takes milliseconds.
+# Names beyond the catalogue. Listing what torch registers takes milliseconds, so a provider is called only for a name
+# that the catalogue lacks.
 _lock = threading.Lock()
 _providers: list[Callable[[], Iterable[str]]] = []
 _provided: frozenset[str] = frozenset()
@@ -142,7 +142,7 @@ def extend_known_operations(known_operations: Callable[[], Iterable[str]]) -> No
     """Lets rules name what `known_operations` lists, e.g. every operation that torch registers.
 
     Args:
-        known_operations: called at most once, when a rule names an operation that is not known yet; gives names with
+        known_operations: called at most once, when a rule names an unknown operation; returns names with
             overloads, with or without ``aten::``.  In-place, ``out=`` and backward forms are left out: they never
             autocast.
     """
@@ -166,8 +166,8 @@ def _overloads() -> Mapping[str, tuple[str, ...]]:
 
 @functools.lru_cache(maxsize=8)
 def _by_packet(provided: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
-    # Of a packet that is catalogued the catalogue knows best: names alone do not tell `topk.values`, which writes to
-    # its arguments, from an overload that computes.
+    # For a packet in the catalogue, only its catalogued overloads count: a name alone does not show that `topk.values`
+    # writes to its arguments.
     catalogued = catalogue().classes
     known_packets = set(map(packet, catalogued))
     found: dict[str, list[str]] = {}
@@ -213,25 +213,25 @@ def matching(pattern: str) -> tuple[str, ...]:
 
 
 def catalogued(name: str) -> tuple[str, ...]:
-    """What an exact name or a packet stands for in the catalogue alone; a namespaced name stands for itself."""
+    """Operations of the catalogue that an exact name or a packet means; a namespaced name means itself."""
     if "::" in packet(name) or (name in catalogue().classes and "." in name):
         return (name,)
     return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
 
 
 def _matching(pattern: str) -> tuple[str, ...]:
-    unruled = catalogue().no_rule
+    excluded = catalogue().no_rule
     if is_glob(pattern):
-        return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in unruled))
-    if packet(pattern) in unruled:
+        return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in excluded))
+    if packet(pattern) in excluded:
         return ()
     if "::" in pattern or ("." in pattern and pattern in known_operations()):
-        return (pattern,)  # another library's name cannot be checked; one that never matches can be listed later
+        return (pattern,)  # names of other libraries are not checked; `unused_rules` lists those that never match
     return _overloads().get(pattern, ())
 
 
 def unknown(pattern: str) -> str:
-    """The rest of an error message about a name that reaches nothing: what it may have meant."""
+    """Error text for a name that reaches no operation, with the nearest names."""
     catalogued = catalogue()
     if pattern.startswith(CLASS):
         near = difflib.get_close_matches(pattern.removeprefix(CLASS), OPERATION_CLASSES, n=1, cutoff=0.4)

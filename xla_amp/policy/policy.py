@@ -1,4 +1,4 @@
-"""Rules, layers of rules, and the policy that decides from them."""
+"""Rules, layers of rules, and the policy that decides casts from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xla_amp.types import Cast, Layer, LowDtype, OperationClass
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Operations that share a cast, and why.
+    """Operations that share a cast, and the reason.
 
     In a built-in table each name is one exact overload, as torch registers it.  In a user's rule a bare name reaches
     every overload of the packet; globs, ``class:<operation class>`` and ``module:<path>`` are allowed.
@@ -24,9 +24,9 @@ class Rule:
     cast: Cast
     why: str
     source: str
-    """Document, header or list that says so; for a user's rule, where it is written."""
+    """Document, header or list that the rule comes from; for a user's rule, where it is written."""
     note: str = ""
-    """Where documentation and the registered kernel differ: what the document says and what is done here."""
+    """Where documentation and registered kernel differ: what the documentation says and what the rule does."""
     origin: str = ""
     """File, line and row, variable, or call that holds the rule."""
 
@@ -42,7 +42,7 @@ def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def _reduce(value: Any) -> tuple[Any, ...]:
-    # Hashes of strings differ between processes and the caches are this process's own: pickle what was written only.
+    # String hashes differ between processes, and the caches belong to this process: pickle the given fields only.
     return _rebuild, (type(value), {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init})
 
 
@@ -57,7 +57,7 @@ class Decision(NamedTuple):
     @property
     def why(self) -> str:
         """The rule's reason."""
-        return self.rule.why if self.rule else "no rule: it runs in the dtypes that it was given"
+        return self.rule.why if self.rule else "no rule: it runs in the dtypes of its operands"
 
     @property
     def origin(self) -> str:
@@ -67,14 +67,14 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleLayer:
-    """Rules that rank together: within one layer no operation may get two casts."""
+    """Rules of one rank: within a layer no operation may get two casts."""
 
     layer: Layer
     origin: str
     rules: tuple[Rule, ...]
     _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
     _globs: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
-    _places: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _module_patterns: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -88,9 +88,9 @@ class RuleLayer:
                 )
             exact[operation] = rule
         object.__setattr__(self, "_exact", exact)
-        located = tuple(pair for pair in pairs if module_patterns.is_place(pair[0]))
-        object.__setattr__(self, "_places", located)
-        object.__setattr__(self, "_globs", tuple(p for p in pairs if p not in located and op_catalog.is_glob(p[0])))
+        for_modules = tuple(pair for pair in pairs if module_patterns.is_module_pattern(pair[0]))
+        object.__setattr__(self, "_module_patterns", for_modules)
+        object.__setattr__(self, "_globs", tuple(p for p in pairs if p not in for_modules and op_catalog.is_glob(p[0])))
         object.__setattr__(self, "_hash", hash((self.layer, self.origin, self.rules)))
 
     def __hash__(self) -> int:
@@ -100,15 +100,17 @@ class RuleLayer:
         return _reduce(self)
 
     def find(self, operation: str, path: str | None = None) -> Rule | None:
-        """The rule for `operation`, if this layer has one; a rule for the module at `path` comes before the others.
+        """The rule for `operation`, if this layer has one; a rule for the module at `path` wins over the others.
 
         Raises:
             PolicyError: two rules reach it with different casts.
         """
-        if path is not None and self._places:
-            here = [rule for pattern, rule in self._places if module_patterns.reaches(pattern, operation, path)]
-            if here:
-                return _one(here, f"operation {operation!r} in module {path!r}")
+        if path is not None and self._module_patterns:
+            matches = [
+                rule for pattern, rule in self._module_patterns if module_patterns.reaches(pattern, operation, path)
+            ]
+            if matches:
+                return _agreed_rule(matches, f"operation {operation!r} in module {path!r}")
         if self.layer == "builtin":
             return self._exact.get(operation)
         bare = op_catalog.packet(operation)
@@ -117,21 +119,21 @@ class RuleLayer:
         reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
         if operation in op_catalog.catalogue().classes:
             reached += [rule for pattern, rule in self._globs if op_catalog.fits(pattern, operation)]
-        return _one(reached, f"operation {operation!r}") if reached else None
+        return _agreed_rule(reached, f"operation {operation!r}") if reached else None
 
     def reach(self) -> frozenset[str]:
         """Known operations that its rules reach, wherever they run."""
         if self.layer == "builtin":
             return frozenset(self._exact)
-        patterns = (pattern for pattern in self._exact if not module_patterns.is_place(pattern))
+        patterns = (pattern for pattern in self._exact if not module_patterns.is_module_pattern(pattern))
         return frozenset(name for pattern in patterns for name in op_catalog.matching(pattern))
 
     def reach_in_modules(self) -> frozenset[str]:
         """Operations that its rules for modules reach inside these."""
-        return frozenset(name for pattern, _ in self._places for name in module_patterns.operations(pattern))
+        return frozenset(name for pattern, _ in self._module_patterns for name in module_patterns.operations(pattern))
 
 
-def _one(rules: list[Rule], reached: str) -> Rule:
+def _agreed_rule(rules: list[Rule], reached: str) -> Rule:
     if len({rule.cast for rule in rules}) > 1:
         listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(rules))
         raise PolicyError(
@@ -148,9 +150,9 @@ def _short(rule: Rule) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Policy:
-    """A low dtype and layers of rules, of which a later one wins.
+    """A low dtype and layers of rules; a later layer wins.
 
-    Equal by value and hashable, so it can be a key; asked through `decide`.
+    Equal by value and hashable, so it can be a key.  `decide` gives the cast of an operation.
     """
 
     name: str
@@ -166,14 +168,14 @@ class Policy:
     """For the result of `resolve`: the policy before file, environment, overrides and context."""
     _hash: int = dataclasses.field(init=False, compare=False)
     by_module: bool = dataclasses.field(init=False, compare=False)
-    """Whether some rule asks for the module; if none does, nobody need find out which it is."""
+    """Whether a rule depends on the module; if none does, modules need not be followed."""
     _decisions: dict[str | tuple[str, str], Decision] = dataclasses.field(init=False, compare=False)
     _matched: set[Rule] = dataclasses.field(init=False, compare=False)
     _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         fields: dict[str, Any] = {"_decisions": {}, "_matched": set(), "_reach": {}}
-        fields["by_module"] = any(layer._places for layer in self.layers)
+        fields["by_module"] = any(layer._module_patterns for layer in self.layers)
         fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -194,11 +196,11 @@ class Policy:
         return tuple(rule for layer in self.layers for rule in layer.rules)
 
     def decide(self, operation: str, path: str | None = None) -> Decision:
-        """What is done with `operation`; the answer is kept, so asking again costs one dict lookup.
+        """The cast of `operation`; cached, so asking again costs one dict lookup.
 
         Args:
             operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
-            path: the module that it runs in, as ``named_modules`` calls it; None outside of any.
+            path: path of the module that it runs in, as in ``named_modules``; None outside modules.
 
         Returns:
             The decision of the highest layer that has a rule; without one, ``keep``.
@@ -248,7 +250,7 @@ class Policy:
         return frozenset(self.casts())
 
     def ruled(self) -> frozenset[str]:
-        """Exact ATen names that some rule reaches, one that says ``keep`` included."""
+        """Exact ATen names that some rule reaches, ``keep`` rules included."""
         return frozenset[str]().union(*(layer.reach() for layer in self.layers))
 
     def ruled_in_modules(self) -> frozenset[str]:
@@ -256,6 +258,6 @@ class Policy:
         return frozenset[str]().union(*(layer.reach_in_modules() for layer in self.layers))
 
     def outside(self, operation: str) -> tuple[Cast, bool]:
-        """Cast of `operation` outside modules, and whether a rule says so; it does not count as a match."""
+        """Cast of `operation` outside modules, and whether a rule gives it; this does not count as a match."""
         decision = self._decide(operation, mark=False)
         return decision.cast, decision.rule is not None

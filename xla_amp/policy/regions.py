@@ -1,7 +1,7 @@
-"""Which region is open: a stack per thread and device type, changed by tokens.
+"""Open autocast regions: a stack per thread and device type.
 
-A token restores what was there before it whatever happened in between, so the same ``autocast`` object can be
-entered again inside itself, an exception leaves nothing behind, and generators may close out of order.
+`push` returns a token and `pop` removes exactly its region.  The same ``autocast`` object can therefore be entered
+inside itself, an exception leaves nothing behind, and generators may close out of order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xla_amp.policy.policy import Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
-    """What one ``autocast`` block asks for."""
+    """The settings of one ``autocast`` block."""
 
     policy: Policy
     """The effective policy (`xla_amp.policy.resolve`)."""
@@ -32,7 +32,7 @@ class Token:
     device_type: str
     region: Region
     stack: list[Token]
-    """The stack that holds it: that of the thread and device type of the push."""
+    """The stack of the thread and device type that opened the region."""
 
 
 class _Thread(threading.local):
@@ -41,7 +41,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stacks: dict[str, list[Token]] = {}
         self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
-        """Whether Python did not start this thread (autograd's are such): it runs work on behalf of other threads."""
+        """Whether Python did not start this thread, as with autograd's: it runs work of other threads."""
 
 
 _thread = _Thread()
@@ -49,33 +49,32 @@ _lock = threading.Lock()
 _open: dict[str, list[Token]] = {}
 """All open regions of the process by device type, newest last."""
 _newest: dict[str, Region] = {}
-"""The last of each, for reading without the lock."""
+"""Newest open region by device type, read without the lock."""
 
-
-_listeners: tuple[Callable[[str, Region], object], ...] = ()
-_closing: tuple[Callable[[str, Region], object], ...] = ()
+_push_listeners: tuple[Callable[[str, Region], object], ...] = ()
+_pop_listeners: tuple[Callable[[str, Region], object], ...] = ()
 
 
 def on_push(listener: Callable[[str, Region], object]) -> None:
-    """Calls ``listener(device_type, region)`` before every region that opens from now on, on the thread that opens it.
+    """Calls ``listener(device_type, region)`` before each region opens, on the thread that opens it.
 
-    For a front that installs one kernel per operation: an override inside an open region may add operations.
+    For a front that installs a kernel for each operation: an override inside an open region may add operations.
     """
-    global _listeners
+    global _push_listeners
     with _lock:
-        _listeners = (*_listeners, listener)
+        _push_listeners = (*_push_listeners, listener)
 
 
 def on_pop(listener: Callable[[str, Region], object]) -> None:
-    """Calls ``listener(device_type, region)`` after every region that closes from now on."""
-    global _closing
+    """Calls ``listener(device_type, region)`` after each region closes."""
+    global _pop_listeners
     with _lock:
-        _closing = (*_closing, listener)
+        _pop_listeners = (*_pop_listeners, listener)
 
 
 def push(device_type: str, region: Region) -> Token:
     """Opens `region` for `device_type` on this thread; `pop` the token to close it."""
-    for listener in _listeners:
+    for listener in _push_listeners:
         listener(device_type, region)
     stack = _thread.stacks.setdefault(device_type, [])
     token = Token(device_type, region, stack)
@@ -90,27 +89,27 @@ def pop(token: Token) -> None:
     """Closes the region of `token`; regions opened after it and still open stay as they are.
 
     Raises:
-        PolicyError: it was closed before.
+        PolicyError: the region is closed already.
     """
     with _lock:
         if token not in token.stack:
             raise PolicyError(f"this region of {token.device_type!r} is closed already; pop() each token once")
         token.stack.remove(token)
-        everywhere = _open[token.device_type]
-        everywhere.remove(token)
-        if everywhere:
-            _newest[token.device_type] = everywhere[-1].region
+        of_process = _open[token.device_type]
+        of_process.remove(token)
+        if of_process:
+            _newest[token.device_type] = of_process[-1].region
         else:
             del _newest[token.device_type]
-    for listener in _closing:
+    for listener in _pop_listeners:
         listener(token.device_type, token.region)
 
 
 def current(device_type: str) -> Region | None:
     """The innermost region of `device_type` that is open on this thread, or None.
 
-    On a thread that Python did not start (autograd runs the backward pass on such threads) and that has none open, the
-    newest region that is open anywhere in the process.
+    On a thread that Python did not start (autograd runs the backward pass on such threads) and that has no open
+    region, it is the newest open region of the process.
     """
     stack = _thread.stacks.get(device_type)
     if stack:

@@ -1,45 +1,33 @@
-"""The effective policy: built-in rules, then file, environment, overrides and the local context on top.
+"""The effective policy: built-in rules, and on top file, environment, overrides and the local context.
 
-Every layer is built once for the text that it comes from, so that resolving an unchanged situation costs a few dict
-lookups and gives the identical object.
+Every layer is built once for its text, so resolving again without a change costs a few dict lookups and returns the
+identical object.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from xla_amp import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import module_patterns, op_catalog
-from xla_amp.policy import regions as regions
-from xla_amp.policy.load import PolicyLike, check, load, read_file, rule, rules_from_file, signature
-from xla_amp.policy.op_catalog import matching
+from xla_amp.policy import gaudi, module_patterns, op_catalog, regions
+from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import Cast, Layer
 
-_HPU: Final = "tables/hpu.toml"
-_GAUDI_NAMES_NOTHING: Final = ("iadd", "truediv")
-"""In Gaudi's documented lists, hence in files made from them; no ATen operation has these names, so they do nothing
-there either."""
-_GAUDI_PROMOTES_TOO: Final = ("addcdiv", "div", "exp", "mul", "pow")
-"""In Gaudi's promote list, which cannot be replaced, besides a list that ranks higher; when a file replaces that one
-and does not name them, they are promoted."""
-
 
 def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:
-    """`policy` with everything that applies to it now, in rising rank: built-in table, its file's own rows, the file
-    in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES`` (for ``hpu`` also Gaudi's lists), open overrides of this thread, and the
-    rules in `context`.
+    """`policy` with every layer that applies now, lowest rank first: built-in table, the rows of its own file, the file
+    in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``, open overrides of this thread, and the rules in `context`.  For ``hpu``,
+    Gaudi's lists replace rows of the table.
 
-    Equal layers give the identical object.  Resolving a resolved policy starts again from its base and keeps its
-    context rules.
+    Equal layers give the identical object.  Resolving a resolved policy starts from its base and keeps its context
+    rules.
 
     Args:
         policy: name, path or `Policy`.
@@ -48,7 +36,7 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
     Raises:
         PolicyError: one of the layers cannot be followed.
     """
-    given = load(policy)
+    given = policy if isinstance(policy, Policy) else load(policy)
     base = given
     local: tuple[RuleLayer, ...] = ()
     if given.base is not None:
@@ -56,34 +44,33 @@ def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Po
         local = tuple(layer for layer in given.layers if layer.layer == "context")
     if context:
         local = (*local, _mapping_layer("context", _items(context)))
-    lists, above = _gaudi_lists(base), (*_file(), *_environment(config.rules()), *_overrides.open, *local)
-    return _effective(base, lists, above) if above or lists[1] else base
-
-
-_NO_LISTS: Final[tuple[tuple[RuleLayer, ...], frozenset[Cast]]] = ((), frozenset())
+    # Runs on every entry of a region, so each part is skipped without a call where it is not used.
+    layers = base.layers
+    for layer in layers:
+        if layer.origin == gaudi.TABLE:
+            layers = gaudi.layers(base)
+            break
+    file, text = config.policy_file(), config.rules()
+    if file is not None:
+        layers = (*layers, rules_from_file(*signature(file)))
+    if text:
+        layers = (*layers, *_environment(text))
+    if _overrides.open or local:
+        layers = (*layers, *_overrides.open, *local)
+    return base if layers is base.layers else _effective(base, layers)
 
 
 @functools.lru_cache(maxsize=512)
-def _effective(
-    base: Policy, lists: tuple[tuple[RuleLayer, ...], frozenset[Cast]], above: tuple[RuleLayer, ...]
-) -> Policy:
-    layers = base.layers
-    if lists[1]:
-        layers = tuple(level for layer in layers for level in _with_lists(layer, *lists))
+def _effective(base: Policy, layers: tuple[RuleLayer, ...]) -> Policy:
     return Policy(
         name=base.name,
         low=base.low,
         dtypes=base.dtypes,
-        layers=(*layers, *above),
+        layers=layers,
         summary=base.summary,
         source=base.source,
         base=base,
     )
-
-
-def _file() -> tuple[RuleLayer, ...]:
-    path = config.policy_file()
-    return () if path is None else (rules_from_file(*signature(path)),)
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,49 +104,6 @@ def _mapping_layer(layer: Layer, items: tuple[tuple[str, Cast], ...]) -> RuleLay
     return check(RuleLayer(layer=layer, origin=origin, rules=tuple(rules)))
 
 
-# Gaudi's lists. Its bridge asks, for each operation, first the low list, then fp32, then promote, whichever file or
-# default they come from; so a list from a file takes the place of that cast's rows, in that order.
-
-
-def _gaudi_lists(base: Policy) -> tuple[tuple[RuleLayer, ...], frozenset[Cast]]:
-    if not any(layer.origin == _HPU for layer in base.layers):
-        return (), frozenset()
-    set_ = config.hpu_lists()
-    layers = (_gaudi_list(cast, variable, *signature(path)) for cast, variable, path in set_)
-    return tuple(layer for layer in layers if layer.rules), frozenset(cast for cast, _, _ in set_)
-
-
-@functools.lru_cache(maxsize=64)
-def _gaudi_list(cast: Cast, variable: str, path: Path, _mtime: int, _size: int) -> RuleLayer:
-    rules: list[Rule] = []
-    for number, line in enumerate(read_file(path).splitlines(), 1):
-        operation = line.strip()
-        if operation and operation not in _GAUDI_NAMES_NOTHING:
-            where = f"{os.fspath(path)}:{number} ({variable})"
-            rules.append(rule(where, [operation], cast, why=f"listed in the file of {variable}", source=variable))
-    return check(RuleLayer(layer="environment", origin=variable, rules=tuple(rules)))
-
-
-def _with_lists(layer: RuleLayer, lists: tuple[RuleLayer, ...], replaced: frozenset[Cast]) -> tuple[RuleLayer, ...]:
-    if layer.origin != _HPU:
-        return (layer,)
-    levels: list[RuleLayer] = []
-    for cast in ("promote", "fp32", "low"):
-        if cast not in replaced:
-            rows = tuple(row for row in layer.rules if row.cast == cast)
-            if cast == "promote":
-                rows += (_gaudi_promotes_too(rows[0]),)
-            levels.append(RuleLayer(layer="builtin", origin=_HPU, rules=rows))
-        levels.extend(level for level in lists if level.rules[0].cast == cast)
-    return tuple(levels)
-
-
-def _gaudi_promotes_too(like: Rule) -> Rule:
-    operations = tuple(name for packet in _GAUDI_PROMOTES_TOO for name in matching(packet))
-    note = "Documented in two lists; the other one was replaced by a file."
-    return dataclasses.replace(like, operations=operations, note=note, origin=f"{_HPU}, promote list")
-
-
 class _Overrides(threading.local):
     def __init__(self) -> None:
         self.stack: list[override] = []
@@ -171,34 +115,34 @@ _listeners: tuple[Callable[[RuleLayer, bool], object], ...] = ()
 
 
 def on_override(listener: Callable[[RuleLayer, bool], object]) -> None:
-    """Calls ``listener(layer, True)`` when an override opens from now on and ``listener(layer, False)`` when it closes,
-    on its thread.
+    """Calls ``listener(layer, True)`` when an override opens and ``listener(layer, False)`` when it closes, on its
+    thread.
 
-    For a front that must also act where no region of ours is open.
+    For a front that must act even where no `xla_amp.autocast` region is open.
     """
     global _listeners
     _listeners = (*_listeners, listener)
 
 
 def overridden(policy: Policy) -> Policy:
-    """`policy` with this thread's open overrides and nothing else on top; itself where there are none."""
+    """`policy` with only this thread's open overrides on top; `policy` itself when none is open."""
     if not _overrides.open:
         return policy
-    return _effective(policy, _NO_LISTS, _overrides.open)
+    return _effective(policy, (*policy.layers, *_overrides.open))
 
 
 class override:
-    """Context manager: rules for this thread, on whatever policy is in force, also inside an open region.
+    """Context manager: rules for this thread, on top of any policy, also inside an open region.
 
     An inner override wins over an outer one.  The same object may be entered again while it is open.
 
     Args:
-        rules: what to cast: an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to cast.
-        module: path of modules as ``named_modules`` gives it, globs allowed, perhaps with an operation at the end
+        rules: mapping from an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to a cast.
+        module: path of modules as ``named_modules`` gives it; globs and a final operation are allowed
             (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
         hlo_class: operation class (``"reduction"``, see `xla_amp.types.OperationClass`); gets `cast`.
         cast: the cast of `module` and of `hlo_class`.
-        **casts: operation to cast, for names that are identifiers.
+        **casts: casts by operation, for names that are Python identifiers.
 
     Raises:
         PolicyError: an unknown operation, class or cast, one operation given twice, or rules that disagree.
@@ -223,26 +167,26 @@ class override:
         given: Mapping[str, Any] = {} if rules is None else rules
         if not isinstance(given, Mapping):
             raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
-        named: dict[str, Any] = {**casts, **_aimed(module, hlo_class, cast)}
+        named: dict[str, Any] = {**casts, **_target_rules(module, hlo_class, cast)}
         if twice := sorted(set(given) & set(named)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not named:
             _no_rules()
         self._layer = _mapping_layer("override", _items({**given, **named}))
-        self._local = _Entered()
+        self._entries = _Entries()
 
     def __enter__(self) -> None:
-        self._local.tokens.append([])
-        self._local.heard.append([])
+        self._entries.tokens.append([])
+        self._entries.notified.append([])
         _overrides.stack.append(self)
         _overrides.open = tuple(entered._layer for entered in _overrides.stack)
         try:
             for listener in _listeners:
                 listener(self._layer, True)
-                self._local.heard[-1].append(listener)
+                self._entries.notified[-1].append(listener)
             for device_type, region in regions.open_here().items():
                 changed = dataclasses.replace(region, policy=resolve(region.policy))
-                self._local.tokens[-1].append(regions.push(device_type, changed))
+                self._entries.tokens[-1].append(regions.push(device_type, changed))
         except BaseException:
             self._close()
             raise
@@ -253,27 +197,29 @@ class override:
         self._close()
 
     def _close(self) -> None:
-        for token in reversed(self._local.tokens.pop()):
+        for token in reversed(self._entries.tokens.pop()):
             regions.pop(token)
-        for listener in self._local.heard.pop():
+        for listener in self._entries.notified.pop():
             listener(self._layer, False)
         stack = _overrides.stack
         del stack[len(stack) - 1 - stack[::-1].index(self)]
         _overrides.open = tuple(entered._layer for entered in stack)
 
 
-class _Entered(threading.local):
+class _Entries(threading.local):
     def __init__(self) -> None:
         self.tokens: list[list[regions.Token]] = []
-        self.heard: list[list[Callable[[RuleLayer, bool], object]]] = []
+        self.notified: list[list[Callable[[RuleLayer, bool], object]]] = []
+        """Listeners that were told of each opening."""
 
 
-def _aimed(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:
-    aims = {module_patterns.PREFIX: module, op_catalog.CLASS: hlo_class}
-    found = {f"{prefix}{aim}": cast for prefix, aim in aims.items() if aim is not None}
-    for word, aim in (("module", module), ("hlo_class", hlo_class)):
-        if aim is not None and not isinstance(aim, str):
-            raise PolicyError(f"override({word}={aim!r}): expected a string, got {type(aim).__name__}")
+def _target_rules(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:
+    """Rules of `override` for its arguments `module` and `hlo_class`."""
+    targets = {module_patterns.PREFIX: module, op_catalog.CLASS: hlo_class}
+    found = {f"{prefix}{target}": cast for prefix, target in targets.items() if target is not None}
+    for keyword, target in (("module", module), ("hlo_class", hlo_class)):
+        if target is not None and not isinstance(target, str):
+            raise PolicyError(f"override({keyword}={target!r}): expected a string, got {type(target).__name__}")
     if (cast is None) != (not found):
         raise PolicyError(
             'override(): module= and hlo_class= go with cast=, e.g. override(module="*.attention.softmax", '
@@ -287,10 +233,10 @@ def _no_rules() -> NoReturn:
 
 
 def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:
-    """Rules of file, environment, overrides and context that no operation has met so far, e.g. after a training run.
+    """Rules of file, environment, overrides and context that have matched no operation so far, e.g. after training.
 
-    Built-in rules are left out.  A rule that was met but outranked counts as used.  An override is seen while it is
-    open.
+    Built-in rules are left out.  A rule that matched but was outranked counts as used.  Rules of an override are
+    included while it is open.
     """
     effective = resolve(policy)
     rules = (row for layer in effective.layers if layer.layer != "builtin" for row in layer.rules)
