@@ -116,7 +116,7 @@ def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]]
         jax.block_until_ready(outputs)
         return elapsed
 
-    replay.program = dataclasses.replace(program, call=nothing)  # before its second run, which looks at the executable
+    replay.program = dataclasses.replace(program, call=nothing)
 
     def replayed() -> float:
         start = time.thread_time()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,29 +102,6 @@ def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
     place = jax.sharding.SingleDeviceSharding(device)
     with x64(), jax.transfer_guard_host_to_device("allow"):  # a guard is for what users upload
         return xla_client.batched_device_put(kind, place, [numbers], [device], False)
-
-
-class Loaded(NamedTuple):
-    """A compiled program as XLA's runtime takes it."""
-
-    execute: Callable[[Sequence[jax.Array]], list[jax.Array]]
-    """Gives the outputs; looks at nothing but the number of the inputs."""
-    used: Sequence[int]
-    """Places, among all arguments, of those that the program still has; these are `execute`'s inputs, in this order."""
-
-
-def loaded(compiled: jax.stages.Compiled) -> Loaded | None:
-    """What is behind `compiled`; None where JAX does more in a call than to run it, or hides it in another place."""
-    try:
-        call = compiled._executable.unsafe_call  # type: ignore[union-attr]
-        if call.mut or call.ordered_effects or call.has_unordered_effects or call.has_host_callbacks:
-            return None
-        if call.pgle_profiler is not None:
-            return None
-        execute, handlers = call.xla_executable.execute_sharded, call.out_handler.handlers
-        return Loaded(lambda arrays: execute(arrays).consume_with_handlers(handlers), sorted(call.kept_var_idx))
-    except AttributeError:
-        return None
 
 
 class x64:

@@ -23,8 +23,6 @@ import numpy as np
 
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture import fast_dispatch
-from xla_amp.lazy.capture.fast_dispatch import Direct
 from xla_amp.lazy.capture.observer import NotReplayable, Reference, Run, first_difference
 from xla_amp.lazy.graph.trace import Buffer, Lost, borrowers, lend, new_weakref, take_back
 from xla_amp.lazy.runtime import execute, generator, memory_layout, mesh, pjrt
@@ -77,12 +75,6 @@ class Replay:
         """The arrays of the inputs, with gaps for the arguments; None while the state is in its buffers."""
         self._mesh: Any = None
         self._fresh_arrays: list[weakref.ref[jax.Array]] = []
-        self._rounds = 0
-        """Runs since the state came here; from the second one on it is what the program itself gave."""
-        self._executable: tuple[Direct | None] | None = None
-        """None before it was asked for."""
-        self._direct: Direct | None = None
-        """The executable, while what it reads lies as it reads it."""
         self._floats: Any = None
         self._words: tuple[int, ...] | None = None
         seed, offset = begin
@@ -130,7 +122,6 @@ class Replay:
         if None in following:
             raise NotReplayable("it uses up a value that nothing replaces, so that a next call has none")
         self._following = _picker(following)
-        self._computed = {place: output for place, output in enumerate(following) if output < computed}
         self._left: list[tuple[int, Reference]] = []
         """(result, buffer) for buffers that get a value and are neither state nor argument."""
         self._overwritten: list[tuple[int, int]] = []
@@ -203,10 +194,11 @@ class Replay:
         self._copy_shared(donated)
         seed, offset = generator.state()
         try:
-            outputs = self._dispatch(inputs, donated, kept, self._numbers(floats), self._whole_numbers(seed, offset))
+            numbers = self._numbers(floats), self._whole_numbers(seed, offset)
+            with private_api.x64():
+                outputs = execute.dispatch(self.program, donated, kept, *numbers)
         except Exception as error:
             raise self._failed(arguments, error) from error
-        self._rounds += 1
         metrics.executions += 1
         metrics.operations += self.program.operations
         if self._advance:
@@ -221,24 +213,6 @@ class Replay:
         self._fresh_arrays = [weakref.ref(results[place]) for place, _ in (*self._left, *self._overwritten)]
         execute.note(self._newest)
         return results
-
-    def _dispatch(self, inputs: list[Any], donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
-        if mesh.active is None and self._rounds:
-            if self._rounds == 1:
-                self._bind(donated, kept, floats, ints)
-            given = ((place, inputs[place]) for place, _ in self._arguments)
-            if self._direct is not None and fast_dispatch.is_allowed() and self._direct.takes(given):
-                return self._direct(donated, kept, floats, ints)
-        with private_api.x64():
-            return execute.dispatch(self.program, donated, kept, floats, ints)
-
-    def _bind(self, donated: list[Any], kept: list[Any], *numbers: Any) -> None:
-        """Finds out whether the runs to come can go directly: what is kept lies as the executable reads it."""
-        if self._executable is None:
-            self._executable = (fast_dispatch.of(self.program, (donated, kept, *numbers), self._computed),)
-        (executable,), arguments = self._executable, {place for place, _ in self._arguments}
-        rest = [(place, array) for place, array in enumerate(kept, self._donations) if place not in arguments]
-        self._direct = executable if executable is not None and executable.takes(rest) else None
 
     def _collect(self) -> bool:
         """Takes the state out of its buffers unless it is here; False when something of it is missing."""
@@ -273,7 +247,7 @@ class Replay:
                 buffer.shared = None  # type: ignore[union-attr]
         for buffer in dict.fromkeys(buffers):
             lend(buffer)  # type: ignore[arg-type]
-        self._inputs, self._mesh, self._rounds = inputs, mesh.active, 0
+        self._inputs, self._mesh = inputs, mesh.active
         self._floats = self._words = None  # they lie where the last state did
         borrowers.append(self)
         return True
