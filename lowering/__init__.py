@@ -1,6 +1,6 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder is a leaf: it imports JAX and nothing of torch or of the rest of the package.
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.loss_scaling`.
 """
 
 # ruff: noqa: F401 (importing a family registers its lowerings)

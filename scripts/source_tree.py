@@ -28,6 +28,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp", "xla_amp.cli"),
 )
 
+# The only modules of the package that `xla_amp.lowering` imports.
+LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling"})
+
 # Modules that load others by name when they are asked to: engines are selected at run time.
 LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),

@@ -1,17 +1,35 @@
-"""The loss-scale formula against torch's kernel and in every array library it may meet."""
+"""The loss-scale formula and all its users against torch's kernel."""
 
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import random
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import torch
+from harness import Call, execute
 
 from xla_amp import loss_scaling
+from xla_amp.jax import LossScale
+from xla_amp.jax.loss_scale import SMALLEST
 from xla_amp.loss_scaling import LARGEST, update
 
-torch = pytest.importorskip("torch")
+ROOT = Path(loss_scaling.__file__).parent
+
+
+def torch_xla_kernels():
+    """`xla_amp.backends.torch_xla.amp_kernels`, whose package imports torch_xla; the module itself only torch."""
+    specification = importlib.util.spec_from_file_location("kernels", ROOT / "backends/torch_xla/amp_kernels.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+amp_kernels = torch_xla_kernels()
 
 
 def torch_update(value, tracker, found_inf, growth, backoff, interval):
@@ -21,101 +39,111 @@ def torch_update(value, tracker, found_inf, growth, backoff, interval):
     return values[0].item(), values[1].item()
 
 
-def schedules():
-    """Random runs: (factors, start, overflow of each step).  Factors that float32 holds exactly give equal results."""
+def schedules(count=40, smallest=-126):
+    """Random runs: (factors, start, overflow of each step).  In half of them float32 does not hold the factors."""
     source = random.Random(3)
-    for number in range(40):
-        exact = number % 2 == 0
-        growth = source.choice([2.0, 4.0, 1.5]) if exact else source.uniform(1.01, 3.0)
-        backoff = source.choice([0.5, 0.25, 0.75]) if exact else source.uniform(0.1, 0.99)
-        start = source.choice([1.0, 2.0**16, 2.0**126, 2.0**-120])
+    for number in range(count):
+        exact = number % 4 == 0
+        growth = source.choice([2.0, 4.0, 1.5]) if exact else source.choice([1.7, source.uniform(1.01, 3.0)])
+        backoff = source.choice([0.5, 0.25, 0.75]) if exact else source.choice([0.3, source.uniform(0.1, 0.99)])
+        start = source.choice([1.0, 2.0**16, 2.0**126, 2.0**smallest, source.uniform(1, 2) * 2.0**20])
         probability = source.choice([0.0, 0.05, 0.5])
         overflows = [source.random() < probability for _ in range(60)]
-        yield exact, (growth, backoff, source.randint(1, 7)), start, overflows
+        yield (growth, backoff, source.randint(1, 7)), start, overflows
 
 
 def run(step, factors, start, overflows):
-    value, tracker, trace = start, 0, []
+    value, tracker, trace = float(np.float32(start)), 0, []
     for overflow in overflows:
         value, tracker = step(value, tracker, float(overflow), *factors)
         trace.append((float(value), int(tracker)))
     return trace
 
 
-def same(ours, theirs, exact):
-    trackers = [tracker for _, tracker in ours] == [tracker for _, tracker in theirs]
-    # Rounding the factor to float32 costs at most 2^-24 per step, and so does each product: 60 steps, 2^-17.
-    tolerance = 0 if exact else 2.0**-17
-    return trackers and all(abs(a - b) <= tolerance * abs(b) for (a, _), (b, _) in zip(ours, theirs, strict=True))
+def numpy_multiply(scale, factor):
+    with np.errstate(over="ignore"):
+        return np.multiply(scale, factor, dtype=np.float64).astype(np.float32)
 
 
 def numpy_step(value, tracker, found_inf, *factors):
-    with np.errstate(over="ignore"):
-        return update(np.asarray(value, np.float32), np.asarray(tracker, np.int32), np.float32(found_inf), *factors)
+    arrays = np.asarray(value, np.float32), np.asarray(tracker, np.int32), np.float32(found_inf)
+    return update(*arrays, *factors, where=np.where, multiply=numpy_multiply)
 
 
-def torch_step(value, tracker, found_inf, *factors):
-    tensors = torch.as_tensor(value), torch.as_tensor(tracker, dtype=torch.int32), torch.tensor(found_inf)
-    return update(*tensors, *factors, where=torch.where)
+def torch_xla_step(value, tracker, found_inf, *factors):
+    """The kernel for torch_xla, which is made of torch operations, on the CPU."""
+    tensors = torch.tensor([value]), torch.tensor([tracker], dtype=torch.int32)
+    assert amp_kernels.update_scale(*tensors, torch.tensor(found_inf), *factors) is tensors[0]
+    return tensors[0].item(), tensors[1].item()
 
 
-def float_step(value, tracker, found_inf, *factors):
-    new, tracker = update(value, tracker, found_inf, *factors)
-    with np.errstate(over="ignore"):
-        return float(np.float32(new)), tracker  # a Python float has more digits than a float32 scale
-
-
-STEPS = {"float": float_step, "numpy": numpy_step, "torch": torch_step}
+STEPS = {"float": update, "numpy": numpy_step, "torch_xla": torch_xla_step}
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_random_schedules_equal_torch(step):
-    for exact, factors, start, overflows in schedules():
-        assert same(run(step, factors, start, overflows), run(torch_update, factors, start, overflows), exact)
+def test_random_schedules_equal_torch_bit_for_bit(step):
+    for factors, start, overflows in schedules():
+        assert run(step, factors, start, overflows) == run(torch_update, factors, start, overflows), factors
 
 
-def test_random_schedules_equal_torch_under_jit():
-    jax = pytest.importorskip("jax")
-    step = jax.jit(update)
+def test_lowering_equals_torch_bit_for_bit():
+    source = random.Random(4)
+    rows = []
+    for _ in range(300):
+        value = np.float32(2.0 ** source.uniform(-60, 127.99))
+        interval = source.randint(1, 3)
+        factors = (source.choice([1.7, 2.0, source.uniform(1, 3)]), source.choice([0.3, source.uniform(0.1, 1)]))
+        flag = float(source.random() < 0.5)
+        rows.append((float(value), source.randint(0, 2), flag, *factors, interval))
+    calls, promised = [], []
+    for value, tracker, flag, *factors in rows:
+        arrays = torch.tensor([value]), torch.tensor([tracker], dtype=torch.int32)
+        calls.append(Call("_amp_update_scale_", (*arrays, torch.tensor([flag]), *factors), {}))
+        promised.append(arrays)
+    results = [tuple(tensor.item() for tensor in pair) for pair in execute(calls, promised)]
+    assert results == [torch_update(*row) for row in rows]
 
-    def jax_step(value, tracker, found_inf, *factors):
-        return step(np.float32(value), np.int32(tracker), np.float32(found_inf), *factors)
 
+def test_loss_scale_equals_torch_bit_for_bit():
+    """`xla_amp.jax.LossScale` keeps its factors as float32, so torch gets the rounded ones."""
+    step = jax.jit(LossScale.update)
     compared = 0
-    for exact, factors, start, overflows in schedules():
-        theirs = run(torch_update, factors, start, overflows)
-        if compared < 10 and min(value for value, _ in theirs) >= 2.0**-126:  # XLA flushes smaller numbers to zero
-            assert same(run(jax_step, factors, start, overflows), theirs, exact)
-            compared += 1
-    assert compared == 10
-    new = step(np.float32(8), np.int32(0), np.float32(0), 2.0, 0.5, 2000)
-    assert [str(value.dtype) for value in new] == ["float32", "int32"]
+    for factors, start, overflows in schedules(160, smallest=-60):
+        rounded = (float(np.float32(factors[0])), float(np.float32(factors[1])), factors[2])
+        theirs = run(torch_update, rounded, start, overflows)
+        if not all(SMALLEST <= value <= 2.0**126 for value, _ in theirs):  # bounds of `LossScale`
+            continue
+        names = ("growth_factor", "backoff_factor", "growth_interval")
+        state = LossScale.dynamic(float(np.float32(start)), **dict(zip(names, factors, strict=True)))
+        ours = []
+        for overflow in overflows:
+            state = step(state, not overflow)
+            ours.append((float(state.value), int(state.growth_tracker)))
+        assert ours == theirs, factors
+        compared += 1
+    assert compared >= 20
 
 
-@pytest.mark.parametrize("wrong", ["late growth", "tracker kept", "no bound"])
+@pytest.mark.parametrize("wrong", ["late growth", "tracker kept", "no bound", "factor in float32"])
 def test_the_comparison_finds_wrong_formulas(wrong):
     def step(value, tracker, found_inf, growth, backoff, interval):
         if wrong == "no bound" and not found_inf and tracker + 1 == interval:
             return value * growth, 0
-        new, new_tracker = float_step(value, tracker, found_inf, growth, backoff, interval + (wrong == "late growth"))
+        if wrong == "factor in float32":
+            growth, backoff = float(np.float32(growth)), float(np.float32(backoff))
+        new, new_tracker = update(value, tracker, found_inf, growth, backoff, interval + (wrong == "late growth"))
         return new, tracker if wrong == "tracker kept" and found_inf else new_tracker
 
-    cases = list(schedules())
-    agree = [same(run(step, factors, start, flags), run(torch_update, factors, start, flags), exact)
-             for exact, factors, start, flags in cases]  # fmt: skip
-    assert not all(agree)
+    assert not all(run(step, *schedule) == run(torch_update, *schedule) for schedule in schedules())
 
 
-def test_the_scale_never_leaves_the_finite_range():
-    for make in (float, np.float32):
-        value, tracker = make(LARGEST), 0
-        where = None if make is float else np.where
-        with np.errstate(over="ignore"):
-            for _ in range(5):
-                value, tracker = update(value, tracker, make(0), 2.0, 0.5, 1, where=where)
-        assert value == make(LARGEST)
-        assert tracker == 0
-    assert update(LARGEST / 2, 0, 0.0, 2.0, 0.5, 1) == (LARGEST, 0), "the largest float32 itself is allowed"
+@pytest.mark.parametrize("step", [update, numpy_step])
+def test_the_scale_never_leaves_the_finite_range(step):
+    value, tracker = LARGEST, 0
+    for _ in range(5):
+        value, tracker = step(value, tracker, 0.0, 2.0, 0.5, 1)
+    assert (value, tracker) == (LARGEST, 0)
+    assert step(LARGEST / 2, 0, 0.0, 2.0, 0.5, 1) == (LARGEST, 0), "the largest float32 itself is allowed"
 
 
 def test_an_overflow_lowers_the_scale_at_the_top_too():
@@ -123,16 +151,14 @@ def test_an_overflow_lowers_the_scale_at_the_top_too():
 
 
 def test_dtypes_are_kept():
-    new, tracker = update(np.array(4.0, np.float32), np.array(0, np.int32), np.array(1.0, np.float32))
+    new, tracker = numpy_step(4.0, 0, 1.0, 2.0, 0.5, 1)
     assert (new.dtype, tracker.dtype) == (np.float32, np.int32)
-    new, tracker = torch_step(torch.tensor(4.0), 0, 0.0, 2.0, 0.5, 1)
-    assert (new.dtype, tracker.dtype) == (torch.float32, torch.int32)
-    assert (new.item(), tracker.item()) == (8.0, 0)
 
 
-def test_an_array_without_a_namespace_needs_where():
-    with pytest.raises(TypeError, match=r"torch.Tensor.*names no array namespace; pass where="):
-        update(torch.tensor(4.0), torch.tensor(0), torch.tensor(0.0))
+@pytest.mark.parametrize("given", [{}, {"where": torch.where}, {"multiply": torch.mul}])
+def test_arrays_need_where_and_multiply(given):
+    with pytest.raises(TypeError, match=r"got torch.Tensor; for arrays pass where= and multiply= of their library"):
+        update(torch.tensor(4.0), torch.tensor(0), torch.tensor(0.0), **given)
 
 
 def test_defaults_are_torchs():

@@ -1,15 +1,17 @@
-"""The loss-scale formula, written once for every front.
+"""The update of a dynamic loss scale: one formula for every array library.
 
-A loss is multiplied by ``scale`` before the backward pass so that small float16 gradients do not become zero.  After
-each step the scale moves: an overflow lowers it at once, a run of ``growth_interval`` clean steps raises it
-(Micikevicius et al. 2018, section 3.2).  The arithmetic is that of torch's ``_amp_update_scale_``
-(ATen/native/cuda/AmpKernels.cu): it grows on the step that completes the interval, and only if the grown scale is a
-finite float32, so a scale that has reached the top of the range stays there (torch_xla's kernel has no such bound).
-Downwards there is no bound: overflows without end take the scale to zero.
+The loss is multiplied by ``scale`` before the backward pass so that small float16 gradients do not become zero.  After
+each step the scale moves: an overflow lowers it, and ``growth_interval`` steps in a row without overflow raise it
+(Micikevicius et al. 2018, section 3.2).  The rule and its rounding are those of torch's ``_amp_update_scale_``
+(ATen/native/cuda/AmpKernels.cu; the CPU kernel is the same): the product is formed in float64 and rounded once to
+float32.  The scale grows on the step that completes the interval, and only if the result is finite, so a scale at the
+top of the range stays there (torch_xla's kernel has no such bound).  There is no lower bound: repeated overflows take
+the scale to zero.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
@@ -25,6 +27,9 @@ GROWTH_INTERVAL: Final = 2000
 Where: TypeAlias = Callable[[Any, Any, Any], Any]
 """``where(condition, if_true, if_false)``, elementwise."""
 
+Multiply: TypeAlias = Callable[[Any, Any], Any]
+"""``multiply(scale, factor)``: the product formed in float64, rounded once to the dtype of `scale`."""
+
 
 def update(
     scale: Any,
@@ -35,27 +40,28 @@ def update(
     growth_interval: Any = GROWTH_INTERVAL,
     *,
     where: Where | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Any, Any]:
     """The scale and the growth tracker for the next step.
 
-    Nothing is read back to the host: with arrays the choice is made by `where`, in the dtypes of `scale` and
-    `growth_tracker`.  Factors that float32 cannot hold exactly are rounded by the array library, so they may differ
-    from torch in the last place.
+    The function is written for Python numbers and for arrays of any library.  For arrays, pass `where` and `multiply`;
+    no value is then read back to the host.
 
     Args:
-        scale: float, or 0-d float32 array; what the loss of this step was multiplied by.
-        growth_tracker: int, or 0-d int32 array; clean steps in a row so far.
-        found_inf: 0 if every gradient was finite, anything else if not (torch: a float32 0 or 1).
-        growth_factor: multiplies the scale after `growth_interval` clean steps; above 1.
+        scale: float, or float32 array; what the loss of this step was multiplied by.
+        growth_tracker: int, or int32 array; steps in a row without overflow so far.
+        found_inf: 0 if every gradient was finite, otherwise any other number (torch: a float32 0 or 1).
+        growth_factor: multiplies the scale after `growth_interval` steps without overflow; above 1.
         backoff_factor: multiplies it after an overflow; between 0 and 1.
-        growth_interval: clean steps between two growths.
-        where: selection of the array library; by default that of the Python array API, or plain ``if`` for numbers.
+        growth_interval: steps without overflow between two growths.
+        where: selection function of the array library.
+        multiply: product that is rounded as torch rounds it.
 
     Returns:
         ``(scale, growth_tracker)``.
 
     Raises:
-        TypeError: an array whose library is not known, and no `where`.
+        TypeError: an argument is an array, and `where` or `multiply` is missing.
 
     Example:
         >>> update(65536.0, 0, found_inf=1.0)
@@ -65,27 +71,27 @@ def update(
         >>> update(2.0**127, 1999, found_inf=0.0) == (2.0**127, 0)
         True
     """
-    choose = where or _where_of(scale, growth_tracker, found_inf)
+    if where is None or multiply is None:
+        for value in (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
+            if not isinstance(value, int | float):
+                raise TypeError(
+                    f"loss_scaling.update() got {type(value).__module__}.{type(value).__qualname__}; "
+                    "for arrays pass where= and multiply= of their library"
+                )
+        where, multiply = where or _where, multiply or _multiply
     overflow = found_inf != 0
     clean_steps = growth_tracker + 1
     due = clean_steps == growth_interval
-    grown = scale * growth_factor
-    grown = choose(due & (grown <= LARGEST), grown, scale)
+    grown = multiply(scale, growth_factor)
     return (
-        choose(overflow, scale * backoff_factor, grown),
-        choose(overflow | due, growth_tracker * 0, clean_steps),
+        where(overflow, multiply(scale, backoff_factor), where(due & (abs(grown) <= LARGEST), grown, scale)),
+        where(overflow | due, growth_tracker * 0, clean_steps),
     )
 
 
-def _where_of(*values: Any) -> Where:
-    arrays = [value for value in values if not isinstance(value, int | float)]
-    if not arrays:
-        return lambda condition, if_true, if_false: if_true if condition else if_false
-    for array in arrays:
-        if hasattr(array, "__array_namespace__"):
-            where: Where = array.__array_namespace__().where
-            return where
-    raise TypeError(
-        f"scale.update() got {type(arrays[0]).__module__}.{type(arrays[0]).__qualname__}, which names no array "
-        "namespace; pass where=, e.g. where=torch.where"
-    )
+def _where(condition: bool, if_true: float, if_false: float) -> float:
+    return if_true if condition else if_false
+
+
+def _multiply(scale: float, factor: float) -> float:
+    return array("f", [scale * factor])[0]

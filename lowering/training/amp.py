@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xla_amp import loss_scaling
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
@@ -41,8 +42,8 @@ def non_finite_check_and_unscale(
     return [*unscaled, jnp.where(found, jnp.ones((), found_inf.dtype), found_inf)]
 
 
-def _times(scale: jax.Array, factor: Any) -> jax.Array:
-    """The product formed in float64, as torch does, and rounded once."""
+def _multiply(scale: jax.Array, factor: Any) -> jax.Array:
+    """The product formed in float64 and rounded once, as torch does."""
     wide = jax.dtypes.canonicalize_dtype(jnp.float64)
     return as_dtype(as_dtype(scale, wide) * as_dtype(factor, wide), scale.dtype)
 
@@ -60,16 +61,14 @@ def update_scale(
     scale_backoff_factor: Any,
     growth_interval: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next scale and count of good steps in a row.
-
-    After a bad step the scale times `scale_backoff_factor`; after `growth_interval` good ones times
-    `scale_growth_factor`, unless that is not finite; else the scale as it is.
-    """
-    bad = found_inf.reshape(()) != 0
-    good_steps = growth_tracker + 1
-    grow = good_steps == as_dtype(growth_interval, growth_tracker.dtype)
-    grown = _times(scale, scale_growth_factor)
-    kept = jnp.where(grow & jnp.isfinite(grown), grown, scale)
-    backed_off = _times(scale, scale_backoff_factor)
-    tracker = jnp.where(bad | grow, jnp.zeros_like(growth_tracker), as_dtype(good_steps, growth_tracker.dtype))
-    return jnp.where(bad, backed_off, kept), tracker
+    """The next scale and growth tracker: `xla_amp.loss_scaling.update`."""
+    return loss_scaling.update(
+        scale,
+        growth_tracker,
+        found_inf.reshape(()),
+        scale_growth_factor,
+        scale_backoff_factor,
+        growth_interval,
+        where=jnp.where,
+        multiply=_multiply,
+    )

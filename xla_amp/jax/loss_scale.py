@@ -147,6 +147,7 @@ class LossScale:
             self.backoff_factor,
             self.growth_interval,
             where=jnp.where,
+            multiply=jnp.multiply,  # a product of two float32 is exact in float64: this rounding is torch's
         )
         skipped = (~finite).astype(jnp.int32)
         return dataclasses.replace(
