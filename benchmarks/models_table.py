@@ -1,6 +1,6 @@
 """Which models of transformers train on the lazy device, how closely to torch on the CPU, and at what cost per step.
 
-Each model (tests/models/zoo.py: configuration classes, tiny sizes, random weights, dropout off) is trained five steps
+Each model (tests/helpers/zoo.py: configuration classes, tiny sizes, random weights, dropout off) is trained five steps
 of AdamW in float32 and in bfloat16 autocast, on the lazy device and in plain torch on the CPU (`torch.autocast` there).
 The counts are those of a step once its program is built; nothing is timed.
 

@@ -26,14 +26,14 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "test_syncfree.py": {},
     }
 )
-"""File of tests/pytorch_front -> what of it is left out, and why."""
+"""File of tests/pytorch/optim -> what of it is left out, and why."""
 AT_LEAST = {"test_torch_scaling.py": 30, "test_grad_scaler.py": 50, "test_syncfree.py": 70}
 """How many tests each has on the device: fewer mean that they were not found."""
 
 
 @pytest.mark.parametrize("file", list(LEFT_OUT))
 def test_on_torch_xla(file):
-    path = ROOT / "tests" / "pytorch_front" / file
+    path = ROOT / "tests" / "pytorch" / "optim" / file
     environment = config.child_environment(
         {"XLA_AMP_ENGINE": "torch_xla", "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1", "XLA_ENABLE_PARAM_ALIASING": "0"}
     )
