@@ -68,10 +68,6 @@ class Lowering:
     """Kinds of operands that may arrive as they are, not yet as arrays (`Permuted`, `OneHot`)."""
     minor: Mapping[str, Mapping[str, tuple[int, ...]]]
     """Platform -> tensor argument -> its dimensions that lie closest together in memory, the closest last."""
-    follows: Mapping[str, str]
-    """Tensor argument -> the one whose dtype it is cast to first where its own is another, as autocast may leave it."""
-    gradients: Mapping[str, int]
-    """Such an argument -> which result is its gradient, in its own dtype."""
 
 
 _table: dict[str, Lowering] = {}
@@ -86,8 +82,6 @@ def register(
     mutates: Iterable[str] = (),
     takes: tuple[type, ...] = (),
     minor: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType({}),
-    follows: Mapping[str, str] = MappingProxyType({}),
-    gradients: Mapping[str, int] = MappingProxyType({}),
     override: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: makes a JAX function the lowering of the operations `names`.
@@ -104,9 +98,6 @@ def register(
         minor: platform -> argument -> dimensions that should lie closest together in memory where the argument is
             kept between steps (a weight), the closest last; XLA else keeps it as it would any array of its shape and
             copies it into the order that the operation wants in each step.
-        follows: tensor argument -> the one whose dtype it takes.  Under autocast such an argument may come in its own
-            dtype: a cast less to record on the way there, and one less on the way back.  The function sees it cast.
-        gradients: for the operation's derivative, an argument of `follows` -> which result is its gradient.
         override: replace an existing lowering instead of raising.
 
     Raises:
@@ -142,8 +133,6 @@ def register(
                 mutates=tuple(mutates),
                 takes=takes,
                 minor=minor,
-                follows=follows,
-                gradients=gradients,
             )
             for listener in listeners:
                 listener(_table[name])

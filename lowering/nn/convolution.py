@@ -125,12 +125,9 @@ def _lengthened(x: jax.Array, weight: jax.Array, extents: Sequence[int], geometr
 # XLA:TPU's convolutions want filters along the lanes and channels along the sublanes.  Kept otherwise, a weight and its
 # momentum are each copied twice in a step: 7 % of the bytes of ResNet-50's, 64 images on a v5p (libtpu 0.0.42).
 _KEPT = MappingProxyType({"tpu": MappingProxyType({"weight": (1, 0)})})
-# Under autocast the weight is low when the input, kept for the gradient of what made it, may still be float32.
-_CAST = MappingProxyType({"input": "weight"})
-_GRADIENT = MappingProxyType({"input": 0})
 
 
-@register("convolution", "convolution_overrideable", minor=_KEPT, follows=_CAST)
+@register("convolution", "convolution_overrideable", minor=_KEPT)
 def convolution(
     x: jax.Array,
     weight: jax.Array,
@@ -176,7 +173,7 @@ def _gradients(
     return grad_x, grad_weight, grad_bias
 
 
-@register("convolution_backward", minor=_KEPT, follows=_CAST, gradients=_GRADIENT)
+@register("convolution_backward", minor=_KEPT)
 def convolution_backward(
     grad: jax.Array,
     x: jax.Array,
@@ -196,7 +193,7 @@ def convolution_backward(
     return _gradients(grad, x, weight, geometry, transposed, output_mask, platform)
 
 
-@register("convolution_backward_overrideable", minor=_KEPT, follows=_CAST, gradients=_GRADIENT)
+@register("convolution_backward_overrideable", minor=_KEPT)
 def convolution_backward_overrideable(
     grad: jax.Array,
     x: jax.Array,

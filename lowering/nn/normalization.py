@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -188,7 +187,6 @@ def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Ar
     "native_batch_norm",
     mutates=("running_mean", "running_var"),
     lifted=("momentum",),
-    follows=MappingProxyType({"input": "weight"}),
 )
 def native_batch_norm(
     x: jax.Array,
@@ -279,11 +277,7 @@ def batch_norm_backward(
     return native_batch_norm_backward(grad, x, weight, *statistics, update, eps, output_mask, platform=platform)
 
 
-@register(
-    "native_batch_norm_backward",
-    follows=MappingProxyType({"input": "grad_out"}),
-    gradients=MappingProxyType({"input": 0}),
-)
+@register("native_batch_norm_backward")
 def native_batch_norm_backward(
     grad: jax.Array,
     x: jax.Array,

@@ -9,7 +9,7 @@ looked up by name when it runs.  Only the first call with new specs takes the sl
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,8 +17,7 @@ import torch
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph import shape_inference, validation
-from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, leaf, new_weakref, rounding_cast, spec, tape
-from xla_amp.lazy.ops import cast_elision
+from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
 from xla_amp.lazy.runtime import generator, mesh
 from xla_amp.lazy.runtime.compile import Context
 from xla_amp.lazy.runtime.execute import cut
@@ -86,27 +85,17 @@ class _Operation:
         )
         if form == "inplace":
             self.mutated = (self.arguments[0],)
-        mixes = self.name.partition(".")[0] not in validation.SAME_DTYPE
-        self.told = bool(lowering.follows) and not lowering.gradients and mixes
-        """Whether two dtypes mean something else unless a call says that autocast left one as it was."""
 
     # -- the slow path: a new combination of specs and constants ------------------------------------------------
 
-    def specialize(self, values: Sequence[Any], keys: Sequence[Any]) -> Instruction:
-        """The instruction for these argument values (`keys` as the kernel computed them, tensors' specs among them)."""
+    def specialize(self, values: Sequence[Any]) -> Instruction:
+        """The instruction for these argument values."""
         tensor_io.notice_foreign_autocast()
-        own = values
-        if not self.told or keys[-1]:
-            values = self._followed(values)
-        self._check(values)
+        validation.check(
+            self.name.partition(".")[0],
+            {argument.name: value for argument, value in zip(self.inputs, values, strict=True)},
+        )
         fresh = self._fresh(values)
-        rounded = {}
-        for name, place in self.lowering.gradients.items():
-            index = self._index(name)
-            if values[index] is not own[index] and (gradient := fresh[place]) is not None:
-                # As if it came in the argument's low dtype and were cast to the own one then.
-                fresh = (*fresh[:place], spec(gradient.shape, own[index].dtype), *fresh[place + 1 :])
-                rounded[place] = gradient.numpy_dtype, TO_NUMPY[own[index].dtype]
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
             for argument in self.mutated
@@ -116,15 +105,9 @@ class _Operation:
         slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         outs = fresh + written
         places = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
-        casts = {
-            places[argument.name]: TO_NUMPY[value.dtype]
-            for argument, value, given in zip(self.inputs, values, own, strict=True)
-            if value is not given
-        }
-        emit = self._emitter(slots, outs, shape_inference.common_dtype(values))
         return Instruction(
             self.name,
-            _casting(emit, casts, rounded) if casts else emit,
+            self._emitter(slots, outs, shape_inference.common_dtype(values)),
             outs,
             plan.inputs,
             plan.floats,
@@ -137,27 +120,6 @@ class _Operation:
                 for platform, wanted in self.lowering.minor.items()
             },
         )
-
-    def _index(self, name: str) -> int:
-        return next(index for index, argument in enumerate(self.inputs) if argument.name == name)
-
-    def _followed(self, values: Sequence[Any]) -> Sequence[Any]:
-        """The values with those that follow another's dtype cast to it, as far as shapes and dtypes go."""
-        followed = list(values)
-        for name, leader in self.lowering.follows.items():
-            index, dtype = self._index(name), getattr(values[self._index(leader)], "dtype", None)
-            if dtype is not None and values[index].dtype is not dtype:
-                followed[index] = torch.empty(values[index].shape, dtype=dtype, device="meta")
-        return followed
-
-    def _check(self, values: Sequence[Any]) -> None:
-        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        validation.check(self.name.partition(".")[0], named)
-
-    def require_expected(self, *values: Any) -> None:
-        """Raises torch's error for arguments of several dtypes unless autocast left one as it was."""
-        if not cast_elision.is_expected():
-            self._check(values)
 
     def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
         """Specs of the results that are new tensors, checked by torch's own meta kernel where the operation has one."""
@@ -242,29 +204,12 @@ class _Operation:
             "_write_out": tensor_io.write_out,
             "_new": tensor_io.new_tensor,
             "_draw": generator.draw,
-            "_is_called": cast_elision.is_called,
             "_number_key": number_key,
             "_lift": lift,
         }
         scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
         exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
         return scope["kernel"]
-
-
-def _casting(
-    emit: Callable[..., Any], casts: Mapping[int, Any], rounded: Mapping[int, tuple[Any, Any]]
-) -> Callable[..., Any]:
-    """`emit` with inputs cast first (place -> dtype), and results cast back (place -> dtype without casts, with)."""
-
-    def cast_first(context: Context, inputs: list[Any], *rest: Any) -> Any:
-        inputs = [rounding_cast(x, casts[place]) if place in casts else x for place, x in enumerate(inputs)]
-        results = list(emit(context, inputs, *rest))
-        for place, (given, own) in rounded.items():
-            if results[place] is not None:
-                results[place] = rounding_cast(results[place].astype(given), own)
-        return results
-
-    return cast_first
 
 
 def number_key(value: Any) -> Any:
@@ -462,19 +407,10 @@ class _Source:
         arguments = self.operation.inputs
         values = ", ".join(argument.variable for argument in arguments)
         keys = ", ".join(self.keys)
-        lowering = self.operation.lowering
-        for name, leader in () if lowering.gradients else lowering.follows.items():
-            own, other = (f"_k{self.operation._index(each)}" for each in (name, leader))
-            differs = f"{other} is not None and {own}.dtype is not {other}.dtype"
-            if self.operation.told:
-                self.lines.append(f"_follows = {differs} and _is_called()")
-                keys += ", _follows"
-            else:
-                self.lines.append(f"if {differs}: _operation.require_expected({values})")
         self.lines += [
             f"_key = ({keys}{',' if keys else ''})",
             "_i = _cache.get(_key)",
-            f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},), _key)",
+            f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},))",
             *self.lifts,
         ]
 

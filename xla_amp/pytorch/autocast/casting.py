@@ -20,8 +20,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from xla_amp import events
-from xla_amp.backends import base
 from xla_amp.errors import PolicyError
 from xla_amp.types import Cast
 
@@ -138,28 +136,7 @@ def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         return call, *cast(arguments, keywords, low(device_type) if fixed is None else fixed)
 
-    uncast = base.uncast(device_type)
-    row = uncast and uncast.ROWS.get(operands.name)
-    if not row or row.cast != kind:
-        return prepare
-    made_by, leader, missing, may_stay = row.made_by, row.leader, row.missing, uncast.may_stay
-    call_uncast = uncast.caller(row.call or call)
-
-    def prepare_uncast(arguments: Arguments, keywords: Keywords) -> Prepared:
-        operand, target = arguments[0], low(device_type) if fixed is None else fixed
-        if (
-            not may_stay(operand, made_by)
-            or operand.dtype not in STALE[target]
-            or (missing is not None and len(arguments) > missing and arguments[missing] is not None)
-            or events.sinks
-        ):
-            return prepare(arguments, keywords)
-        others, keywords = cast([None, *arguments[1:]], keywords, target)
-        if getattr(others[leader], "dtype", None) is not target:
-            return prepare([operand, *others[1:]], keywords)
-        return call_uncast, [operand, *others[1:]], keywords
-
-    return prepare_uncast
+    return prepare
 
 
 def _promote(operands: Operands, device_type: str) -> Prepare:
