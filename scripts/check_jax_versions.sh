@@ -16,5 +16,5 @@ for version in "${versions[@]}"; do
     grep -v -E "^($follows)==" constraints.txt >"$env/constraints.txt"
     "$env/bin/pip" install -q -U -c "$env/constraints.txt" "jax==$version" "jaxlib==$version" -e '.[tests]'
     "$env/bin/python" -c 'import jax; print("jax", jax.__version__)'
-    "$env/bin/python" -m pytest -q -n auto -W default tests/jax_front tests/stablehlo_front tests/lowering tests/engines tests/training
+    "$env/bin/python" -m pytest -q -n auto -W default tests/jax_front tests/stablehlo tests/lowering tests/lazy tests/backends tests/training
 done

@@ -21,5 +21,5 @@ for version in "${versions[@]}"; do
     grep -v '^torch==' constraints.txt >"$env/constraints.txt"
     "$env/bin/pip" install -q -c "$env/constraints.txt" "torch==$version" -e '.[tests]'
     "$env/bin/python" -c 'import torch; print("torch", torch.__version__)'
-    "$env/bin/python" -m pytest -q -n auto -W default tests/policy tests/engines tests/pytorch_front tests/training tests/examples
+    "$env/bin/python" -m pytest -q -n auto -W default tests/policy tests/lazy tests/backends tests/pytorch tests/training tests/examples
 done

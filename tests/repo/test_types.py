@@ -1,0 +1,96 @@
+"""What type checkers show a user: real signatures, misspelt names and arguments rejected, decorators that keep types."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import torch
+import xla_amp
+import xla_amp.jax
+from xla_amp import GradScaler, autocast, syncfree, xla_device
+
+
+@autocast("cpu")
+def forward(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x * width
+
+
+@xla_amp.compile
+def step(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x * width
+
+
+@xla_amp.compile(strict=True)
+def strict_step(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x * width
+
+
+def loss(weight: float, x: int) -> str:
+    return ""
+
+
+reveal_type(xla_device())  # shown: device
+reveal_type(xla_amp.metrics())  # shown: dict[str, int]
+reveal_type(GradScaler().get_scale())  # shown: float
+reveal_type(forward)  # shown: (x: Tensor, width: int) -> Tensor
+reveal_type(step(torch.ones(1), 2))  # shown: Tensor
+reveal_type(strict_step(torch.ones(1), 2))  # shown: Tensor
+reveal_type(xla_amp.jax.autocast(loss))  # shown: (weight: float, x: int) -> str
+reveal_type(xla_amp.jax.autocast(dtype="float16")(loss))  # shown: (weight: float, x: int) -> str
+xla_amp.autocastt("cpu")  # refused
+xla_amp.jax.autocats(loss)  # refused
+xla_amp.stablehlo.autocats  # refused
+autocast("cpu", polcy=3)  # refused
+autocast("cpu", policy=3)  # refused
+syncfree.AdamW([torch.ones(1)], lrr=1e-3)  # refused
+syncfree.AdamWW  # refused
+forward(torch.ones(1), "wide")  # refused
+forward(torch.ones(1), widht=2)  # refused
+step(torch.ones(1), "wide")  # refused
+strict_step(torch.ones(1))  # refused
+xla_amp.jax.autocast(loss)(1.0, "x")  # refused
+xla_amp.compile(step, stict=True)  # refused
+"""
+SHOWN = {n: line.partition("# shown: ")[2] for n, line in enumerate(PROGRAM.splitlines(), 1) if "# shown: " in line}
+REFUSED = {n for n, line in enumerate(PROGRAM.splitlines(), 1) if "# refused" in line}
+
+MYPY = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--show-error-codes"]
+PYRIGHT = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+
+
+def check(command: list[str], folder: Path, program: str) -> tuple[dict[int, str], set[int]]:
+    """The types that a checker reveals and the lines that it refuses, in a user's own folder."""
+    (folder / "program.py").write_text(program)
+    done = subprocess.run(
+        [*command, "program.py"], cwd=folder, capture_output=True, text=True, check=False, timeout=280
+    )
+    shown, refused = {}, set()
+    for line in done.stdout.splitlines():
+        found = re.match(r"\s*\S*program\.py:(\d+):(?:\d+)?[ :-]*(note|information|error|warning):? (.*)", line)
+        if found is None:
+            continue
+        number, kind, text = int(found[1]), found[2], found[3]
+        if kind == "error":
+            refused.add(number)
+        elif 'evealed type is "' in text or 'Type of "' in text:
+            shown[number] = re.split(r'(?:Revealed type is|Type of ".*" is) "', text)[1].rstrip('"')
+    assert shown, done.stdout + done.stderr
+    return shown, refused
+
+
+def plain(text: str) -> str:
+    """A signature without the checkers' own spelling: no ``def``, no full module names."""
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text.removeprefix("def ")).replace("builtins.", "")
+
+
+@pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
+def test_a_users_program(command, tmp_path):
+    shown, refused = check(command, tmp_path, PROGRAM)
+    assert {number: plain(text) for number, text in shown.items()} == SHOWN
+    assert refused == REFUSED
