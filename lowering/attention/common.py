@@ -1,16 +1,15 @@
-"""What every form of attention is given, and the pieces that they share."""
+"""The arguments of one attention call, and the steps that several forms share."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.linalg.contraction import Operand, contract
+from xla_amp.lowering.linalg.contraction import Axes, Operand, contract
 from xla_amp.lowering.operand import as_dtype, materialize, opmath
 
 _BATCH = ((0, 1), (0, 1))
@@ -23,36 +22,37 @@ class Attention:
     query: Operand
     """[batch, heads, rows, features]."""
     key: Operand
-    """[batch, heads or a divisor, columns, features]."""
+    """[batch, key heads, columns, features]; the number of key heads divides the number of heads."""
     value: Operand
-    """[batch, heads or a divisor, columns, features of the result]."""
+    """[batch, key heads, columns, features of the result]."""
     bias: jax.Array | None = None
-    """Added to the scores, broadcast to [batch, heads, rows, columns]; or a mask, true for what is seen."""
+    """Added to the scores, broadcast to [batch, heads, rows, columns]; or a boolean mask, true where visible."""
     dropout: float = 0.0
-    """Chance of each weight to be dropped."""
+    """Probability that a weight is dropped."""
     causal: bool = False
     """Row i sees columns 0 to i."""
     given_scale: float | None = None
-    """Factor of the scores; None is 1 / sqrt(features)."""
-    rng: Any = None
-    """Key of the dropped weights; None without dropout."""
+    """Factor of the scores; None means 1 / sqrt(features)."""
+    rng: jax.Array | None = None
+    """PRNG key of the dropout mask; None without dropout."""
     platform: str
     partitioned: bool = False
     """Whether XLA splits the program over the devices of a mesh."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the scores: [batch, heads, rows, columns]."""
-        return (*self.query.shape[:3], self.key.shape[2])  # type: ignore[return-value]
+        """Shape of the scores: [batch, heads, rows, columns]."""
+        batch, heads, rows, _ = self.query.shape
+        return batch, heads, rows, self.key.shape[2]
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the operands."""
+        """dtype of the operands."""
         return np.dtype(self.query.dtype)
 
     @property
     def groups(self) -> int:
-        """Heads that share a key head."""
+        """Number of heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     @property
@@ -61,15 +61,15 @@ class Attention:
         value = float(self.query.shape[-1]) ** -0.5 if self.given_scale is None else self.given_scale
         return np.asarray(value, opmath(self.dtype))
 
-    def contract(self, left: Operand, right: Operand, axes: Any, *, wide: bool = True) -> jax.Array:
-        """A product over `axes` for each batch and key head; `wide`, in float32 for half operands."""
+    def contract(self, left: Operand, right: Operand, axes: tuple[Axes, Axes], *, wide: bool = True) -> jax.Array:
+        """Contract `axes` for each batch and key head; `wide` returns float32 for half operands."""
         return contract(left, right, axes, _BATCH, platform=self.platform, wide=wide)
 
-    def scores(self, query: Operand, bias: jax.Array | None, first: Any, rows: int) -> jax.Array:
-        """Scores of `rows` rows from row `first` on, scaled and masked; in opmath.
+    def scores(self, query: Operand, bias: jax.Array | None, first: jax.Array | int, rows: int) -> jax.Array:
+        """Scaled and masked scores of `rows` rows from row `first` on, in the opmath dtype.
 
         Args:
-            query: those rows, `grouped`.
+            query: those rows, after `group_rows`.
             bias: those rows of the bias.
         """
         shape = (*self.shape[:2], rows, self.shape[3])
@@ -83,28 +83,28 @@ class Attention:
             scores = jnp.where(column <= row + first, scores, -jnp.inf)
         return scores
 
-    def low(self, x: jax.Array) -> Operand:
-        """A matrix of weights in the operands' dtype, grouped for a product."""
-        return grouped(as_dtype(x, self.dtype), self.groups)
+    def as_operand(self, weights: jax.Array) -> Operand:
+        """A matrix of weights in the operands' dtype, after `group_rows`."""
+        return group_rows(as_dtype(weights, self.dtype), self.groups)
 
-    def kept(self, rng: Any, shape: tuple[int, ...]) -> jax.Array:
+    def dropout_mask(self, rng: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """0 for dropped weights, 1 / (1 - dropout) for the others."""
         keep = jax.random.bernoulli(rng, 1 - self.dropout, shape)
         return jnp.where(keep, np.asarray(1 / (1 - self.dropout), opmath(self.dtype)), 0)
 
 
-def grouped(x: Operand, groups: int) -> Operand:
-    """[batch, heads, rows, features] with the rows of each `groups` heads, which share a key head, in one."""
+def group_rows(x: Operand, groups: int) -> Operand:
+    """[batch, heads, rows, ...] as [batch, key heads, groups * rows, ...]: one matrix for the heads of a key head."""
     if groups == 1:
         return x
     batch, heads, rows, features = x.shape
     return materialize(x).reshape(batch, heads // groups, groups * rows, features)
 
 
-def largest(scores: jax.Array) -> jax.Array:
-    """The maximum of each row, 0 where everything is masked."""
-    top = jnp.max(scores, -1, keepdims=True, initial=-jnp.inf)
-    return jnp.where(jnp.isneginf(top), 0, top)
+def row_maximum(scores: jax.Array) -> jax.Array:
+    """The maximum of each row, 0 where the whole row is masked."""
+    maximum = jnp.max(scores, -1, keepdims=True, initial=-jnp.inf)
+    return jnp.where(jnp.isneginf(maximum), 0, maximum)
 
 
 def sum_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

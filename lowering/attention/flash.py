@@ -1,7 +1,7 @@
 """Attention by `jax.experimental.pallas.ops.tpu.flash_attention`, which scales the scores in float32.
 
-Its backward pass wants each row's maximum and sum of exponentials; from what torch keeps, the logarithm of the sum,
-those are the logarithm and one.
+Its backward pass takes each row's maximum and sum of exponentials.  torch keeps the logarithm of the sum: that
+logarithm as the maximum, with a sum of one, is equivalent.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
 
-def suits(of: Attention) -> bool:
-    """Whether the kernel computes this call: one size of features, which fill no more than or whole registers."""
-    features = of.query.shape[-1]
+def supports(call: Attention) -> bool:
+    """Whether the kernel can compute this call: equally many features everywhere, that fit or fill whole registers."""
+    features = call.query.shape[-1]
     return (
-        of.value.shape[-1] == features
+        call.value.shape[-1] == features
         and (features <= tpu_kernels.LANES or features % tpu_kernels.LANES == 0)
-        and tpu_kernels.takes(of)
+        and tpu_kernels.supports(call)
         and _library() is not None
     )
 
 
 @functools.cache
 def _library() -> Any:
-    """JAX's module; None in a JAX that lacks it or its forward and backward functions, which are private names."""
+    """JAX's module; None if this JAX lacks it or its forward and backward functions, which are private."""
     try:
         from jax.experimental.pallas.ops.tpu import flash_attention
     except ImportError:
@@ -41,34 +41,35 @@ def _library() -> Any:
     return flash_attention if all(hasattr(flash_attention, name) for name in needed) else None
 
 
-def forward(of: Attention) -> tuple[jax.Array, jax.Array]:
+def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
     """(output, logsumexp)."""
-    with tpu_kernels.tracing(of):
-        return _forward(*_operands(of), causal=of.causal, scale=float(of.scale))
+    with tpu_kernels.trace_settings(call):
+        result: tuple[jax.Array, jax.Array] = _forward(*_operands(call), causal=call.causal, scale=float(call.scale))
+        return result
 
 
 def backward(
-    of: Attention, grad: Operand, output: Operand, logsumexp: Operand, bias_wanted: bool
+    call: Attention, grad: Operand, output: Operand, logsumexp: Operand, needs_bias: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """Gradients of query, key and value."""
-    with tpu_kernels.tracing(of):
-        kept = (materialize(output), as_dtype(materialize(logsumexp), np.float32))
+    with tpu_kernels.trace_settings(call):
+        results = (materialize(output), as_dtype(materialize(logsumexp), np.float32))
         dquery, dkey, dvalue = _backward(
-            *_operands(of), *kept, materialize(grad), causal=of.causal, scale=float(of.scale)
+            *_operands(call), *results, materialize(grad), causal=call.causal, scale=float(call.scale)
         )
-        return dquery, _summed(dkey, of), _summed(dvalue, of), None
+        return dquery, _sum_groups(dkey, call), _sum_groups(dvalue, call), None
 
 
-# Under `jit`, so that the layers of a model share one trace of each kernel.
+# `jit` lets the layers of a model share one trace of each kernel.
 @functools.partial(jax.jit, static_argnames=("causal", "scale"))
 def _forward(
     query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     no_bias = no_segments = None
-    output, total, top = _library()._flash_attention(
-        query, key, value, no_bias, no_segments, True, causal, scale, _sizes(query, key), False
+    output, total, maximum = _library()._flash_attention(
+        query, key, value, no_bias, no_segments, True, causal, scale, _block_sizes(query, key), False
     )
-    return output, top + jnp.log(total)
+    return output, maximum + jnp.log(total)
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "scale"))
@@ -83,31 +84,31 @@ def _backward(
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     no_bias = no_segments = None
-    kept = (query, key, value, no_bias, no_segments, output, jnp.ones_like(logsumexp), logsumexp)
+    residuals = (query, key, value, no_bias, no_segments, output, jnp.ones_like(logsumexp), logsumexp)
     dquery, dkey, dvalue, *_ = _library()._flash_attention_bwd(
-        False, causal, scale, _sizes(query, key), False, kept, grad
+        False, causal, scale, _block_sizes(query, key), False, residuals, grad
     )
     return dquery, dkey, dvalue
 
 
-def _operands(of: Attention) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query, key and value with as many heads each."""
-    query, key, value = (materialize(x) for x in (of.query, of.key, of.value))
-    if of.groups > 1:
-        key, value = (jnp.repeat(x, of.groups, axis=1) for x in (key, value))
+def _operands(call: Attention) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query, key and value, with keys and values repeated for each head."""
+    query, key, value = (materialize(x) for x in (call.query, call.key, call.value))
+    if call.groups > 1:
+        key, value = (jnp.repeat(x, call.groups, axis=1) for x in (key, value))
     return query, key, value
 
 
-def _summed(gradient: jax.Array, of: Attention) -> jax.Array:
-    """The gradient of a key head from those of the heads that share it."""
-    if of.groups == 1:
+def _sum_groups(gradient: jax.Array, call: Attention) -> jax.Array:
+    """The gradient of each key head: the sum over the heads that share it."""
+    if call.groups == 1:
         return gradient
     batch, heads, *rest = gradient.shape
-    return jnp.sum(gradient.reshape(batch, heads // of.groups, of.groups, *rest), 2, dtype=np.float32)
+    return jnp.sum(gradient.reshape(batch, heads // call.groups, call.groups, *rest), 2, dtype=np.float32)
 
 
-def _sizes(query: jax.Array, key: jax.Array) -> Any:
-    rows, columns = tpu_kernels.edges(query.shape[2], key.shape[2])
+def _block_sizes(query: jax.Array, key: jax.Array) -> Any:
+    rows, columns = tpu_kernels.tile_shape(query.shape[2], key.shape[2])
     return _library().BlockSizes(
         block_b=1,
         block_q=rows,

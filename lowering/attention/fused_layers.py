@@ -1,4 +1,4 @@
-"""The fused layers that ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call in inference."""
+"""Fused inference layers of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from xla_amp.lowering.attention.common import Attention
-from xla_amp.lowering.attention.square import Weights
+from xla_amp.lowering.attention.full_matrix import Exponentials
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.nn.normalization import native_layer_norm
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
 _SOURCE_MASK, _PADDING_MASK = 0, 1
-"""`mask_type`: [rows, columns] or [batch * heads, ...], and [batch, columns]; 2 is a merged [batch, heads, ...]."""
+"""Values of `mask_type`: [rows, columns] or [batch * heads, ...]; [batch, columns].  2 is both: [batch, heads, ...]."""
 
 
 def _affine(x: jax.Array, weight: jax.Array, bias: jax.Array, platform: str) -> jax.Array:
@@ -23,7 +23,7 @@ def _affine(x: jax.Array, weight: jax.Array, bias: jax.Array, platform: str) -> 
 
 
 def _mask_bias(mask: jax.Array, mask_type: int | None, batch: int, heads: int) -> jax.Array:
-    """A boolean mask (here true is what is not seen) or an additive one, as `Attention` takes it."""
+    """The bias of `Attention` for a boolean mask, which is true where hidden, or for an additive mask."""
     bias = ~mask if mask.dtype == jnp.bool_ else mask
     if mask_type == _PADDING_MASK:
         return bias[:, None, None, :]
@@ -57,15 +57,15 @@ def multi_head_attention(
 
     q, k, v = (heads(x, part) for part, x in enumerate((query, key, value)))
     bias = None if mask is None else _mask_bias(mask, mask_type, query.shape[0], num_head)
-    of = Attention(query=q, key=k, value=v, bias=bias, platform=platform)
-    weights = Weights(of)
-    attended = of.contract(of.low(weights.exponentials), v, ((3,), (2,))) / weights.total
+    call = Attention(query=q, key=k, value=v, bias=bias, platform=platform)
+    exponentials = Exponentials(call)
+    attended = call.contract(call.as_operand(exponentials.values), v, ((3,), (2,))) / exponentials.total
     joined = as_dtype(attended, query.dtype).transpose(0, 2, 1, 3).reshape(query.shape)
     output = _affine(joined, proj_weight, proj_bias, platform)
     if not need_weights:
         return output, None
-    shown = weights.exponentials / weights.total
-    return output, jnp.mean(shown, 1) if average_attn_weights else shown
+    weights = exponentials.values / exponentials.total
+    return output, jnp.mean(weights, 1) if average_attn_weights else weights
 
 
 def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
@@ -97,7 +97,7 @@ def encoder_layer(
     *,
     platform: str,
 ) -> jax.Array:
-    """One layer of a transformer encoder without dropout."""
+    """One transformer encoder layer, without dropout."""
 
     def attend(x: jax.Array) -> jax.Array:
         projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)

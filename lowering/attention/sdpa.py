@@ -1,7 +1,7 @@
-"""Scaled dot product attention as one operation, forward and backward, in the form that a platform runs best.
+"""Scaled dot product attention as one operation, forward and backward, in the fastest form for its platform.
 
-`FORMS` is the table of forms; docs/lowering.md has the figures behind it.  Forward and backward choose by the same
-facts, so that a call's dropped weights are drawn the same way in both.
+`FORMS` is the table of forms; docs/lowering.md has the measurements.  Forward and backward choose the form by the same
+properties of the call, so both draw the same dropout mask.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import jax
 import numpy as np
 
-from xla_amp.lowering.attention import blocked, flash, splash, square
+from xla_amp.lowering.attention import blocked, flash, full_matrix, splash
 from xla_amp.lowering.attention.common import Attention
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath
@@ -26,67 +26,69 @@ class Form:
     """One way to compute attention."""
 
     name: str
-    suits: Callable[[Attention], bool]
+    applies: Callable[[Attention], bool]
     forward: Callable[[Attention], tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array | None, ...]]
-    why: str
-    least_columns: int = 0
-    """With fewer it is not used: on a TPU small square matrices stay on chip."""
+    backward: Callable[
+        [Attention, Operand, Operand, Operand, bool], tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+    ]
+    reason: str
+    min_columns: int = 0
+    """Not used for fewer columns: on a TPU small score matrices stay on chip."""
 
 
 _LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
 )
-"""Platform -> rows, and bytes of one square matrix in opmath, from both of which on rows are taken in blocks.
+"""Platform -> rows, and bytes of the score matrix in the opmath dtype, from which the rows are divided into blocks.
 
-CPU: from there on it is faster, too.  GPU and TPU: what a square matrix may take of their memory.
+CPU: beyond both limits blocks are also faster.  GPU and TPU: the limit of memory for one score matrix.
 """
 
 
-def _is_large(of: Attention) -> bool:
-    batch, heads, rows, columns = of.shape
-    least_rows, least_bytes = _LARGE[of.platform]
-    return rows >= least_rows and batch * heads * rows * columns * opmath(of.dtype).itemsize >= least_bytes
+def _is_large(call: Attention) -> bool:
+    batch, heads, rows, columns = call.shape
+    min_rows, min_bytes = _LARGE[call.platform]
+    return rows >= min_rows and batch * heads * rows * columns * opmath(call.dtype).itemsize >= min_bytes
 
 
 FORMS: Final = (
     Form(
         name="splash",
-        suits=splash.suits,
-        least_columns=512,
+        applies=splash.supports,
+        min_columns=512,
         forward=splash.forward,
         backward=splash.backward,
-        why="on a TPU the square matrices are most of what a long sequence moves",
+        reason="on a TPU the score matrices are most of the memory traffic of a long sequence",
     ),
     Form(
         name="flash",
-        suits=flash.suits,
-        least_columns=1024,
+        applies=flash.supports,
+        min_columns=1024,
         forward=flash.forward,
         backward=flash.backward,
-        why="the same where a scaled query would have to be rounded; it keeps each row's figures 128 times",
+        reason="as splash, where a scaled query would be rounded; it keeps 128 copies of each row's statistics",
     ),
     Form(
         name="blocked",
-        suits=_is_large,
+        applies=_is_large,
         forward=blocked.forward,
         backward=blocked.backward,
-        why="memory linear in the length, where square matrices outgrow the caches (CPU) or take GiB (GPU, TPU)",
+        reason="memory linear in the length, where score matrices exceed the caches (CPU) or take GiB (GPU, TPU)",
     ),
     Form(
-        name="square",
-        suits=lambda of: True,
-        forward=square.forward,
-        backward=square.backward,
-        why="fewest operations, and a program of both passes computes the weights once",
+        name="full matrix",
+        applies=lambda call: True,
+        forward=full_matrix.forward,
+        backward=full_matrix.backward,
+        reason="fewest operations, and a program with both passes computes the weights once",
     ),
 )
-"""The first that suits is used."""
+"""The first form that applies is used."""
 
 
-def form_of(of: Attention) -> Form:
+def form_of(call: Attention) -> Form:
     """The form in which a call is computed."""
-    return next(form for form in FORMS if of.shape[3] >= form.least_columns and form.suits(of))
+    return next(form for form in FORMS if call.shape[3] >= form.min_columns and form.applies(call))
 
 
 @register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))
@@ -100,12 +102,12 @@ def attention(
     return_debug_mask: bool = False,
     *,
     scale: float | None = None,
-    rng: Any = None,
+    rng: jax.Array | None = None,
     platform: str,
     partitioned: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """(output, logsumexp, four of no use here, the random key as int64[2] when `dropout` is used, two of no use)."""
-    of = Attention(
+    """(output, logsumexp, four unused results, the PRNG key as int64[2] if `dropout` > 0, two unused results)."""
+    call = Attention(
         query=query,
         key=key,
         value=value,
@@ -117,8 +119,8 @@ def attention(
         platform=platform,
         partitioned=partitioned,
     )
-    output, logsumexp = form_of(of).forward(of)
-    seed = as_dtype(jax.random.key_data(rng), np.int64) if dropout > 0 else None
+    output, logsumexp = form_of(call).forward(call)
+    seed = as_dtype(jax.random.key_data(call.rng), np.int64) if call.rng is not None else None
     return output, logsumexp, None, None, None, None, seed, None, None
 
 
@@ -145,11 +147,11 @@ def attention_backward(
     platform: str,
     partitioned: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of query, key, value and bias."""
+    """Gradients of query, key, value and bias, each None unless `wanted`."""
     rng = None
     if dropout > 0 and seed is not None:
         rng = jax.random.wrap_key_data(as_dtype(materialize(seed), np.uint32), impl="threefry2x32")
-    of = Attention(
+    call = Attention(
         query=query,
         key=key,
         value=value,
@@ -161,5 +163,5 @@ def attention_backward(
         platform=platform,
         partitioned=partitioned,
     )
-    gradients = form_of(of).backward(of, grad, output, logsumexp, wanted[3])
+    gradients = form_of(call).backward(call, grad, output, logsumexp, wanted[3])
     return tuple(gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))

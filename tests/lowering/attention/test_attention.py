@@ -1,4 +1,4 @@
-"""Attention against a float64 reference written out in torch, and the fused layers against torch on the CPU."""
+"""Attention against a float64 reference in torch, and the fused layers against torch on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operands(dtype: torch.dtype, shared: int = H) -> list[torch.Tensor]:
 def reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, causal: bool, scale: float | None
 ) -> torch.Tensor:
-    """Attention by its definition; a row that sees nothing is zero."""
+    """Attention by its definition; a fully masked row is zero."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -52,7 +52,7 @@ def tensors(arrays: list[Any], dtype: torch.dtype) -> list[Any]:
 
 def mask() -> torch.Tensor:
     seen = sample(B, 1, L, S, dtype=torch.bool)
-    seen[0, 0, 2] = False  # nothing at all
+    seen[0, 0, 2] = False  # a fully masked row
     return seen
 
 
@@ -89,7 +89,7 @@ def test_forward_and_backward(case, dtype, platform):
     saved = (result, *tensors([logsumexp], torch.float64), None, None, L, S, 0.0, causal, None, None)
     got = tensors(lowered(BACKWARD, grad, *low, bias, wanted, *saved, scale=scale, platform=platform), dtype)
 
-    # bfloat16: the weights are rounded once, and so is what is summed over S or L of them
+    # bfloat16: the weights are rounded once, and so is each sum over S or L of them
     tolerance = TOLERANCE[dtype] if dtype is torch.float64 else 4 * TOLERANCE[dtype]
     for name, x, y in zip(
         ("output", "query", "key", "value", "bias"), [result, *got], [want.detach(), *gradients, None], strict=False
@@ -108,7 +108,7 @@ def test_a_bf16_product_never_widens_its_operands():
 
     text = jax.jit(step).lower(*map(to_array, operands(torch.bfloat16))).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
-    assert len(products) == 7  # two forward, five backward of which one is the forward pass's own
+    assert len(products) == 7  # two forward, five backward; one of those recomputes a forward product
     assert all(line.rsplit(" : ", 1)[1].count("bf16") == 2 for line in products)
 
 

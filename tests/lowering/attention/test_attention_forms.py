@@ -1,4 +1,4 @@
-"""Each form of attention against float64, which form a call takes, and how its memory grows."""
+"""Attention forms: results against float64, choice of the form, growth of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp.lowering.attention import blocked, flash, sdpa, splash, square, tpu_kernels
+from xla_amp.lowering.attention import blocked, flash, full_matrix, sdpa, splash, tpu_kernels
 from xla_amp.lowering.attention.common import Attention
 from xla_amp.lowering.operand import Permuted
 from xla_amp.stablehlo.tools import targets
@@ -19,14 +19,14 @@ from xla_amp.stablehlo.tools import targets
 RNG = np.random.default_rng(0)
 
 
-def made(dtype: Any, batch: int, heads: int, shared: int, rows: int, columns: int, width: int, of_value: int) -> Any:
+def made(dtype: Any, batch: int, heads: int, shared: int, rows: int, columns: int, width: int, of_result: int) -> Any:
     """Query, key, value and the gradient of the output."""
-    shapes = ((heads, rows, width), (shared, columns, width), (shared, columns, of_value), (heads, rows, of_value))
+    shapes = ((heads, rows, width), (shared, columns, width), (shared, columns, of_result), (heads, rows, of_result))
     return [jnp.asarray(RNG.uniform(-1, 1, (batch, *shape)), dtype) for shape in shapes]
 
 
 def exact(arrays: Any, bias: Any, causal: bool, scale: float | None, kept: Any = 1.0) -> dict[str, np.ndarray]:
-    """Attention and its gradients by their definitions, in float64; a row that sees nothing is zero."""
+    """Attention and its gradients by their definitions, in float64; a fully masked row is zero."""
     query, key, value, grad = (np.asarray(x, np.float64) for x in arrays)
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (np.repeat(x, groups, 1) for x in (key, value))
@@ -60,28 +60,28 @@ def exact(arrays: Any, bias: Any, causal: bool, scale: float | None, kept: Any =
     }
 
 
-def computed(form: Any, of: Attention, grad: Any) -> dict[str, Any]:
-    """The same by a form, in one program, rounded where torch's operation rounds."""
+def computed(form: Any, call: Attention, grad: Any) -> dict[str, Any]:
+    """The same results from a form, in one program, rounded where torch's operation rounds."""
     names = ("query", "key", "value", "bias", "rng")
-    operands = [*(getattr(of, name) for name in names), grad]
+    operands = [*(getattr(call, name) for name in names), grad]
 
     def both(*arrays: Any) -> Any:
         *given, last = (
             Permuted(x, operand.permutation) if isinstance(operand, Permuted) else x
             for x, operand in zip(arrays, operands, strict=True)
         )
-        call = dataclasses.replace(of, **dict(zip(names, given, strict=True)))
-        output, logsumexp = form.forward(call)
-        output = output.astype(of.dtype)
-        gradients = form.backward(call, last, output, logsumexp, of.bias is not None)
-        return output, logsumexp, *(None if x is None else x.astype(of.dtype) for x in gradients)
+        attention = dataclasses.replace(call, **dict(zip(names, given, strict=True)))
+        output, logsumexp = form.forward(attention)
+        output = output.astype(call.dtype)
+        gradients = form.backward(attention, last, output, logsumexp, call.bias is not None)
+        return output, logsumexp, *(None if x is None else x.astype(call.dtype) for x in gradients)
 
     results = jax.jit(both)(*(x.base if isinstance(x, Permuted) else x for x in operands))
     return dict(zip(("output", "logsumexp", "query", "key", "value", "bias"), results, strict=True))
 
 
 def agree(got: dict[str, Any], want: dict[str, np.ndarray], tolerances: tuple[float, float]) -> None:
-    """Each result by the size of what is wanted; the logarithm of the sum, which is never low, more closely."""
+    """Compare by the size of the expected values; logsumexp, which is always wide, with its own tolerance."""
     low, wide = tolerances
     for name, y in want.items():
         if (x := got[name]) is not None:
@@ -90,7 +90,7 @@ def agree(got: dict[str, Any], want: dict[str, np.ndarray], tolerances: tuple[fl
 
 
 TOLERANCES = {jnp.float64: (1e-13, 1e-13), jnp.float32: (2e-6, 2e-6), jnp.bfloat16: (8e-3, 2e-6)}
-"""dtype -> of what has the operands' dtype, and of the logarithm; bfloat16's half unit is 2e-3 to 4e-3."""
+"""dtype -> tolerance of results in that dtype, and of logsumexp; half an ulp of bfloat16 is 2e-3 to 4e-3."""
 
 SHAPES = {  # batch, heads, key heads, rows, columns, features, features of the result
     "whole blocks": (1, 2, 2, 64, 48, 8, 8),
@@ -114,7 +114,7 @@ def wide_numbers():
         yield
 
 
-@pytest.mark.parametrize("form", [blocked, square])
+@pytest.mark.parametrize("form", [blocked, full_matrix])
 @pytest.mark.parametrize(
     ("shape", "bias"),
     [
@@ -134,7 +134,7 @@ def test_forward_and_backward(shape, bias, form, monkeypatch):
     for dtype, causal in ((jnp.float64, False), (jnp.bfloat16, True)) if form is blocked else ((jnp.float64, True),):
         query, key, value, grad = made(dtype, *SHAPES[shape])
         low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else dtype)
-        of = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="cpu")
+        call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="cpu")
         want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
         if added is None or added.dtype == bool:
             del want["bias"]
@@ -143,7 +143,7 @@ def test_forward_and_backward(shape, bias, form, monkeypatch):
             want["bias"] = want["bias"].sum(tuple(range(extra)))
             ones = tuple(i for i, n in enumerate(added.shape) if n == 1)
             want["bias"] = want["bias"].sum(ones, keepdims=True)
-        got = computed(form, of, grad)
+        got = computed(form, call, grad)
         if "bias" in want:
             assert got["bias"].shape == added.shape
         agree(got, want, TOLERANCES[dtype])
@@ -157,9 +157,9 @@ def test_a_permuted_operand_is_the_same_operand(platform, monkeypatch):
     turned = [Permuted(x.transpose(order), order) for x in (query, key, value, grad)]
     want = exact((query, key, value, grad), None, True, None)
     del want["bias"]
-    for form in (blocked, square):
-        of = Attention(query=turned[0], key=turned[1], value=turned[2], causal=True, platform=platform)
-        agree(computed(form, of, turned[3]), want, TOLERANCES[jnp.float64])
+    for form in (blocked, full_matrix):
+        call = Attention(query=turned[0], key=turned[1], value=turned[2], causal=True, platform=platform)
+        agree(computed(form, call, turned[3]), want, TOLERANCES[jnp.float64])
 
 
 def test_blocks_drop_the_same_weights_in_both_passes(monkeypatch):
@@ -168,8 +168,8 @@ def test_blocks_drop_the_same_weights_in_both_passes(monkeypatch):
     query, key, _, _ = made(jnp.float64, 1, 2, 2, rows, columns, 8, 8)
     value = jnp.broadcast_to(jnp.eye(columns), (1, 2, columns, columns))
     grad = jnp.asarray(RNG.uniform(-1, 1, (1, 2, rows, columns)))
-    of = Attention(query=query, key=key, value=value, dropout=dropout, rng=jax.random.key(3), platform="cpu")
-    got = computed(blocked, of, grad)
+    call = Attention(query=query, key=key, value=value, dropout=dropout, rng=jax.random.key(3), platform="cpu")
+    got = computed(blocked, call, grad)
     kept = np.asarray(got["output"] != 0) / (1 - dropout)
     assert 0.5 < (kept > 0).mean() < 0.7
     assert len({tuple(row) for row in kept[0, 0]}) > rows // 2  # the blocks draw their own
@@ -182,18 +182,18 @@ def temporary(form: Any, length: int) -> int:
     """Bytes of temporaries of a step of both passes, by XLA's count."""
 
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
-        of = Attention(query=query, key=key, value=value, causal=True, platform="cpu")
-        return tuple(computed(form, of, grad).values())[:5]
+        call = Attention(query=query, key=key, value=value, causal=True, platform="cpu")
+        return tuple(computed(form, call, grad).values())[:5]
 
     arrays = [jax.ShapeDtypeStruct((1, 2, length, 32), jnp.bfloat16)] * 4
     return int(jax.jit(step).lower(*arrays).compile().memory_analysis().temp_size_in_bytes)
 
 
-def test_memory_of_blocks_is_linear_in_the_length_and_that_of_the_square_is_not():
+def test_memory_of_blocks_is_linear_in_the_length_and_that_of_the_full_matrix_is_not():
     short, long = (temporary(blocked, length) for length in (1024, 4096))
     assert long < 5 * short
-    assert long < temporary(square, 4096) / 6
-    assert temporary(square, 2048) > 3.5 * temporary(square, 1024)
+    assert long < temporary(full_matrix, 4096) / 6
+    assert temporary(full_matrix, 2048) > 3.5 * temporary(full_matrix, 1024)
 
 
 # -- the kernels for TPUs ---------------------------------------------------------------------------------------------
@@ -205,7 +205,9 @@ def interpreted(monkeypatch):
     from jax.experimental import pallas
 
     compiled = pallas.pallas_call
-    monkeypatch.setattr(pallas, "pallas_call", lambda *args, **said: compiled(*args, **said | {"interpret": True}))
+    monkeypatch.setattr(
+        pallas, "pallas_call", lambda *args, **options: compiled(*args, **options | {"interpret": True})
+    )
     yield
     for form in (flash, splash):
         form._forward.clear_cache()
@@ -227,15 +229,15 @@ def interpreted(monkeypatch):
     ],
 )
 def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, monkeypatch):
-    monkeypatch.setattr(tpu_kernels, "_EDGES", (128,))
+    monkeypatch.setattr(tpu_kernels, "_TILE_EDGES", (128,))
     query, key, value, grad = made(dtype, *shape)
-    of = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
-    assert form.suits(of)
+    call = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
+    assert form.supports(call)
     want = exact((query, key, value, grad), None, causal, scale)
-    agree(computed(form, of, grad), want, TOLERANCES[dtype])
+    agree(computed(form, call, grad), want, TOLERANCES[dtype])
 
 
-def call(**changes: Any) -> Attention:
+def example(**changes: Any) -> Attention:
     shapes = {
         name: (1, 8, changes.pop(length, 1024), changes.pop(f"width_of_{name}", 64))
         for name, length in (("query", "rows"), ("key", "columns"), ("value", "columns"))
@@ -262,36 +264,36 @@ def _features(number: int) -> dict[str, int]:
         ({"rows": 128}, "splash"),
         (_LONG, "splash"),
         ({"columns": 512}, "splash"),
-        ({"columns": 384}, "square"),
-        ({**_features(128), "columns": 512}, "square"),
-        ({"columns": 0}, "square"),
-        ({"rows": 1000}, "square"),
+        ({"columns": 384}, "full matrix"),
+        ({**_features(128), "columns": 512}, "full matrix"),
+        ({"columns": 0}, "full matrix"),
+        ({"rows": 1000}, "full matrix"),
         ({"width_of_value": 32}, "splash"),
         (_features(32), "flash"),  # a factor of 1 / sqrt(32) would round the query
         ({**_features(32), "given_scale": 0.5}, "splash"),
         ({**_features(32), "dtype": jnp.float32}, "splash"),
         (_features(128), "flash"),
-        ({**_features(128), "width_of_value": 64}, "square"),
-        (_features(192), "square"),
+        ({**_features(128), "width_of_value": 64}, "full matrix"),
+        (_features(192), "full matrix"),
         (_features(256), "splash"),
         ({**_features(256), "dtype": jnp.float32}, "splash"),
-        ({**_features(512), "dtype": jnp.float32}, "square"),
-        (_features(1024), "square"),
-        ({"dtype": jnp.float16}, "square"),
-        ({"bias": _MASK}, "square"),
-        ({"rng": 0, "dropout": 0.1}, "square"),
-        ({"partitioned": True}, "square"),
+        ({**_features(512), "dtype": jnp.float32}, "full matrix"),
+        (_features(1024), "full matrix"),
+        ({"dtype": jnp.float16}, "full matrix"),
+        ({"bias": _MASK}, "full matrix"),
+        ({"rng": 0, "dropout": 0.1}, "full matrix"),
+        ({"partitioned": True}, "full matrix"),
         ({"partitioned": True, **_LONG}, "blocked"),
         ({"rng": 0, "dropout": 0.1, **_LONG}, "blocked"),
-        ({"platform": "gpu"}, "square"),
+        ({"platform": "gpu"}, "full matrix"),
         ({"platform": "gpu", **_LONG}, "blocked"),
-        ({"platform": "cpu", "rows": 256, "columns": 256}, "square"),
+        ({"platform": "cpu", "rows": 256, "columns": 256}, "full matrix"),
         ({"platform": "cpu", **_LONG}, "blocked"),
-        ({"platform": "cpu", "rows": 1, "columns": 1 << 26}, "square"),
+        ({"platform": "cpu", "rows": 1, "columns": 1 << 26}, "full matrix"),
     ],
 )
 def test_the_form_of_a_call(changes, name):
-    assert sdpa.form_of(call(**changes)).name == name
+    assert sdpa.form_of(example(**changes)).name == name
 
 
 def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
@@ -309,18 +311,18 @@ def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
 
     monkeypatch.setattr(sdpa, "_LARGE", {"cpu": (0, 0)})
     results = jax.jit(both)(query, key, value, grad)
-    of = Attention(query=query, key=key, value=value, dropout=0.3, given_scale=0.3, rng=key_of_draws, platform="cpu")
-    want = computed(blocked, of, grad)
+    call = Attention(query=query, key=key, value=value, dropout=0.3, given_scale=0.3, rng=key_of_draws, platform="cpu")
+    want = computed(blocked, call, grad)
     for x, name in zip(results, ("output", "logsumexp", "query", "key", "value"), strict=True):
         np.testing.assert_allclose(x, want[name], rtol=1e-12, err_msg=name)
 
 
 @pytest.mark.parametrize("features", [64, 128])
-def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_square_matrix(features):
+def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_matrix(features):
     def step(query: Any, key: Any, value: Any, grad: Any, layers: int) -> Any:
         for _ in range(layers):
-            of = Attention(query=query, key=key, value=value, causal=True, platform="tpu")
-            results = computed(sdpa.form_of(of), of, grad)
+            call = Attention(query=query, key=key, value=value, causal=True, platform="tpu")
+            results = computed(sdpa.form_of(call), call, grad)
             query, key, value = (results[name] for name in ("query", "key", "value"))
         return tuple(results.values())[:5]
 
@@ -353,9 +355,9 @@ def compilers():
 )
 def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(form, dtype, features, scale, compilers):
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
-        of = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
-        assert form.suits(of)
-        return tuple(computed(form, of, grad).values())[:5]
+        call = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
+        assert form.supports(call)
+        return tuple(computed(form, call, grad).values())[:5]
 
     arrays = [jax.ShapeDtypeStruct((1, heads, 1024, features), dtype) for heads in (2, 1, 1, 2)]
     compiled = compilers.compile(targets.lower(step, *arrays, target="v5e"), "v5e")
