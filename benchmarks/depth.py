@@ -3,7 +3,7 @@
     python benchmarks/depth.py [--layers 12 24 48 96] [--rounds 3] [--no-compile]
 
 A GPT of width 64 on 8 tokens with AdamW, so that nothing but the number of operations and tensors grows.  Recording is
-the step's Python; the key is what finds its program again (hashing and comparing the tape, running nothing); compiling
+the step's Python; the key is what finds its program again (hashing and comparing the trace, running nothing); compiling
 is JAX's tracing and XLA:CPU, and beside it XLA:CPU's time for the same step by hand in Flax.  Written to
 benchmarks/results/depth.{json,md,png}.
 """

@@ -74,7 +74,7 @@ def jax_events() -> Iterator[list[str]]:
 
 
 def array_behind(tensor: torch.Tensor) -> jax.Array | None:
-    """The JAX array of the storage behind a tensor (``None`` while its value is only on the tape)."""
+    """The JAX array of the storage behind a tensor (``None`` while its value is only in the trace)."""
     return tensor.untyped_storage()._xla_amp.array
 
 

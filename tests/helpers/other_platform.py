@@ -15,14 +15,14 @@ def text_for(platform):
     """The newest program as it would be recorded on another platform."""
     key = next(reversed(execute._programs))
     instructions = list(steps(key.code))
-    leaves, number = {}, 0
+    parameters, number = {}, 0
     for instruction, _, _ in instructions:
         if instruction.emit is None:
-            leaves[number] = instruction.outs[0]
+            parameters[number] = instruction.outs[0]
         number += len(instruction.outs)
     numbers = tuple(sum(getattr(each, kind) for each, _, _ in instructions) for kind in ("floats", "ints"))
     with private_api.x64():
-        program = build(key, list(leaves), list(leaves.values()), numbers, 1, platform)
+        program = build(key, list(parameters), list(parameters.values()), numbers, 1, platform)
         name = {"gpu": "cuda"}.get(platform, platform)
         return program.call.trace(*program.abstract).lower(lowering_platforms=(name,)).as_text()
 

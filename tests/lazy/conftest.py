@@ -1,4 +1,4 @@
-"""The lazy device for every test of this folder, with nothing left on the tape from the test before."""
+"""The lazy device for every test of this folder, with nothing left in the trace from the test before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _device() -> torch.device:
 
 @pytest.fixture
 def device(_device: torch.device) -> Iterator[torch.device]:
-    """``torch.device("jax:0")``, its tape empty before and after."""
+    """``torch.device("jax:0")``, its trace empty before and after."""
     _empty()
     yield _device
     _empty()
@@ -28,4 +28,4 @@ def _empty() -> None:
     try:
         engine.sync()
     except XlaAmpError:
-        engine.sync()  # a failed step is gone from the tape, so nothing of it reaches the next test
+        engine.sync()  # a failed step is gone from the trace, so nothing of it reaches the next test

@@ -76,14 +76,14 @@ def trained(marked, specs, reduce):
 def text(key, platform):
     """The program of a recorded step as JAX writes it for `platform`."""
     instructions = list(steps(key.code))
-    leaf_numbers, leaf_specs, number = [], [], 0
+    parameter_numbers, parameter_specs, number = [], [], 0
     for instruction, _, _ in instructions:
         if instruction.emit is None:
-            leaf_numbers.append(number)
-            leaf_specs.append(instruction.outs[0])
+            parameter_numbers.append(number)
+            parameter_specs.append(instruction.outs[0])
         number += len(instruction.outs)
     numbers = tuple(sum(getattr(each, what) for each, _, _ in instructions) for what in ("floats", "ints"))
-    program = build(key, leaf_numbers, leaf_specs, numbers, 1, platform)
+    program = build(key, parameter_numbers, parameter_specs, numbers, 1, platform)
     with private_api.x64():
         platforms = ({"gpu": "cuda"}.get(platform, platform),)
         return program.call.trace(*program.abstract).lower(lowering_platforms=platforms).as_text()

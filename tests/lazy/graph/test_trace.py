@@ -1,4 +1,4 @@
-"""The tape: one executable per cut, a cache that numbers do not miss, only live values out, dead memory handed over."""
+"""The trace: one executable per flush, a cache that numbers do not miss, only live results, donated dead memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lazy_device import array_behind, counted
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute
 
 
@@ -399,7 +399,7 @@ def test_memory_is_not_made_before_it_is_needed(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["add_", "out of place", "copy_", "clone", "to", "views"])
 def test_a_tape_without_end_is_cut(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "limit", 50)
+    monkeypatch.setattr(trace, "limit", 50)
     x, y = torch.zeros(4).to(device), torch.zeros(4).to(device)
     longest = 0
     with counted() as counts:
@@ -417,7 +417,7 @@ def test_a_tape_without_end_is_cut(device: torch.device, name: str, monkeypatch:
                     y = x.to(torch.float64)
                 case "views":
                     x[1:].add_(x[:-1])
-            longest = max(longest, tape.count)
+            longest = max(longest, trace.count)
     assert longest < 60
     assert 2 < counts.executions < 20 or name == "copy_"
     if name in ("add_", "out of place"):

@@ -18,7 +18,7 @@ from lazy_device import array_behind, counted
 from xla_amp import lazy as engine
 from xla_amp import lowering
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
-from xla_amp.lazy.graph.trace import Lost
+from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.runtime import execute
 from xla_amp.lazy.tensors import tensor_io
 
@@ -440,7 +440,7 @@ def test_a_platform_that_is_not_here() -> None:
 )
 def test_a_lost_tensor_gets_a_new_value(device: torch.device, overwrite: Any) -> None:
     x = torch.ones(3).to(device)
-    x.untyped_storage()._xla_amp.array = Lost("the step failed")
+    x.untyped_storage()._xla_amp.array = Poisoned("the step failed")
     with pytest.raises(StepFailedError, match="the step failed"):
         x.add_(1)  # looks at the old value
     overwrite(x)

@@ -1,4 +1,4 @@
-"""Random numbers: reproducible, the same wherever the tape is cut, and restored by activation checkpointing."""
+"""Random numbers: reproducible, the same wherever the trace is cut, and restored by activation checkpointing."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lazy_device import counted
 from torch import nn
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 
 
 def network(width: int = 9) -> nn.Module:
@@ -214,7 +214,7 @@ def test_executables_per_step(device: torch.device, name: str) -> None:
     assert counts.fallbacks == 0
     reads = 10 * name.startswith("loss_read")
     assert (counts.host_syncs, counts.device_to_host) == (reads, reads)
-    assert tape.count < 2000
+    assert trace.count < 2000
 
 
 def test_a_loop_without_an_optimizer_is_not_cut(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import torch
 from lazy_device import array_behind, check, counted
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 
 
 def numbers(*shape: int, where: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -325,14 +325,14 @@ def test_same_as_the_cpu(device: torch.device, name: str) -> None:
 def test_same_as_the_cpu_when_every_operation_is_cut(
     device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A view then reads an array instead of a value of the same tape."""
-    monkeypatch.setattr(tape, "limit", 0)
+    """A view then reads an array instead of a value of the same trace."""
+    monkeypatch.setattr(trace, "limit", 0)
     check(PROGRAMS[name])
 
 
 def test_a_limit_of_none_cuts_every_operation(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the test above: it does cut in between."""
-    monkeypatch.setattr(tape, "limit", 0)
+    monkeypatch.setattr(trace, "limit", 0)
     with counted() as counts:
         check(PROGRAMS["write_from_itself"])
     assert counts.executions == 4
@@ -358,9 +358,9 @@ def test_a_view_records_nothing_until_it_is_read(device: torch.device) -> None:
     x = numbers(4, 6, where="jax")
     engine.sync()
     view = x[1:3].t()[::2].unsqueeze(0)
-    assert not tape.code
+    assert not trace.code
     view + 1
-    assert tape.count == 3  # the buffer, one strided read however long the chain, the addition
+    assert trace.count == 3  # the buffer, one strided read however long the chain, the addition
 
 
 def test_a_clone_costs_no_memory_until_one_side_is_written(device: torch.device) -> None:

@@ -144,7 +144,7 @@ class Compiled:
         if plan.is_stale():
             plan.forget()
         elif plan.ready():
-            with tensor_io.tape.lock:  # not while recording: the backward pass may record on a thread of autograd's
+            with tensor_io.trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                 result = plan.replay(leaves)
             if result is not STALE:
                 self.replays += 1

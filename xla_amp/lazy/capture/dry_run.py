@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import jax
 
-from xla_amp.lazy.graph.trace import Buffer, new_weakref, reclaim, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute, generator
 from xla_amp.lazy.runtime.compile import Program
 
@@ -19,12 +20,12 @@ class _Kept:
     def __init__(self) -> None:
         self.values: dict[int, tuple[weakref.ref[Buffer], jax.Array]] = {}
 
-    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
-        for leaf, number in zip(leaves, tape.leaf_numbers, strict=True):
-            if leaf.number != number and isinstance(leaf.array, jax.Array):
-                reference, _ = self.values.get(id(leaf), (None, None))
-                if reference is None or reference() is not leaf:  # a new buffer may have a dead one's address
-                    self.values[id(leaf)] = new_weakref(leaf), leaf.array.copy()
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
+        for parameter, number in zip(parameters, trace.parameter_numbers, strict=True):
+            if parameter.number != number and isinstance(parameter.array, jax.Array):
+                reference, _ = self.values.get(id(parameter), (None, None))
+                if reference is None or reference() is not parameter:  # a new buffer may have a dead one's address
+                    self.values[id(parameter)] = weakref.ref(parameter), parameter.array.copy()
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Nothing: what a program gave is overwritten in the end."""
@@ -43,6 +44,5 @@ def rehearsal() -> Iterator[None]:
         execute.observer = outer
         for reference, array in kept.values.values():
             if (buffer := reference()) is not None:
-                reclaim(buffer)
                 buffer.array, buffer.number = array, -1
         generator.set_state(*state)

@@ -16,7 +16,8 @@ import jax
 import torch
 
 from xla_amp import events
-from xla_amp.lazy.graph.trace import Buffer, Spec, new_weakref, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Spec, trace
 from xla_amp.lazy.runtime import execute, generator
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.lazy.runtime.metrics import metrics
@@ -35,13 +36,13 @@ class Run:
 
     program: Program
     code: tuple[int, ...]
-    leaves: list[Reference]
+    parameters: list[Reference]
     specs: list[Spec]
     targets: list[Reference]
     arrays: dict[int, jax.Array]
-    """Arrays of the leaves that no tensor held and the call before did not leave: values that the host brought."""
+    """Arrays of the parameters that no tensor held and the call before did not leave: values that the host brought."""
     carried: dict[int, int]
-    """Leaves that are targets of the run before: leaf -> target."""
+    """Parameters that are targets of the run before: parameter -> target."""
     seen: list[float]
     """The lifted numbers as the operations were given them."""
     floats: list[float]
@@ -78,15 +79,19 @@ class Watch:
         self.end = generator.state()
         self.reads, self.seedings = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
 
-    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called by the cut: keeps values that the host brought from being overwritten, for comparing them."""
         if self._outer is not None:
-            self._outer.before(leaves, held)
-        self._seen = list(tape.floats)
-        self._resolve(tape.floats)
+            self._outer.before(parameters, held)
+        self._seen = list(trace.floats)
+        self._resolve(trace.floats)
         before = {id(buffer): index for index, ref in enumerate(self._previous) if (buffer := ref()) is not None}
-        self._carried = {index: before[id(leaf)] for index, leaf in enumerate(leaves) if id(leaf) in before}
-        self._fresh = {i: leaf.array for i, leaf in enumerate(leaves) if not held[i] and leaf.array is not None}
+        self._carried = {
+            index: before[id(parameter)] for index, parameter in enumerate(parameters) if id(parameter) in before
+        }
+        self._fresh = {
+            i: parameter.array for i, parameter in enumerate(parameters) if not held[i] and parameter.array is not None
+        }
         for index in self._carried:
             self._fresh.pop(index, None)
 
@@ -96,22 +101,22 @@ class Watch:
             Run(
                 program=program,
                 code=code,
-                leaves=[new_weakref(leaf) for leaf in tape.leaves],
-                specs=[leaf.spec for leaf in tape.leaves],
-                targets=[new_weakref(target) for target in targets],
+                parameters=[weakref.ref(parameter) for parameter in trace.parameters],
+                specs=[parameter.spec for parameter in trace.parameters],
+                targets=[weakref.ref(target) for target in targets],
                 arrays=self._fresh,
                 carried=self._carried,
                 seen=self._seen,
-                floats=list(tape.floats),
-                ints=list(tape.ints),
-                streams=list(tape.streams) or [generator.stream()],
+                floats=list(trace.floats),
+                ints=list(trace.ints),
+                streams=list(trace.streams) or [generator.stream()],
                 where=events.user_location(),
             )
         )
 
 
 def number_names(code: Sequence[int]) -> Iterator[str]:
-    """The operation that each lifted float of a tape belongs to, in their order."""
+    """The operation that each lifted float of a trace belongs to, in their order."""
     for instruction, _, _ in steps(code):
         for _ in range(instruction.floats):
             yield instruction.name
@@ -138,7 +143,7 @@ def only_run(watch: Watch) -> Run:
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> str:
-    """Where two tapes part, in words."""
+    """Where two traces part, in words."""
     mine, others = list(steps(one)), list(steps(other))
     for number, (a, b) in enumerate(zip(mine, others, strict=False)):
         if a[0] is not b[0]:

@@ -6,7 +6,7 @@ is none of them is a reason not to replay.
 
 A step of a large model has hundreds of arrays of state, and touching each of them in Python costs as much as JAX's own
 dispatch.  So between two replays the state stays here, in the order of the program, and its buffers are empty; reading
-one of them brings everything back (`tape.Lent`), and the next replay collects it anew.
+one of them brings everything back (`Buffer.owner`), and the next replay collects it anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import numpy as np
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.observer import NotReplayable, Reference, Run, first_difference
-from xla_amp.lazy.graph.trace import Buffer, Lost, borrowers, lend, new_weakref, take_back
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute, generator, memory_layout, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
@@ -66,8 +67,8 @@ class Replay:
         self._state: list[tuple[int, Reference]] = []
         """(input, buffer) pairs."""
         position = {id(buffer): index for index, buffer in enumerate(arguments)}
-        for place, leaf in enumerate((*program.donated, *program.kept)):
-            self._classify(place, leaf, earlier, later, position)
+        for place, parameter in enumerate((*program.donated, *program.kept)):
+            self._classify(place, parameter, earlier, later, position)
         self._connect(position)
         self._layouts = [struct.sharding for part in program.abstract[:2] for struct in part]
         self._orders = {each.place: each.format for each in program.arranged}
@@ -85,31 +86,31 @@ class Replay:
 
     # -- learning ------------------------------------------------------------------------------------------------
 
-    def _classify(self, place: int, leaf: int, earlier: Run, later: Run, position: dict[int, int]) -> None:
-        buffer, spec = later.leaves[leaf](), later.specs[leaf]
+    def _classify(self, place: int, parameter: int, earlier: Run, later: Run, position: dict[int, int]) -> None:
+        buffer, spec = later.parameters[parameter](), later.specs[parameter]
         if buffer is not None and id(buffer) in position:
             self._arguments.append((place, position[id(buffer)]))
-        elif buffer is not None and earlier.leaves[leaf]() is buffer:
-            self._state.append((place, later.leaves[leaf]))
-        elif leaf in later.carried:  # the last call left it: this one's counterpart is what the next call reads
-            self._state.append((place, later.targets[later.carried[leaf]]))
-        elif leaf not in later.arrays:
+        elif buffer is not None and earlier.parameters[parameter]() is buffer:
+            self._state.append((place, later.parameters[parameter]))
+        elif parameter in later.carried:  # the last call left it: this one's counterpart is what the next call reads
+            self._state.append((place, later.targets[later.carried[parameter]]))
+        elif parameter not in later.arrays:
             raise NotReplayable(
                 f"it reads a tensor, {spec}, that is another one in each call and no argument; pass it as an argument"
             )
-        elif leaf not in earlier.arrays or not _same(earlier.arrays[leaf], later.arrays[leaf]):
+        elif parameter not in earlier.arrays or not _same(earlier.arrays[parameter], later.arrays[parameter]):
             raise NotReplayable(
                 f"it brings a value from the host, {spec}, that is another in each call; make it a tensor on the "
                 "device outside and pass it as an argument"
             )
         else:
-            self._constants.append((place, later.arrays[leaf]))
+            self._constants.append((place, later.arrays[parameter]))
 
     def _connect(self, position: dict[int, int]) -> None:
         """Finds where the next call's inputs are among the results: the outputs, the inputs that are kept, a gap."""
         program = self.program
         computed = len({place for place in program.outputs if place >= 0})
-        kept = {leaf: computed + place for place, leaf in enumerate(program.kept)}
+        kept = {parameter: computed + place for place, parameter in enumerate(program.kept)}
         self._size = computed + len(kept) + 1
         self._places = [place if place >= 0 else kept[~place] for place in program.outputs]
         given = {id(ref()): place for ref, place in zip(self._targets, self._places, strict=True) if ref() is not None}
@@ -137,7 +138,7 @@ class Replay:
         """Inputs handed over whose array may be another tensor's too."""
         self._broken = False
         self._state = [
-            (place, ref if (buffer := ref()) is None else new_weakref(buffer, functools.partial(self._died, place)))
+            (place, ref if (buffer := ref()) is None else weakref.ref(buffer, functools.partial(self._died, place)))
             for place, ref in self._state
         ]
 
@@ -217,12 +218,12 @@ class Replay:
     def _collect(self) -> bool:
         """Takes the state out of its buffers unless it is here; False when something of it is missing."""
         if self._broken:
-            self.give_back()
+            self.release()
             return False
         if self._inputs is not None:
             if self._mesh is mesh.active:
                 return True
-            self.give_back()
+            self.release()
         buffers = [ref() for _, ref in self._state]
         if None in buffers:
             return False
@@ -244,12 +245,11 @@ class Replay:
             # Beside the two lists and its buffer somebody holds it: a copy of the tensor, a read under way, JAX.
             if place < self._donations and count > execute.ALONE + 2:
                 inputs[place] = memory_layout.copy(inputs[place])
-                buffer.shared = None  # type: ignore[union-attr]
+                buffer.external = None  # type: ignore[union-attr]
         for buffer in dict.fromkeys(buffers):
-            lend(buffer)  # type: ignore[arg-type]
+            buffer.set_owner(self)  # type: ignore[union-attr]
         self._inputs, self._mesh = inputs, mesh.active
         self._floats = self._words = None  # they lie where the last state did
-        borrowers.append(self)
         return True
 
     def _fill(self, inputs: list[Any], values: Iterable[tuple[int, jax.Array]]) -> None:
@@ -261,15 +261,14 @@ class Replay:
         order = self._orders.get(place)
         return array if order is None else memory_layout.put(array, order)
 
-    def give_back(self) -> None:
-        """Puts the state into its buffers."""
-        inputs, self._inputs = self._inputs, None
-        if self in borrowers:
-            borrowers.remove(self)
-        if inputs is not None:
-            for place, ref in self._state:
-                if (buffer := ref()) is not None:
-                    take_back(buffer, inputs[place])
+    def release(self) -> None:
+        """Returns the state to its buffers."""
+        with trace.lock:
+            inputs, self._inputs = self._inputs, None
+            if inputs is not None:
+                for place, ref in self._state:
+                    if (buffer := ref()) is not None:
+                        buffer.clear_owner(inputs[place])
 
     def _copy_shared(self, donated: list[Any]) -> None:
         for place, _ in self._arguments:
@@ -301,11 +300,11 @@ class Replay:
         return self._ints_there
 
     def _failed(self, arguments: Sequence[Buffer], error: Exception) -> StepFailedError:
-        self.give_back()
+        self.release()
         reason = f"{type(error).__name__}: {error}"
         for buffer in (*map(call, (ref for _, ref in self._state)), *arguments):
             if buffer is not None and isinstance(buffer.array, jax.Array) and buffer.array.is_deleted():
-                buffer.array = Lost(f"this tensor's memory was handed to a step that then failed: {reason}")
+                buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
         return StepFailedError(reason)
 
 
@@ -319,8 +318,8 @@ def _all_there(arrays: Sequence[Any]) -> bool:
         StepFailedError: one was lost in a failed step.
     """
     kinds = set(map(type, arrays))
-    if Lost in kinds:
-        raise StepFailedError(next(array.reason for array in arrays if type(array) is Lost))
+    if Poisoned in kinds:
+        raise StepFailedError(next(array.reason for array in arrays if type(array) is Poisoned))
     return type(None) not in kinds
 
 

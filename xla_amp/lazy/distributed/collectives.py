@@ -17,7 +17,7 @@ import torch
 from jax import lax
 
 from xla_amp import config
-from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, tape
+from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, trace
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.tensors import tensor_io
 
@@ -160,7 +160,7 @@ def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **option
 def _record(
     what: Any, tensors: Sequence[torch.Tensor], groups: Groups, make: Callable[[tuple[Spec, ...], Any], Instruction]
 ) -> list[torch.Tensor]:
-    with tape.lock:
+    with trace.lock:
         values = [tensor_io.read(tensor) for tensor in tensors]
         specs = tuple(of for _, of in values)
         key = (what, specs, groups)

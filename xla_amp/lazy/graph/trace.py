@@ -1,11 +1,11 @@
-"""The tape: what has been recorded since the last cut, as a flat list of integers.
+"""The trace: what has been recorded since the last cut, as a flat list of integers.
 
 Four nouns carry the engine:
 
 * a `Spec` is a shape and a dtype, interned, so that comparing and hashing it is comparing addresses;
-* a `Buffer` is the value behind one torch storage: an array on the device, or the number of a value on the tape;
+* a `Buffer` is the value behind one torch storage: an array on the device, or the number of a value in the trace;
 * an `Instruction` is one operation specialised to the specs and constants it was called with;
-* the `Tape` holds, per recorded operation, an instruction id followed by the numbers of its inputs.
+* the `Trace` holds, per recorded operation, an instruction id followed by the numbers of its inputs.
 
 Tensors hold no value of their own.  Views share their base's storage and so its buffer; aliasing, ``.data =``,
 ``set_`` and ``swap_tensors`` are PyTorch's own; a tensor whose geometry is not its buffer's is read and written through
@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,17 +27,18 @@ import torch
 
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.dtypes import TO_NUMPY
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lowering import Permuted
 
 Numbers = tuple[int, ...]
 _interning = threading.RLock()
-"""Held while a spec or an instruction is given its identity: a loader's thread meets new shapes beside the tape."""
+"""Held while a spec or an instruction is given its identity: a loader's thread meets new shapes beside the trace."""
 
 
 class Spec:
     """Shape and dtype of a value; one object per pair."""
 
-    __slots__ = ("dtype", "leaf", "numpy_dtype", "shape", "size", "zeros")
+    __slots__ = ("dtype", "numpy_dtype", "parameter", "shape", "size", "zeros")
 
     def __init__(self, shape: Numbers, dtype: torch.dtype) -> None:
         self.shape = shape
@@ -47,7 +48,7 @@ class Spec:
         for extent in shape:
             size *= extent
         self.size = size
-        self.leaf = Instruction("leaf", None, (self,), 0)
+        self.parameter = Instruction("parameter", None, (self,), 0)
         self.zeros: Instruction | None = None
 
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -81,7 +82,7 @@ def _new_spec(shape: Numbers, dtype: torch.dtype) -> Spec:
 
 
 class Instruction:
-    """An operation with everything that shapes its program; its id stands for all of that on the tape."""
+    """An operation with everything that shapes its program; its id stands for all of that in the trace."""
 
     __slots__ = (
         "collective",
@@ -112,7 +113,7 @@ class Instruction:
     ) -> None:
         self.name = name
         self.emit = emit
-        """``emit(context, inputs, floats, ints, rng)`` gives one array per result; ``None`` marks a leaf."""
+        """``emit(context, inputs, floats, ints, rng)`` gives one array per result; ``None`` marks a parameter."""
         self.outs = outs
         self.inputs = inputs
         self.floats = floats
@@ -133,119 +134,21 @@ instructions: list[Instruction] = []
 """Every instruction ever made, by id."""
 
 
-class Buffer:
-    """The value behind one storage."""
-
-    __slots__ = ("__weakref__", "array", "number", "raw", "shared", "spec")
-
-    def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
-        self.spec = spec
-        self.shared: jax.Array | None = None
-        """`array` once more, where others may know it (`Shared`)."""
-        self.number = number
-        """Number of its value on the tape, or -1: then `array` is the value (``None``: memory never written)."""
-        self.array = array
-        self.raw = False
-        """Bytes from a checkpoint that take the dtype of the first tensor set on them."""
-
-
-class Shared(Buffer):
-    """A buffer whose array others may know: a second reference keeps it from being handed over to a program.
-
-    With another array it becomes a buffer like any other.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, spec: Spec, array: jax.Array) -> None:
-        super().__init__(spec)
-        self.shared = self.array = array
-
-    @property
-    def array(self) -> Any:  # type: ignore[override]
-        """As of any buffer."""
-        return _array.__get__(self)
-
-    @array.setter
-    def array(self, value: Any) -> None:
-        _array.__set__(self, value)
-        if value is not self.shared:
-            self.shared = None
-            self.__class__ = Buffer  # type: ignore[assignment]
-
-
-_array: Any = Buffer.__dict__["array"]
-
-
-class Lent(Buffer):
-    """A buffer whose array a captured step holds between its replays: it has none, and asking for it brings it back.
-
-    Buffers become this and back in place.  A class of its own, because Python reads every attribute of a class that
-    has a `__getattr__` several times slower, and kernels read those of buffers.
-    """
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "array":
-            raise AttributeError(f"a Buffer has no {name!r}")
-        with tape.lock:
-            for borrower in tuple(borrowers):
-                borrower.give_back()
-            return object.__getattribute__(self, name)
-
-
-def lend(buffer: Buffer) -> None:
-    """Empties `buffer`, whose array the caller has."""
-    buffer.__class__ = Lent  # first: other threads may be reading
-    del buffer.array
-
-
-def take_back(buffer: Buffer, array: jax.Array | None) -> None:
-    """Ends `lend`."""
-    buffer.array = array
-    if buffer.shared is not array:
-        buffer.shared = None
-    buffer.__class__ = Buffer if buffer.shared is None else Shared
-
-
-class Borrower(Protocol):
-    """Who holds the arrays of buffers for a while (`xla_amp.lazy.capture.replay`)."""
-
-    def give_back(self) -> None:
-        """Puts each of them into its buffer."""
-
-
-borrowers: list[Borrower] = []
-
-
-def reclaim(buffer: Buffer) -> None:
-    """To be called before a buffer gets another array unread: a captured step must not go on with the old one."""
-    _ = buffer.array
-
-
-class Lost:
-    """Stands in a buffer for a value that a failed step should have computed."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-
-class Tape:
+class Trace:
     """Operations recorded since the last cut."""
 
     __slots__ = (
         "code",
+        "computed",
         "count",
         "draws",
         "floats",
-        "fresh",
         "generation",
         "ints",
-        "leaf_numbers",
-        "leaves",
         "limit",
         "lock",
+        "parameter_numbers",
+        "parameters",
         "streams",
     )
 
@@ -255,51 +158,58 @@ class Tape:
         self.code: list[int] = []
         self.count = 0
         """Values so far; the next one's number."""
-        self.fresh: list[weakref.ref[Buffer]] = []
-        """Buffers that got a value here without being leaves."""
-        self.leaves: list[Buffer] = []
+        self.computed: list[weakref.ref[Buffer]] = []
+        """Buffers that got a value here without being parameters."""
+        self.parameters: list[Buffer] = []
         """Buffers whose array is an input, in the order of first use."""
-        self.leaf_numbers: list[int] = []
+        self.parameter_numbers: list[int] = []
         self.floats: list[float] = []
         """Python numbers lifted out of the program: a new learning rate is new data, not a new executable."""
         self.ints: list[int] = []
         self.streams: list[tuple[int, int]] = []
-        """(seed, offset) pairs from which random operations of this tape draw."""
+        """(seed, offset) pairs from which random operations of this trace draw."""
         self.draws = 0
         """Random operations since the last stream began."""
         self.generation = 0
-        """Counts the tapes: a new one begins at each cut."""
+        """Counts the traces: a new one begins at each cut."""
         self.limit = sys.maxsize
-        """Values after which the tape is cut whatever comes, so that a loop without end runs in bounded memory."""
+        """Values after which the trace is cut whatever comes, so that a loop without end runs in bounded memory."""
 
     def clear(self) -> None:
         """Forgets everything recorded (the lists stay the same objects: kernels hold them)."""
-        for record in (self.code, self.fresh, self.leaves, self.leaf_numbers, self.floats, self.ints, self.streams):
-            record.clear()
+        for each in (
+            self.code,
+            self.computed,
+            self.parameters,
+            self.parameter_numbers,
+            self.floats,
+            self.ints,
+            self.streams,
+        ):
+            each.clear()
         self.count = 0
         self.draws = 0
         self.generation += 1
 
 
-tape = Tape()
-new_weakref = weakref.ref
+trace = Trace()
 
 
-def leaf(buffer: Buffer) -> int:
-    """Makes the buffer's array an input of the tape (or zeros, for memory never written); returns its number."""
+def add_parameter(buffer: Buffer) -> int:
+    """Makes the buffer's array an input of the trace (or zeros, for memory never written); returns its number."""
     array = buffer.array
     if array is None:
         instruction = buffer.spec.zeros or _zeros(buffer.spec)
-        tape.fresh.append(new_weakref(buffer))
-    elif type(array) is Lost:
+        trace.computed.append(weakref.ref(buffer))
+    elif type(array) is Poisoned:
         raise StepFailedError(array.reason)
     else:
-        instruction = buffer.spec.leaf
-        tape.leaves.append(buffer)
-        tape.leaf_numbers.append(tape.count)
-    tape.code.append(instruction.id)
-    buffer.number = number = tape.count
-    tape.count = number + 1
+        instruction = buffer.spec.parameter
+        trace.parameters.append(buffer)
+        trace.parameter_numbers.append(trace.count)
+    trace.code.append(instruction.id)
+    buffer.number = number = trace.count
+    trace.count = number + 1
     return number
 
 
@@ -313,17 +223,17 @@ def _zeros(spec: Spec) -> Instruction:
 
 def record(instruction: Instruction, *inputs: int) -> int:
     """Appends an instruction; returns the number of its first result."""
-    tape.code.append(instruction.id)
-    tape.code.extend(inputs)
-    number = tape.count
-    tape.count = number + len(instruction.outs)
+    trace.code.append(instruction.id)
+    trace.code.extend(inputs)
+    number = trace.count
+    trace.count = number + len(instruction.outs)
     return number
 
 
 def assign(buffer: Buffer, number: int) -> None:
     """Gives the whole buffer the value `number`."""
     if buffer.number < 0:
-        tape.fresh.append(new_weakref(buffer))
+        trace.computed.append(weakref.ref(buffer))
     buffer.number = number
 
 

@@ -16,7 +16,8 @@ from torch.utils import _pytree
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Buffer, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute, generator, pjrt
 from xla_amp.lazy.runtime.compile import Program
 from xla_amp.lazy.tensors import tensor_io
@@ -120,7 +121,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
 @dataclasses.dataclass(kw_only=True)
 class _Run:
     program: Program
-    leaves: list[Buffer]
+    parameters: list[Buffer]
     initial: list[np.ndarray[Any, Any]]
     targets: list[Buffer]
     floats: list[float]
@@ -139,19 +140,19 @@ class _Recorder:
     def __exit__(self, *_: Any) -> None:
         execute.observer = self._outer
 
-    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called by the cut: inputs may be overwritten by the program, so they are copied."""
-        self._initial = [np.array(leaf.array) for leaf in leaves]
-        streams = list(tape.streams) or [generator.stream()]
-        self._ints = [*(word for stream in streams for word in stream), *tape.ints]
-        self._floats = list(tape.floats)
+        self._initial = [np.array(parameter.array) for parameter in parameters]
+        streams = list(trace.streams) or [generator.stream()]
+        self._ints = [*(word for stream in streams for word in stream), *trace.ints]
+        self._floats = list(trace.floats)
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Called by the cut once `program` was dispatched."""
-        leaves, targets = list(tape.leaves), list(targets)
+        parameters, targets = list(trace.parameters), list(targets)
         run = _Run(
             program=program,
-            leaves=leaves,
+            parameters=parameters,
             initial=self._initial,
             targets=targets,
             floats=self._floats,
@@ -173,33 +174,37 @@ class _Recorder:
 
 def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]) -> Exported:
     program = run.program
-    changed = [place for place, target in enumerate(run.targets) if any(target is leaf for leaf in run.leaves)]
+    changed = [
+        place for place, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
+    ]
     written = {id(run.targets[place]) for place in changed}
-    label = {i: names.get(id(leaf)) for i, leaf in enumerate(run.leaves)}
-    for index, leaf in enumerate(run.leaves):
-        if label[index] is None and id(leaf) in written:
+    label = {i: names.get(id(parameter)) for i, parameter in enumerate(run.parameters)}
+    for index, parameter in enumerate(run.parameters):
+        if label[index] is None and id(parameter) in written:
             label[index] = f"value {index}"
     order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
-    places = {leaf: place for place, leaf in enumerate(order)}
+    places = {parameter: place for place, parameter in enumerate(order)}
     inputs = tuple(_value(str(label[i]), run.initial[i]) for i in order)
     floats, ints = np.array(run.floats, np.float64), np.array(run.ints, np.int64)
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
 
     def program_of_step(*values: jax.Array) -> list[jax.Array]:
-        leaves = [values[places[i]] if i in places else jnp.asarray(run.initial[i]) for i in range(len(run.leaves))]
+        parameters = [
+            values[places[i]] if i in places else jnp.asarray(run.initial[i]) for i in range(len(run.parameters))
+        ]
         results = program.nested(
-            [leaves[i] for i in program.donated],
-            [leaves[i] for i in program.kept],
+            [parameters[i] for i in program.donated],
+            [parameters[i] for i in program.kept],
             jnp.asarray(floats),
             jnp.asarray(ints),
         )
-        made = [results[place] if place >= 0 else leaves[~place] for place in program.outputs]
-        by_buffer = {id(leaf): value for leaf, value in zip(run.leaves, leaves, strict=True)}
+        made = [results[place] if place >= 0 else parameters[~place] for place in program.outputs]
+        by_buffer = {id(parameter): value for parameter, value in zip(run.parameters, parameters, strict=True)}
         by_buffer.update((id(target), value) for target, value in zip(run.targets, made, strict=True))
         seen = [_seen(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
         return [*seen, *(made[place] for place in changed)]
 
-    known = {id(each) for each in (*run.leaves, *run.targets)}
+    known = {id(each) for each in (*run.parameters, *run.targets)}
     for name, _, buffer in given:
         if id(buffer) not in known:
             raise CaptureError(f"export(): {name} was not computed by the call; return what it computes")
@@ -207,7 +212,7 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
         structs = [jax.ShapeDtypeStruct(each.shape, each.initial.dtype) for each in inputs]  # type: ignore[union-attr]
         platform = {"gpu": "cuda"}.get(pjrt.platform(), pjrt.platform())
         exported = jax.export.export(jax.jit(program_of_step, keep_unused=True), platforms=[platform])(*structs)
-    index_of = {id(leaf): i for i, leaf in enumerate(run.leaves)}
+    index_of = {id(parameter): i for i, parameter in enumerate(run.parameters)}
     news = [f"new {label[index_of[id(run.targets[place])]]}" for place in changed]
     outputs = tuple(
         Value(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)

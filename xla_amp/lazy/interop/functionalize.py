@@ -1,6 +1,6 @@
 """What torch code records, as functions of arrays, without running it.
 
-Placeholders stand for the arguments.  The tape is then read as one function, or as two: a forward part, and a backward
+Placeholders stand for the arguments.  The trace is then read as one function, or as two: a forward part, and a backward
 part whose inputs are, beside its own, the values of the forward part that it needs.
 """
 
@@ -18,7 +18,8 @@ import torch
 
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Buffer, Lost, Spec, leaf, spec, tape
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
 from xla_amp.lazy.runtime import execute, generator, pjrt
 from xla_amp.lazy.runtime.compile import Key, Program, build, steps
 from xla_amp.lazy.tensors import step_marker, tensor_io
@@ -31,7 +32,7 @@ class _Argument:
 class _Refusal:
     """What a recording answers to a cut."""
 
-    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         raise EngineError(
             "torch code called from JAX looked at a value (item(), bool(), a mask as an index, print or sync), but "
             "there are no values while JAX traces; compute it with torch operations, or call the module outside of JAX"
@@ -42,17 +43,17 @@ class _Refusal:
 
 
 class _Position(NamedTuple):
-    """How far the tape had got."""
+    """How far the trace had got."""
 
     code: int
     count: int
-    leaves: int
+    parameters: int
     floats: int
     ints: int
 
     @classmethod
     def now(cls) -> _Position:
-        return cls(len(tape.code), tape.count, len(tape.leaves), len(tape.floats), len(tape.ints))
+        return cls(len(trace.code), trace.count, len(trace.parameters), len(trace.floats), len(trace.ints))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +62,7 @@ class Piece:
 
     program: Program
     arguments: tuple[int, ...]
-    """Per leaf of the program: its place among the arguments, or ``~place`` among `constants`."""
+    """Per parameter of the program: its place among the arguments, or ``~place`` among `constants`."""
     constants: tuple[jax.Array, ...]
     floats: np.ndarray[Any, Any]
     ints: np.ndarray[Any, Any]
@@ -72,7 +73,7 @@ class Piece:
 
     def __call__(self, values: Sequence[Any], words: Any = None) -> list[Any]:
         """The wanted values; `words`, two integers, say from where to draw (64-bit types must be on)."""
-        leaves = [values[place] if place >= 0 else self.constants[~place] for place in self.arguments]
+        parameters = [values[place] if place >= 0 else self.constants[~place] for place in self.arguments]
         # JAX lowers the making of a key after this, with 64-bit types off again: a seed must not need them.
         small = self.draws and bool(np.all(abs(self.ints) < 2**31))
         integer = np.int32 if small else np.int64
@@ -82,8 +83,8 @@ class Piece:
         ints = _vector([*streams, *(_scalar(value, integer) for value in self.ints)], integer)
         floats = _vector([_scalar(value, np.float64) for value in self.floats], np.float64)
         program = self.program
-        outputs = program.nested([], [leaves[index] for index in program.kept], floats, ints)
-        return [outputs[place] if place >= 0 else leaves[~place] for place in program.outputs]
+        outputs = program.nested([], [parameters[index] for index in program.kept], floats, ints)
+        return [outputs[place] if place >= 0 else parameters[~place] for place in program.outputs]
 
 
 def _scalar(value: Any, dtype: Any) -> jax.Array:
@@ -115,25 +116,27 @@ class Recording:
         self._observer, execute.observer = execute.observer, _Refusal()
         self._paused = step_marker.paused()
         self._paused.__enter__()
-        self._limit, tape.limit = tape.limit, sys.maxsize
+        self._limit, trace.limit = trace.limit, sys.maxsize
         return self
 
     def __exit__(self, *_: Any) -> None:
         execute.observer = self._observer
         self._paused.__exit__(None, None, None)
-        with tape.lock:
-            tape.limit = self._limit
-            for reference in tape.fresh:
+        with trace.lock:
+            trace.limit = self._limit
+            for reference in trace.computed:
                 buffer = reference()
                 if buffer is not None and buffer.number >= 0:
                     buffer.number = -1
                     if buffer.array is None:
-                        buffer.array = Lost("it was computed by torch code called from JAX, which returns its results")
-            for buffer in tape.leaves:
+                        buffer.array = Poisoned(
+                            "it was computed by torch code called from JAX, which returns its results"
+                        )
+            for buffer in trace.parameters:
                 buffer.number = -1
             for buffer in self._buffers:
-                buffer.array = Lost("it stood for an argument of torch code called from JAX")  # type: ignore[assignment]
-            tape.clear()
+                buffer.array = Poisoned("it stood for an argument of torch code called from JAX")  # type: ignore[assignment]
+            trace.clear()
             generator.set_state(*self._state)
 
     def argument(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -141,8 +144,8 @@ class Recording:
         of = spec(tuple(shape), dtype)
         tensor = private_api.create_tensor(of.shape, of.dtype)
         tensor.untyped_storage()._xla_amp = buffer = Buffer(of, array=_Argument())  # type: ignore[arg-type]
-        with tape.lock:
-            leaf(buffer)
+        with trace.lock:
+            add_parameter(buffer)
         self._buffers.append(buffer)
         return tensor
 
@@ -154,7 +157,7 @@ class Recording:
     def whole(self, wanted: Sequence[torch.Tensor]) -> Piece:
         """The recording as a function of the arguments that gives the values of `wanted`."""
         numbers = _numbers(wanted)
-        return _piece([], list(tape.code), numbers, tape.leaves, tape.floats, tape.ints, self._buffers)
+        return _piece([], list(trace.code), numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
 
     def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Piece, Piece]:
         """The two parts.
@@ -172,17 +175,17 @@ class Recording:
         if at is None:
             raise EngineError("Recording.halves() before split()")
         saved: dict[int, int] = {}
-        for number in (*(n for _, _, inputs in steps(tape.code[at.code :]) for n in inputs), *numbers):
+        for number in (*(n for _, _, inputs in steps(trace.code[at.code :]) for n in inputs), *numbers):
             if 0 <= number < at.count:
                 saved.setdefault(number, len(saved))
-        specs = [out for instruction, _, _ in steps(tape.code[: at.code]) for out in instruction.outs]
+        specs = [out for instruction, _, _ in steps(trace.code[: at.code]) for out in instruction.outs]
         forward = _piece(
             [],
-            tape.code[: at.code],
+            trace.code[: at.code],
             [*results, *saved],
-            tape.leaves[: at.leaves],
-            tape.floats[: at.floats],
-            tape.ints[: at.ints],
+            trace.parameters[: at.parameters],
+            trace.floats[: at.floats],
+            trace.ints[: at.ints],
             self._buffers[: self._forward_arguments],
         )
 
@@ -192,27 +195,27 @@ class Recording:
             return saved[number] if number < at.count else number - at.count + len(saved)
 
         code: list[int] = []
-        for instruction, draw, inputs in steps(tape.code[at.code :]):
+        for instruction, draw, inputs in steps(trace.code[at.code :]):
             code += [instruction.id, *draw, *map(renumbered, inputs)]
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
         backward = _piece(
             before,
             code,
             [renumbered(number) for number in numbers],
-            tape.leaves[at.leaves :],
-            tape.floats[at.floats :],
-            tape.ints[at.ints :],
+            trace.parameters[at.parameters :],
+            trace.floats[at.floats :],
+            trace.ints[at.ints :],
             self._buffers[self._forward_arguments :],
         )
         return forward, backward
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers that the present values of tensors have on the tape."""
+        """Numbers that the present values of tensors have in the trace."""
         return _numbers(tensors)
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
-    with tape.lock:
+    with trace.lock:
         return [tensor_io.read(tensor)[0] for tensor in tensors]
 
 
@@ -220,24 +223,29 @@ def _piece(
     before: Sequence[Buffer],
     code: Sequence[int],
     wanted: Sequence[int],
-    leaves: Sequence[Buffer],
+    parameters: Sequence[Buffer],
     floats: Sequence[float],
     ints: Sequence[int],
     arguments: Sequence[Buffer],
 ) -> Piece:
-    full = (*(buffer.spec.leaf.id for buffer in before), *code)
+    full = (*(buffer.spec.parameter.id for buffer in before), *code)
     place = {id(buffer): index for index, buffer in enumerate((*before, *arguments))}
     places: list[int] = []
     constants: list[Any] = []
-    for buffer in (*before, *leaves):
+    for buffer in (*before, *parameters):
         found = place.get(id(buffer))
         if found is None:
             found = ~len(constants)
             constants.append(buffer.array)
         places.append(found)
-    streams = np.array(tape.streams or [generator.stream()], np.int64)
+    streams = np.array(trace.streams or [generator.stream()], np.int64)
     program = _program(
-        full, tuple(wanted), tuple(buffer.spec for buffer in (*before, *leaves)), len(floats), len(ints), len(streams)
+        full,
+        tuple(wanted),
+        tuple(buffer.spec for buffer in (*before, *parameters)),
+        len(floats),
+        len(ints),
+        len(streams),
     )
     return Piece(
         program=program,
@@ -250,7 +258,7 @@ def _piece(
     )
 
 
-def _leaf_numbers(code: Sequence[int]) -> Iterator[int]:
+def _parameter_numbers(code: Sequence[int]) -> Iterator[int]:
     count = 0
     for instruction, _, _ in steps(code):
         if instruction.emit is None:
@@ -264,4 +272,4 @@ def _program(
 ) -> Program:
     key = Key(code=code, wanted=wanted, spent=())
     with private_api.x64():
-        return build(key, list(_leaf_numbers(code)), specs, (floats, ints), streams, pjrt.platform())
+        return build(key, list(_parameter_numbers(code)), specs, (floats, ints), streams, pjrt.platform())

@@ -1,4 +1,4 @@
-"""Instructions from outside: a JAX function as one operation of the tape."""
+"""Instructions from outside: a JAX function as one operation of the trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.lazy.dtypes import TO_TORCH
-from xla_amp.lazy.graph.trace import Instruction, record, spec, tape
+from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
 from xla_amp.lazy.runtime.execute import bound
 from xla_amp.lazy.tensors import tensor_io
 
@@ -47,9 +47,9 @@ def instruction(
 
 def append(run: Instruction, tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> list[torch.Tensor]:
     """Records an instruction on these tensors and numbers; returns a fresh tensor for each result."""
-    with tape.lock:
+    with trace.lock:
         bound()
         numbers, _ = tensor_io.operands(tensors)
-        tape.floats.extend(floats)
+        trace.floats.extend(floats)
         first = record(run, *numbers)
         return [tensor_io.new_tensor(of, first + place) for place, of in enumerate(run.outs) if of is not None]

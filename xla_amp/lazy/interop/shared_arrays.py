@@ -14,7 +14,8 @@ import torch
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_TORCH
-from xla_amp.lazy.graph.trace import Shared, spec
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import spec
 from xla_amp.lazy.runtime import mesh, pjrt
 from xla_amp.lazy.tensors import tensor_io
 
@@ -61,5 +62,6 @@ def adopt(array: jax.Array) -> torch.Tensor:
             array = jax.lax.convert_element_type(array, array.dtype)
     of = spec(tuple(array.shape), dtype)
     tensor = private_api.create_tensor(of.shape, of.dtype)
-    tensor.untyped_storage()._xla_amp = Shared(of, array)
+    tensor.untyped_storage()._xla_amp = buffer = Buffer(of, array=array)
+    buffer.external = array
     return tensor

@@ -1,14 +1,15 @@
 """One Python kernel per ATen overload, generated from the operation's schema.
 
-A kernel does four things: it finds its operands' value numbers, looks its `Instruction` up by the specs and constants
-that it was called with, appends a few integers to the tape, and wraps the result's number in a fresh tensor.  Python is
-the cost of tracing, so the source of each kernel is written out for its schema and compiled; nothing is looped over or
-looked up by name when it runs.  Only the first call with new specs takes the slow path (`_Operation.specialize`).
+A kernel finds the value numbers of its operands, looks up its `Instruction` by the specs and constants of the call,
+appends a few integers to the trace, and wraps the number of the result in a new tensor.  Python is the cost of tracing,
+so the source of each kernel is generated for its schema and compiled: it has no loops and no look-ups by name.  Only
+the first call with new specs takes the slow path (`_Operation.specialize`).
 """
 
 from __future__ import annotations
 
 import keyword
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ import torch
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph import shape_inference, validation
-from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, leaf, new_weakref, spec, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, spec, trace
 from xla_amp.lazy.runtime import generator, mesh
 from xla_amp.lazy.runtime.compile import Context
 from xla_amp.lazy.runtime.execute import cut
@@ -180,16 +182,16 @@ class _Operation:
             "_cache": {},
             "_operation": self,
             "_plain": tensor_io.PLAIN,
-            "_lock": tape.lock,
-            "_tape": tape,
-            "_code": tape.code,
-            "_fresh": tape.fresh,
-            "_floats": tape.floats,
-            "_ints": tape.ints,
+            "_lock": trace.lock,
+            "_tape": trace,
+            "_code": trace.code,
+            "_fresh": trace.computed,
+            "_floats": trace.floats,
+            "_ints": trace.ints,
             "_cut": cut,
-            "_leaf": leaf,
+            "_add_parameter": add_parameter,
             "_Buffer": Buffer,
-            "_ref": new_weakref,
+            "_ref": weakref.ref,
             "_create": private_api.create_tensor,
             "_dtype": torch.dtype,
             "_default_dtype": torch.get_default_dtype,
@@ -221,11 +223,11 @@ def number_key(value: Any) -> Any:
 
 
 def lift(value: Any) -> None:
-    """Appends a Python number that stands in a tensor's place to the tape's data."""
+    """Appends a Python number that stands in a tensor's place to the trace's data."""
     if type(value) is float:
-        tape.floats.append(value)
+        trace.floats.append(value)
     elif type(value) is int:
-        tape.ints.append(value)
+        trace.ints.append(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -347,7 +349,7 @@ class _Source:
             f"    {key} = _b{index}.spec",
             f"    if {name}.shape == {key}.shape and {name}.is_contiguous() and {name}.dtype is {key}.dtype:",
             f"        {value} = _b{index}.number",
-            f"        if {value} < 0: {value} = _leaf(_b{index})",
+            f"        if {value} < 0: {value} = _add_parameter(_b{index})",
             "    else:",
             f"        {value}, {key} = _read_view({name}, _b{index})",
             f"        _b{index} = None",

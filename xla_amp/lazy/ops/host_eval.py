@@ -2,7 +2,7 @@
 
 Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  What was uploaded
 is still at hand, so an answer that follows from uploaded integers and booleans alone is computed from the host's
-copies.  The tape stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
+copies.  The trace stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import to_torch
-from xla_amp.lazy.graph.trace import Instruction, tape
+from xla_amp.lazy.graph.trace import Instruction, trace
 from xla_amp.lazy.runtime import execute, mesh
 from xla_amp.lazy.runtime.compile import Key, Program, build, steps
 from xla_amp.lazy.runtime.metrics import metrics
@@ -29,7 +29,7 @@ _MOST_ELEMENTS = 1 << 22
 """So are those with larger values in between."""
 
 _FAR = 256
-"""Values on the tape after which a float is a loss rather than a question about an input: not worth looking."""
+"""Values in the trace after which a float is a loss rather than a question about an input: not worth looking."""
 
 _programs: dict[Key, Program] = {}
 _PROGRAM_LIMIT = 256
@@ -40,8 +40,8 @@ class _Step(NamedTuple):
     first: int
     """Number of its first result."""
     inputs: tuple[int, ...]
-    leaf: int
-    """Its place among the leaves, -1 for an operation."""
+    parameter: int
+    """Its place among the parameters, -1 for an operation."""
     floats: tuple[float, ...]
     ints: tuple[int, ...]
 
@@ -51,13 +51,13 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
     host = _host()
     if host is None or execute.observer is not None or mesh.active is not None:
         return None  # a step that somebody watches must show that it looks at values
-    with tape.lock:
+    with trace.lock:
         buffer = tensor_io.buffer_of(tensor)
         if buffer.number < 0:
             result = copy_of(tensor)
         elif buffer.number > _FAR and tensor.is_floating_point():
             result = None
-        elif any(id(leaf.array) in copies for leaf in tape.leaves):
+        elif any(id(parameter.array) in copies for parameter in trace.parameters):
             number, of = tensor_io.read(tensor)
             chosen = _needed(number)
             result = None if chosen is None else _tensor(_evaluate(chosen, number, host)).view(of.shape)
@@ -80,13 +80,13 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def _needed(number: int) -> list[_Step] | None:
-    """The part of the tape that value `number` follows from, or None when the host does not hold all of it."""
+    """The part of the trace that value `number` follows from, or None when the host does not hold all of it."""
     producers: dict[int, _Step] = {}
-    count = leaves = floats = ints = 0
-    for instruction, draw, inputs in steps(tape.code):
-        is_leaf = instruction.emit is None
-        if is_leaf:
-            host = id(tape.leaves[leaves].array) in copies
+    count = parameters = floats = ints = 0
+    for instruction, draw, inputs in steps(trace.code):
+        is_parameter = instruction.emit is None
+        if is_parameter:
+            host = id(trace.parameters[parameters].array) in copies
         else:
             host = not draw and all(i < 0 or i in producers for i in inputs)
         if host:
@@ -94,14 +94,14 @@ def _needed(number: int) -> list[_Step] | None:
                 instruction,
                 count,
                 tuple(inputs),
-                leaves if is_leaf else -1,
-                tuple(tape.floats[floats : floats + instruction.floats]),
-                tuple(tape.ints[ints : ints + instruction.ints]),
+                parameters if is_parameter else -1,
+                tuple(trace.floats[floats : floats + instruction.floats]),
+                tuple(trace.ints[ints : ints + instruction.ints]),
             )
             for result in range(count, count + len(instruction.outs)):
                 producers[result] = step
         count += len(instruction.outs)
-        leaves += is_leaf
+        parameters += is_parameter
         floats += instruction.floats
         ints += instruction.ints
     if number not in producers:
@@ -121,18 +121,18 @@ def _needed(number: int) -> list[_Step] | None:
 def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
     renumbered: dict[int, int] = {-1: -1}
     code: list[int] = []
-    leaf_numbers, leaf_specs, arrays = [], [], []
+    parameter_numbers, parameter_specs, arrays = [], [], []
     floats: list[float] = []
     ints: list[int] = []
     count = 0
     for step in chosen:
         for place in range(len(step.instruction.outs)):
             renumbered[step.first + place] = count + place
-        if step.leaf >= 0:
-            leaf = tape.leaves[step.leaf]
-            leaf_numbers.append(count)
-            leaf_specs.append(leaf.spec)
-            arrays.append(copies[id(leaf.array)][1])
+        if step.parameter >= 0:
+            parameter = trace.parameters[step.parameter]
+            parameter_numbers.append(count)
+            parameter_specs.append(parameter.spec)
+            arrays.append(copies[id(parameter.array)][1])
         code += [step.instruction.id, *(renumbered[i] for i in step.inputs)]
         floats += step.floats
         ints += step.ints
@@ -143,7 +143,9 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
         if program is None:
             if len(_programs) >= _PROGRAM_LIMIT:
                 _programs.clear()
-            program = _programs[key] = build(key, leaf_numbers, leaf_specs, (len(floats), len(ints)), 0, "cpu")
+            program = _programs[key] = build(
+                key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu"
+            )
             metrics.compilations += 1
         (place,) = program.outputs
         if place < 0:
@@ -155,5 +157,5 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
 def _host() -> jax.Device | None:
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+    except RuntimeError:  # JAX_PLATFORMS parameters the CPU out
         return None

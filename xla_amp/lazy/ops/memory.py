@@ -13,7 +13,8 @@ import torch
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import shape_inference
-from xla_amp.lazy.graph.trace import Buffer, cast, conversions, leaf, record, spec, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.runtime.execute import bound
 from xla_amp.lazy.tensors import dlpack, tensor_io, transfer
@@ -64,7 +65,7 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
 
 @_kernel("resize_")
 def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
-    with tape.lock:
+    with trace.lock:
         return self if tuple(self.shape) == tuple(size) else tensor_io.resize(self, size)
 
 
@@ -166,10 +167,10 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 
 @_kernel("clone")
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
-    with tape.lock:
+    with trace.lock:
         bound()
         number, of = tensor_io.read(self)
-        return tensor_io.new_tensor(of, number)  # values on the tape never change: sharing one is copying it
+        return tensor_io.new_tensor(of, number)  # values in the trace never change: sharing one is copying it
 
 
 @_kernel("_to_copy")
@@ -185,12 +186,12 @@ def _to_copy(
 ) -> torch.Tensor:
     # Four of ten operations of a mixed-precision step are casts of whole tensors, so that case has a short way.
     if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
-        with tape.lock:
+        with trace.lock:
             of = buffer.spec
             found = conversions.get((of, dtype))
             if found is not None and self.shape == of.shape and self.is_contiguous() and self.dtype is of.dtype:
                 bound()
-                number = record(found, buffer.number if buffer.number >= 0 else leaf(buffer))
+                number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
                 return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
     return _copied(self, dtype or self.dtype, device)
 
@@ -203,7 +204,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
         return transfer.wrap(dlpack.arrive(self, dtype))
-    with tape.lock:
+    with trace.lock:
         bound()
         number, of = tensor_io.read(self)
         number, of = cast(number, of, dtype)
@@ -214,7 +215,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if self.device.type != DEVICE_TYPE:
         return self.copy_(tensor_io.to_host(src))
-    with tape.lock:
+    with trace.lock:
         bound()
         tensor_io.copy(self, src)
     return self

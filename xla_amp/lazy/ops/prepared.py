@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.graph.trace import Lost
+from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.ops.index_checks import CHECKED
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -27,7 +27,7 @@ def _take_indices_along(kernel: Kernel) -> Kernel:
 def _revive(tensor: torch.Tensor) -> None:
     buffer = tensor.untyped_storage()._xla_amp  # type: ignore[attr-defined]
     whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
-    if whole and buffer.number < 0 and type(buffer.array) is Lost:
+    if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
         buffer.array = None  # memory never written
 
 

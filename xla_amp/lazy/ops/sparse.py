@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_amp.errors import MissingLoweringError
-from xla_amp.lazy.graph.trace import Instruction, Spec, record, spec, tape
+from xla_amp.lazy.graph.trace import Instruction, Spec, record, spec, trace
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -80,7 +80,7 @@ def _recorded(
 
 
 def _new(name: str, emit: Callable[..., Any], outs: tuple[Spec, ...], *tensors: torch.Tensor, fixed: Any = None) -> Any:
-    with tape.lock:
+    with trace.lock:
         first = _recorded(name, emit, outs, *tensors, fixed=fixed)
         made = [tensor_io.new_tensor(of, first + place) for place, of in enumerate(outs)]
     return made[0] if len(made) == 1 else made
@@ -181,7 +181,7 @@ def add_(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Te
     """Dense or sparse plus sparse, in place."""
     if not self.is_sparse:
         arguments = _plus(self, other, alpha)
-        with tape.lock:
+        with trace.lock:
             tensor_io.write(self, _recorded("add_sparse_", _add_rows, (_spec_of(self),), *arguments))
         return self
     return aten.copy_sparse_to_sparse_(self, _joined(self, other, alpha))

@@ -1,4 +1,4 @@
-"""From a tape to one XLA executable: interpretation under `jax.jit`, pairing of donated inputs with outputs."""
+"""From a trace to one XLA executable: interpretation under `jax.jit`, pairing of donated inputs with outputs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from xla_amp.lowering.operand import Deferred, materialize
 class Layouts(NamedTuple):
     """Where on a mesh values are; empty without one."""
 
-    leaves: tuple[Any, ...] = ()
-    """`jax.sharding.Sharding` of each leaf."""
+    parameters: tuple[Any, ...] = ()
+    """`jax.sharding.Sharding` of each parameter."""
     wanted: tuple[Any, ...] = ()
     """The same of each wanted value, None where XLA may choose."""
 
@@ -38,23 +38,23 @@ class Key:
     wanted: tuple[int, ...]
     """Numbers of the values that live buffers need, in buffer order."""
     spent: tuple[int, ...]
-    """Leaves whose array nobody will read again."""
+    """Parameters whose array nobody will read again."""
     layouts: Layouts = NO_LAYOUTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled tape."""
+    """A compiled trace."""
 
     call: Any
     """``call(donated, kept, floats, ints)`` gives the outputs.  Not inside another program: see `nested`."""
     nested: Any
     """`call` without options for XLA and orders in memory, which JAX refuses to take for a part of a program."""
     donated: tuple[int, ...]
-    """Leaves handed over for the outputs to live in."""
+    """Parameters handed over for the outputs to live in."""
     kept: tuple[int, ...]
     outputs: tuple[int, ...]
-    """Per wanted value: its place among the outputs, or ``~leaf`` when it is a leaf unchanged."""
+    """Per wanted value: its place among the outputs, or ``~parameter`` when it is a parameter unchanged."""
     operations: int
     abstract: tuple[Any, ...]
     """What `call` takes, as `jax.ShapeDtypeStruct`."""
@@ -82,7 +82,7 @@ class Context:
 
 
 def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
-    """(instruction, (stream, draw) of a random one, input numbers) for each operation of a tape."""
+    """(instruction, (stream, draw) of a random one, input numbers) for each operation of a trace."""
     position = 0
     while position < len(code):
         instruction = instructions[code[position]]
@@ -94,51 +94,53 @@ def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Seq
 
 def build(
     key: Key,
-    leaf_numbers: Sequence[int],
-    leaf_specs: Sequence[Spec],
+    parameter_numbers: Sequence[int],
+    parameter_specs: Sequence[Spec],
     numbers: tuple[int, int],
     streams: int,
     platform: str,
 ) -> Program:
-    """The program of a tape; compiled by XLA on its first call.
+    """The program of a trace; compiled by XLA on its first call.
 
     Args:
-        key: the tape.
-        leaf_numbers, leaf_specs: its inputs, in the order of first use.
+        key: the trace.
+        parameter_numbers, parameter_specs: its inputs, in the order of first use.
         numbers: how many lifted floats and ints come with it.
         streams: how many (seed, offset) pairs come in front of the ints.
         platform: XLA's platform, for lowerings that have a form of their own there, and for `compile_options`.
     """
-    leaf_of = {number: index for index, number in enumerate(leaf_numbers)}
+    parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
     specs: list[Spec | None] = []
     operations = 0
     for instruction, _, _ in steps(key.code):
         specs.extend(instruction.outs)
         operations += instruction.emit is not None
-    unchanged = {leaf_of[number] for number in key.wanted if number in leaf_of}
-    computed = list(dict.fromkeys(number for number in key.wanted if number not in leaf_of))
-    donated = _pair([i for i in key.spent if i not in unchanged], leaf_specs, [specs[number] for number in computed])
+    unchanged = {parameter_of[number] for number in key.wanted if number in parameter_of}
+    computed = list(dict.fromkeys(number for number in key.wanted if number not in parameter_of))
+    donated = _pair(
+        [i for i in key.spent if i not in unchanged], parameter_specs, [specs[number] for number in computed]
+    )
     place = {number: index for index, number in enumerate(computed)}
-    kept = tuple(sorted(set(range(len(leaf_specs))).difference(donated)))
+    kept = tuple(sorted(set(range(len(parameter_specs))).difference(donated)))
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
-    if key.layouts.leaves:
+    if key.layouts.parameters:
         wish = dict(zip(reversed(key.wanted), reversed(key.layouts.wanted), strict=True))
         options["out_shardings"] = [wish[number] for number in computed]
     structs = [
         jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=layout)
-        for spec, layout in zip(leaf_specs, key.layouts.leaves or [None] * len(leaf_specs), strict=True)
+        for spec, layout in zip(parameter_specs, key.layouts.parameters or [None] * len(parameter_specs), strict=True)
     ]
 
     def lazy_step(
         taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array
     ) -> list[jax.Array]:
-        leaves: list[Any] = [None] * len(leaf_specs)
+        parameters: list[Any] = [None] * len(parameter_specs)
         for index, array in zip(donated, taken, strict=True):
-            leaves[index] = array
+            parameters[index] = array
         for index, array in zip(kept, others, strict=True):
-            leaves[index] = array
-        return _interpret(key.code, leaves, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
+            parameters[index] = array
+        return _interpret(key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
@@ -147,19 +149,23 @@ def build(
     orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
     arranged: list[Arranged] = []
     if orders:
-        given = list(memory_layout.shardings(leaf_specs, orders))
+        given = list(memory_layout.shardings(parameter_specs, orders))
         taken, others = ([given[index] for index in part] for part in (donated, kept))
         options["in_shardings"] = taken, others, None, None
         options["out_shardings"] = list(memory_layout.shardings((specs[number] for number in computed), orders))
         places = enumerate((*donated, *kept))
-        arranged = [Arranged(leaf, place, given[leaf]) for place, leaf in places if leaf_specs[leaf] in orders]
+        arranged = [
+            Arranged(parameter, place, given[parameter])
+            for place, parameter in places
+            if parameter_specs[parameter] in orders
+        ]
     alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
     return Program(
         call=alone if chosen or orders else nested,
         nested=nested,
         donated=tuple(donated),
         kept=kept,
-        outputs=tuple(~leaf_of[number] if number in leaf_of else place[number] for number in key.wanted),
+        outputs=tuple(~parameter_of[number] if number in parameter_of else place[number] for number in key.wanted),
         operations=operations,
         abstract=(
             [structs[index] for index in donated],
@@ -177,22 +183,22 @@ def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(step, mesh=mesh.active, in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def _pair(spent: Sequence[int], leaf_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
-    """The spent leaves for which an output of the same spec exists: JAX warns about any other donation."""
+def _pair(spent: Sequence[int], parameter_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
+    """The spent parameters for which an output of the same spec exists: JAX warns about any other donation."""
     room: dict[Spec | None, int] = {}
     for output in outputs:
         room[output] = room.get(output, 0) + 1
     donated = []
     for index in spent:
-        if room.get(leaf_specs[index], 0) > 0:
-            room[leaf_specs[index]] -= 1
+        if room.get(parameter_specs[index], 0) > 0:
+            room[parameter_specs[index]] -= 1
             donated.append(index)
     return donated
 
 
 def _interpret(
     code: Sequence[int],
-    leaves: Sequence[jax.Array],
+    parameters: Sequence[jax.Array],
     floats: jax.Array,
     ints: jax.Array,
     streams: jax.Array,
@@ -200,11 +206,11 @@ def _interpret(
     context: Context,
 ) -> list[jax.Array]:
     values: list[Any] = []
-    next_leaf = next_float = next_int = 0
+    next_parameter = next_float = next_int = 0
     for instruction, draw, inputs in steps(code):
         if instruction.emit is None:
-            values.append(leaves[next_leaf])
-            next_leaf += 1
+            values.append(parameters[next_parameter])
+            next_parameter += 1
             continue
         rng = None
         if draw:

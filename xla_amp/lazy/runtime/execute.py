@@ -15,7 +15,8 @@ import numpy as np
 
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Buffer, Lost, borrowers, new_weakref, reclaim, tape
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import generator, memory_layout, mesh, pjrt, progress
 from xla_amp.lazy.runtime.compile import NO_LAYOUTS, Key, Layouts, Program, build
 from xla_amp.lazy.runtime.metrics import metrics
@@ -30,33 +31,33 @@ _newest: Callable[[], list[Any]] = list
 class Observer(Protocol):
     """Who wants to know what a cut runs (`xla_amp.lazy.capture.observer`)."""
 
-    def before(self, leaves: list[Buffer], held: list[bool]) -> None:
-        """Called before the tape is read; may change its numbers.  `held` says which leaves a storage still has."""
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
+        """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called after `program` was dispatched, before the tape is cleared; `targets` get its outputs."""
+        """Called after `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
 
 
 observer: Observer | None = None
 admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
-"""Called with each new program, its tape and its arguments before it first runs; may refuse it by raising."""
+"""Called with each new program, its trace and its arguments before it first runs; may refuse it by raising."""
 
 
 def cut() -> None:
-    """Runs the tape, asynchronously; does nothing when nothing was recorded.
+    """Runs the trace, asynchronously; does nothing when nothing was recorded.
 
     Raises:
         StepFailedError: an operation could not be lowered or XLA refused the program.  Every tensor that had a value
-            before the first operation of the tape has that value again.
+            before the first operation of the trace has that value again.
     """
-    with tape.lock:
-        if tape.code:
+    with trace.lock:
+        if trace.code:
             _run()
 
 
 def bound() -> None:
-    """Cuts a tape that has grown past its limit."""
-    if tape.count > tape.limit:
+    """Cuts a trace that has grown past its limit."""
+    if trace.count > trace.limit:
         cut()
 
 
@@ -66,7 +67,7 @@ def sync(wait: bool = False) -> None:
     Args:
         wait: also wait until the device has finished (one host sync).
     """
-    with tape.lock:
+    with trace.lock:
         cut()
         # Programs run in the order of their data, so the newest values are ready only after the older ones.
         newest = _newest()
@@ -82,54 +83,51 @@ def programs() -> list[Program]:
 
 def forget_programs() -> None:
     """Drops all compiled programs; the next steps compile anew."""
-    with tape.lock:
+    with trace.lock:
         _programs.clear()
 
 
 def _run() -> None:
     if mesh.active is not None:
-        mesh.bring_home(tape.leaves)
-    leaves, arrays = tape.leaves, [buffer.array for buffer in tape.leaves]
-    held = [count > ALONE for count in reference_counts(leaves)]  # by a storage: somebody can still read the buffer
-    fresh = [buffer for reference in tape.fresh if (buffer := reference()) is not None and buffer.number >= 0]
+        mesh.bring_home(trace.parameters)
+    parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
+    held = [count > ALONE for count in reference_counts(parameters)]  # by a storage: somebody can still read the buffer
+    computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
         buffer
-        for buffer, number, alive in zip(leaves, tape.leaf_numbers, held, strict=True)
+        for buffer, number, alive in zip(parameters, trace.parameter_numbers, held, strict=True)
         if buffer.number != number and alive
     ]
-    if borrowers:  # leaves were read when they became that
-        for buffer in fresh:
-            reclaim(buffer)
     if observer is not None:
-        observer.before(leaves, held)
-    # Overwritten leaves come first and in order: JAX gives the n-th donated input of a spec to the n-th output of it,
-    # so that a parameter's new value lands in the old one's memory.
-    targets = overwritten + fresh
+        observer.before(parameters, held)
+    # Overwritten parameters come first and in order: JAX pairs the n-th donated input of a spec with its n-th output,
+    # so that a weight's new value is written to the old one's memory.
+    targets = overwritten + computed
     try:
         spent = _spent(arrays, held)
         layouts = NO_LAYOUTS
         if mesh.is_partitioned():
             # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
-            spent = tuple(index for index in spent if leaves[index].number != tape.leaf_numbers[index])
+            spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
             layouts = Layouts(tuple(array.sharding for array in arrays), mesh.output_layouts(targets, len(overwritten)))
         wanted = tuple(buffer.number for buffer in targets)
-        key = Key(code=tuple(tape.code), wanted=wanted, spent=spent, layouts=layouts)
+        key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, layouts=layouts)
         # A step is mostly the one before it once more, and comparing thousands of numbers costs less than hashing them.
         before, program = next(reversed(_programs.items()), (None, None))
         again = before == key
         if not again:
             program = _programs.get(key)
         is_new = program is None
-        streams = tape.streams or [generator.stream()]
+        streams = trace.streams or [generator.stream()]
         with private_api.x64():
             if program is None:
-                numbers = len(tape.floats), len(tape.ints)
-                specs = [buffer.spec for buffer in leaves]
-                program = build(key, tape.leaf_numbers, specs, numbers, len(streams), pjrt.platform())
-            floats = np.array(tape.floats, np.float64)
-            ints = np.array([*(word for stream in streams for word in stream), *tape.ints], np.int64)
-            for leaf, _, order in program.arranged:
-                arrays[leaf] = leaves[leaf].array = memory_layout.put(arrays[leaf], order)
+                numbers = len(trace.floats), len(trace.ints)
+                specs = [buffer.spec for buffer in parameters]
+                program = build(key, trace.parameter_numbers, specs, numbers, len(streams), pjrt.platform())
+            floats = np.array(trace.floats, np.float64)
+            ints = np.array([*(word for stream in streams for word in stream), *trace.ints], np.int64)
+            for parameter, _, order in program.arranged:
+                arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if admit is not None and is_new:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
                 admit(program, key.code, (donated, kept, floats, ints))
@@ -154,10 +152,10 @@ def _run() -> None:
     metrics.operations += program.operations
     if observer is not None:
         observer.after(program, key.code, targets)
-    generator.advance(tape.draws)
+    generator.advance(trace.draws)
     for buffer, place in zip(targets, program.outputs, strict=True):
         buffer.array = outputs[place] if place >= 0 else arrays[~place]
-    note(functools.partial(_values_of, [new_weakref(target) for target in targets]))
+    note(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
 
 
@@ -172,14 +170,14 @@ def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
 
 
 def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    """Dispatches `program` on the arrays of its leaves and its lifted numbers; returns the outputs."""
+    """Dispatches `program` on the arrays of its parameters and its lifted numbers; returns the outputs."""
     donated = [arrays[index] for index in program.donated]
     kept = [arrays[index] for index in program.kept]
     return dispatch(program, donated, kept, floats, ints)
 
 
 def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    """`execute` with the leaves in the order of the program."""
+    """`execute` with the parameters in the order of the program."""
     if not donated and not kept:  # nothing else says where to run
         return program.call(donated, kept, mesh.put(floats), mesh.put(ints))
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
@@ -189,19 +187,19 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
 def _forget(targets: list[Buffer]) -> None:
     for buffer in targets:
         buffer.number = -1
-    for buffer in tape.leaves:
+    for buffer in trace.parameters:
         buffer.number = -1
-    tape.clear()
+    trace.clear()
 
 
 def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> None:
-    """Takes back the tape: buffers keep the arrays from before it, values that never came to be say why."""
-    for buffer, array in zip(tape.leaves, arrays, strict=True):
+    """Takes back the trace: buffers keep the arrays from before it, values that never came to be say why."""
+    for buffer, array in zip(trace.parameters, arrays, strict=True):
         if array.is_deleted():
-            buffer.array = Lost(f"this tensor's memory was handed to a step that then failed: {reason}")  # type: ignore[assignment]
+            buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")  # type: ignore[assignment]
     for buffer in targets:
         if buffer.array is None:
-            buffer.array = Lost(f"this tensor was to be computed by a step that failed: {reason}")  # type: ignore[assignment]
+            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {reason}")  # type: ignore[assignment]
     _forget(targets)
 
 
@@ -215,14 +213,14 @@ ALONE = reference_counts([object()])[0]
 
 
 def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
-    """Leaves whose array can be overwritten: nothing else holds it, and nobody will read the old value again.
+    """Parameters whose array can be overwritten: nothing else holds it, and nobody will read the old value again.
 
     Those that are overwritten come first.  A gradient that was given and dropped would else get the parameter's new
     value, the parameter's memory that of its state, and XLA would have to copy what is still read.
     """
     array_counts = reference_counts(arrays)
     overwritten, dropped = [], []
-    for index, (buffer, number) in enumerate(zip(tape.leaves, tape.leaf_numbers, strict=True)):
+    for index, (buffer, number) in enumerate(zip(trace.parameters, trace.parameter_numbers, strict=True)):
         if array_counts[index] != ALONE + 1:
             continue
         if buffer.number != number and held[index]:

@@ -1,7 +1,7 @@
 """Random numbers: a (seed, offset) pair on the host, as CUDA's Philox generator keeps one.
 
 The pair is an input of the executable and each random operation adds its own index, so the same seed gives the same
-numbers wherever the tape was cut, and a new seed never compiles.  Setting the state in the middle of a tape
+numbers wherever the trace was cut, and a new seed never compiles.  Setting the state in the middle of a trace
 (activation checkpointing does) opens a second stream in the same executable.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 
 _seed = 0
 _offset = 0
@@ -31,26 +31,26 @@ def advance(draws: int) -> None:
 
 def state() -> tuple[int, int]:
     """(seed, offset) of the next random operation."""
-    return _seed, _offset + tape.draws
+    return _seed, _offset + trace.draws
 
 
 def set_state(seed: int, offset: int) -> None:
     """Continues at `offset` of `seed`."""
     global _seed, _offset
-    with tape.lock:
-        if tape.draws or tape.streams:
-            if not tape.streams:
-                tape.streams.append(stream())
-            tape.streams.append((seed, offset))
-        tape.draws = 0
+    with trace.lock:
+        if trace.draws or trace.streams:
+            if not trace.streams:
+                trace.streams.append(stream())
+            trace.streams.append((seed, offset))
+        trace.draws = 0
         _seed, _offset = seed, offset
 
 
 def draw() -> tuple[int, int]:
     """(stream, index) of a random operation that is being recorded."""
-    index = tape.draws
-    tape.draws = index + 1
-    return max(len(tape.streams) - 1, 0), index
+    index = trace.draws
+    trace.draws = index + 1
+    return max(len(trace.streams) - 1, 0), index
 
 
 def manual_seed(seed: int) -> None:

@@ -21,23 +21,23 @@ from xla_amp.lazy.runtime import pjrt
 class Arranged(NamedTuple):
     """An input of a program that has an order of its own."""
 
-    leaf: int
+    parameter: int
     place: int
     """Among the inputs of the call, those handed over first."""
     format: Format
 
 
 def orders(operations: Iterable[tuple[Instruction, Any, Sequence[int]]], platform: str) -> dict[Spec, Numbers]:
-    """Dimensions from the outermost in memory to the innermost, for leaves that an operation wants in such an order.
+    """Dimensions from the outermost in memory to the innermost, for parameters of which an operation prefers an order.
 
     By spec: a weight's gradient and its optimizer's state are read and written together with it.
 
     Args:
-        operations: of a tape, as `program.steps` gives them.
+        operations: of a trace, as `program.steps` gives them.
         platform: XLA's.
     """
     specs: list[Spec | None] = []
-    origins: dict[int, Spec] = {}  # of a leaf, and of what is made of its elements one by one: a cast
+    origins: dict[int, Spec] = {}  # of a parameter, and of what is made of its elements one by one: a cast
     found: dict[Spec, Numbers] = {}
     for instruction, _, inputs in operations:
         number = len(specs)
@@ -47,9 +47,9 @@ def orders(operations: Iterable[tuple[Instruction, Any, Sequence[int]]], platfor
         elif len(inputs) == 1 and inputs[0] in origins and _alike(instruction.outs, specs[inputs[0]]):
             origins[number] = origins[inputs[0]]
         for place, minor in instruction.minor.get(platform, {}).items():
-            if (leaf := origins.get(inputs[place])) is not None:
-                outer = (dim for dim in range(len(leaf.shape)) if dim not in minor)
-                found[leaf] = (*outer, *minor)
+            if (parameter := origins.get(inputs[place])) is not None:
+                outer = (dim for dim in range(len(parameter.shape)) if dim not in minor)
+                found[parameter] = (*outer, *minor)
     return found
 
 

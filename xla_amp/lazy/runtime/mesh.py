@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Buffer
+from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.runtime import pjrt
 
 AXIS = "replica"
@@ -101,10 +101,10 @@ def layout_of(buffer: Buffer) -> NamedSharding | None:
     return _layouts.get(buffer)
 
 
-def bring_home(leaves: Iterable[Buffer]) -> None:
+def bring_home(buffers: Iterable[Buffer]) -> None:
     """Puts values from before the mesh on it."""
     devices = home().device_set  # type: ignore[union-attr]  # called with a mesh only
-    for buffer in leaves:
+    for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
             with private_api.x64():
                 buffer.array = put(buffer.array)

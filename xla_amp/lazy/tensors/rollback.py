@@ -1,17 +1,19 @@
 """Keeping old values where a step must not happen: any optimizer skips on the device.
 
-A conditional would make the host or the device wait; old values are still on the tape, so a select costs nothing.
+A conditional would make the host or the device wait; old values are still in the trace, so a select costs nothing.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import torch
 
-from xla_amp.lazy.graph.trace import Buffer, Instruction, Spec, new_weakref, record, tape
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Instruction, Spec, record, trace
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -21,22 +23,22 @@ class Snapshot:
     __slots__ = ("_buffers", "_tensors")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        with tape.lock:
+        with trace.lock:
             self._tensors = list(tensors)
             """Keeps the tensors alive, so that their ids stay theirs."""
             self._buffers: dict[int, Buffer] = {}
             for tensor in self._tensors:
                 number, of = tensor_io.read(tensor)
                 self._buffers[id(tensor)] = buffer = Buffer(of, number)
-                tape.fresh.append(new_weakref(buffer))
+                trace.computed.append(weakref.ref(buffer))
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's old value on the present tape, or -1 when the snapshot does not have it."""
+        """Number of the tensor's old value in the present trace, or -1 when the snapshot does not have it."""
         buffer = self._buffers.get(id(tensor))
         if buffer is None:
             return -1
         if buffer.number < 0:
-            return tensor_io.leaf(buffer)
+            return tensor_io.add_parameter(buffer)
         return buffer.number
 
 
@@ -56,7 +58,7 @@ def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], befo
     """
     if not tensors:
         return
-    with tape.lock:
+    with trace.lock:
         flag, flag_spec = tensor_io.read(condition)
         now = [tensor_io.read(tensor) for tensor in tensors]
         old = [before.number(tensor) for tensor in tensors]

@@ -18,14 +18,14 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime.execute import cut
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _armed = -1
-"""Generation of the tape on which an optimizer step was recorded; stale once that tape was cut."""
+"""Generation of the trace on which an optimizer step was recorded; stale once that trace was cut."""
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers that stepped on that tape."""
+"""Optimizers that stepped in that trace."""
 _forward_hook: Any = None
 _paused = False
 
@@ -49,7 +49,7 @@ def install() -> None:
 
 def step_begins() -> None:
     """Cuts if an optimizer step was recorded since the last cut."""
-    armed = _armed == tape.generation
+    armed = _armed == trace.generation
     _disarm()
     if armed and not _paused:
         cut()
@@ -63,21 +63,21 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _armed == tape.generation and optimizer in _stepped and _on_device(optimizer):
+    if _armed == trace.generation and optimizer in _stepped and _on_device(optimizer):
         step_begins()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _on_device(optimizer) and tape.code:
+    if _on_device(optimizer) and trace.code:
         _arm(optimizer)
 
 
 def _arm(optimizer: torch.optim.Optimizer) -> None:
     global _armed, _forward_hook
-    with tape.lock:
-        if _armed != tape.generation:
+    with trace.lock:
+        if _armed != trace.generation:
             _stepped.clear()
-        _armed = tape.generation
+        _armed = trace.generation
         _stepped.add(optimizer)
         if _forward_hook is None:
             # A global module hook slows every module call down, so it stays in only until it has fired.

@@ -1,8 +1,9 @@
-"""Between tensors and the tape: reading an operand's value number, writing a value into a tensor."""
+"""Between tensors and the trace: reading an operand's value number, writing a value into a tensor."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,20 +14,17 @@ import torch
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import (
-    Buffer,
     Instruction,
-    Lost,
     Spec,
+    add_parameter,
     assign,
     broadcast,
     cast,
-    leaf,
-    new_weakref,
-    reclaim,
     record,
     spec,
-    tape,
+    trace,
 )
 from xla_amp.lazy.runtime.execute import cut
 from xla_amp.lazy.tensors import dlpack, transfer
@@ -92,7 +90,7 @@ def operand(value: Any) -> tuple[int, Any]:
         return read(value)
     if value.device.type == "cpu" and value.dim() == 0:
         buffer = Buffer(spec((), value.dtype), array=transfer.upload(value))
-        return leaf(buffer), buffer.spec
+        return add_parameter(buffer), buffer.spec
     raise _foreign(value)
 
 
@@ -109,7 +107,7 @@ def read(tensor: torch.Tensor) -> tuple[int, Spec]:
     buffer = buffer_of(tensor)
     of = buffer.spec
     if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
-        return (buffer.number if buffer.number >= 0 else leaf(buffer)), of
+        return (buffer.number if buffer.number >= 0 else add_parameter(buffer)), of
     return read_view(tensor, buffer)
 
 
@@ -130,7 +128,7 @@ def operands(
             if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
                 number = buffer.number
                 if number < 0:
-                    number = leaf(buffer)
+                    number = add_parameter(buffer)
                 whole = buffer
             else:
                 number, of = read_view(tensor, buffer)
@@ -157,7 +155,7 @@ def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
         instruction = _reads[key] = _read_instruction(*key)
     number = buffer.number
     if number < 0:
-        number = leaf(buffer)
+        number = add_parameter(buffer)
     return record(instruction, number), instruction.outs[0]  # type: ignore[return-value]
 
 
@@ -193,7 +191,7 @@ def _retype_complex(x: Any, dtype: np.dtype) -> Any:
 
 
 def _check_bounds(room: Spec, shape: Any, strides: Any, offset: int) -> None:
-    """Raises as torch does for a window that leaves its storage, which holds no bytes for torch to check against."""
+    """Raises as torch does for a window outside its storage, which holds no bytes that torch could check."""
     if 0 in shape:
         return
     last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
@@ -239,7 +237,7 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
             f"(sizes {list(tensor.shape)}, strides {list(tensor.stride())}). Please clone() the tensor before "
             "performing the operation"
         )
-    old = buffer.number if buffer.number >= 0 else leaf(buffer)
+    old = buffer.number if buffer.number >= 0 else add_parameter(buffer)
     buffer.number = record(instruction, old, number)
 
 
@@ -308,14 +306,14 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
         tensor.untyped_storage()._xla_amp = Buffer(target)
         return
     old = _elements(buffer.spec, tensor.dtype)
-    number = buffer.number if buffer.number >= 0 else leaf(buffer)
+    number = buffer.number if buffer.number >= 0 else add_parameter(buffer)
 
     def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
         flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
         return [jax.numpy.pad(flat, (0, target.size - old.size))]
 
     grown = Buffer(target, record(Instruction("resize", emit, (target,), 1), number))
-    tape.fresh.append(new_weakref(grown))
+    trace.computed.append(weakref.ref(grown))
     tensor.untyped_storage()._xla_amp = grown
 
 
@@ -323,24 +321,24 @@ def new_tensor(of: Spec, number: int) -> torch.Tensor:
     """A fresh tensor holding the value `number`."""
     tensor = private_api.create_tensor(of.shape, of.dtype)
     tensor.untyped_storage()._xla_amp = buffer = Buffer(of, number)
-    tape.fresh.append(new_weakref(buffer))
+    trace.computed.append(weakref.ref(buffer))
     return tensor
 
 
 def array_of(tensor: torch.Tensor) -> jax.Array:
-    """The tensor's value as a concrete array of its shape; cuts the tape where it must."""
-    with tape.lock:
+    """The tensor's value as a concrete array of its shape; cuts the trace where it must."""
+    with trace.lock:
         buffer = buffer_of(tensor)
         whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
         if not whole:
             number, of = read(tensor)
             buffer = Buffer(of, number)
-            tape.fresh.append(new_weakref(buffer))
+            trace.computed.append(weakref.ref(buffer))
         elif buffer.array is None and buffer.number < 0:
-            leaf(buffer)  # memory never written reads as zeros
+            add_parameter(buffer)  # memory never written reads as zeros
         if buffer.number >= 0:
             cut()
-        if type(buffer.array) is Lost:
+        if type(buffer.array) is Poisoned:
             raise StepFailedError(buffer.array.reason)
         return buffer.array
 
@@ -351,7 +349,7 @@ _SMALL = 1 << 20
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's value as a CPU tensor (counted as one host sync)."""
-    with tape.lock:
+    with trace.lock:
         buffer = buffer_of(tensor)
         of = buffer.spec
         settled = buffer.number < 0 and isinstance(buffer.array, jax.Array)
@@ -376,9 +374,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         buffer = buffer_of(target)
         of = buffer.spec
         whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
-        if whole and (buffer.number < 0 or not _is_leaf(buffer)):
+        if whole and (buffer.number < 0 or not _is_parameter(buffer)):
             # A whole upload replaces the array; what was recorded before keeps the number it read.
-            reclaim(buffer)
             buffer.array, buffer.number = array, -1
             return
         source = transfer.wrap(array)
@@ -388,8 +385,8 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     write(target, number)
 
 
-def _is_leaf(buffer: Buffer) -> bool:
-    return any(held is buffer for held in tape.leaves)
+def _is_parameter(buffer: Buffer) -> bool:
+    return any(held is buffer for held in trace.parameters)
 
 
 _reported: set[str] = set()

@@ -11,7 +11,8 @@ import torch
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_TORCH, to_numpy, to_torch
-from xla_amp.lazy.graph.trace import Buffer, Spec, spec
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Spec, spec
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.runtime.metrics import metrics
 

@@ -14,7 +14,7 @@ from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph import shape_inference
-from xla_amp.lazy.graph.trace import tape
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import c10d_stubs, composites, dynamic_shape, memory, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
 from xla_amp.lazy.ops.prepared import PREPARED
@@ -125,7 +125,7 @@ def device() -> torch.device:
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
             step_marker.install()
-            tape.limit = config.tape_limit()
+            trace.limit = config.tape_limit()
             _install_kernels()
             _started = True
     return torch.device(DEVICE_TYPE, 0)
@@ -289,7 +289,7 @@ def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
         pairs = zip(ours, theirs, strict=True) if isinstance(ours, (list, tuple)) else [(ours, theirs)]
         for mine, other in pairs:
             if isinstance(mine, torch.Tensor):
-                with tape.lock:
+                with trace.lock:
                     tensor_io.copy(mine if mine.shape == other.shape else tensor_io.resize(mine, other.shape), other)
                 aliases[id(other)] = mine
 
