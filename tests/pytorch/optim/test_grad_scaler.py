@@ -259,7 +259,9 @@ def test_too_many_skips_in_a_row(device, clean):
         step(True)
     assert caught.value.parameters == ["0.weight", "1.bias"]
     assert scaler.get_scale() == 2.0**16 / 2**5  # update() had done its work
-    for bad in [True, True, False]:  # counts anew
+    assert int(scaler.consecutive_skips()) == 0  # the count restarts
+    assert bool(scaler.step_was_skipped())
+    for bad in [True, True, False]:
         step(bad)
     assert int(scaler.skipped_steps()) == 7
 
@@ -490,6 +492,19 @@ def test_skipping_is_visible_on_the_device(device):
         assert bool(skipped) is bad
     assert scaler.skipped_steps().dtype is torch.int32
     assert int(scaler.skipped_steps()) == 2
+
+
+def test_counting_skips_costs_two_recorded_operations():
+    device = xla_amp.xla_device()
+    scaler, optimizer, params = started(device)
+    for step in range(2):  # the first one makes the counters
+        set_gradients(params, scaler, step)
+        scaler.step(optimizer)
+        before = xla_amp.metrics()["operations"], xla_amp.metrics()["host_syncs"]
+        scaler.update()
+        after = xla_amp.metrics()["operations"], xla_amp.metrics()["host_syncs"]
+    assert after[0] - before[0] == 3  # two, and torch's own _amp_update_scale_
+    assert after[1] == before[1]
 
 
 def test_state_dict_goes_both_ways(device):

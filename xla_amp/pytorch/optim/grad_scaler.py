@@ -1,7 +1,7 @@
-"""`GradScaler`: torch's loss scaler, without waiting for the device.
+"""`GradScaler`: torch's loss scaler without a host sync.
 
-torch's own scaler asks the device whether the gradients were finite and then decides in Python.  Here the optimizer
-steps in any case and old values are selected where they were not, so a step stays one program.
+torch's scaler reads from the device whether gradients are finite and decides in Python.  Here the optimizer always
+steps, and old values are selected where gradients are not finite, so a step stays one program.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class GradScaler(torch.amp.GradScaler):
         _check_limits(init_scale, min_scale, max_scale, max_consecutive_skips)
         self._min_scale, self._max_scale = min_scale, max_scale
         self._max_skips = max_consecutive_skips
-        self._counters: torch.Tensor | None = None
-        """int32 (3): iterations that were skipped, those in a row up to now, and 1 if the newest one was."""
+        self._counters: list[torch.Tensor] | None = None
+        """Three counts of skipped iterations, each float32 (): all, those in a row since the last `SkipLimitError`, and
+        those in a row.  float32 because flags are added to them in place; exact up to 2**24."""
         self._init_counters = [0, 0, 0]
         self._ended = False
         """Whether an iteration has ended."""
@@ -154,27 +155,28 @@ class GradScaler(torch.amp.GradScaler):
                 self.check_skips()
 
     def _count(self, device: torch.device, found: list[torch.Tensor]) -> None:
+        """Updates the counts, in two recorded operations for one flag.  Each flag is 0 or 1."""
         flags = [flag.to(device, non_blocking=True) for flag in found]
-        skipped = ((flags[0] if len(flags) == 1 else torch.stack(flags).sum()) != 0).to(torch.int32)
+        flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         if self._counters is None:
-            self._counters = torch.tensor(self._init_counters, dtype=torch.int32, device=device)
-        total, in_a_row, _ = self._counters.unbind()
-        # In place, so that a step that is replayed goes on counting.
-        self._counters.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped, skipped]))
+            self._counters = [torch.tensor(float(count), device=device) for count in self._init_counters]
+        # In place, so that a replayed step goes on counting.  (n + flag) * flag is n + 1 or 0.
+        torch._foreach_add_(self._counters, [flag] * 3)
+        torch._foreach_mul_(self._counters[1:], [flag] * 2)
         self._ended = True
 
     def check_skips(self) -> None:
-        """Reads how many steps in a row were skipped; `update` does so by itself as often as it must.
+        """Reads how many steps in a row were skipped.  `update` calls this as often as needed.
 
-        Where `update` is part of a step that `xla_amp.compile` replays, call this between steps.
+        Where `update` is part of a step that `xla_amp.compile` replays, call it between steps.
 
         Raises:
-            SkipLimitError: as many as `max_consecutive_skips`, which count anew from then on.
+            SkipLimitError: `max_consecutive_skips` steps in a row were skipped; the count restarts from zero.
         """
         if not self._max_skips or self._counters is None:
             return
         in_a_row = int(self._counters[1])
-        # A run that is under way can reach the limit after that many more steps, and no sooner.
+        # The limit cannot be reached before this many more steps.
         self._until_check = self._max_skips - in_a_row
         if in_a_row < self._max_skips:
             return
@@ -233,21 +235,21 @@ class GradScaler(torch.amp.GradScaler):
 
     def skipped_steps(self) -> torch.Tensor:
         """int32 (): iterations so far in which an optimizer was skipped, on the scale's device."""
-        return self._counter(0)
+        return self._skip_count(0)
 
     def consecutive_skips(self) -> torch.Tensor:
         """int32 (): how many of them were the newest iterations, without a finite one since."""
-        return self._counter(1)
+        return self._skip_count(1)
 
-    def _counter(self, index: int) -> torch.Tensor:
+    def _skip_count(self, index: int) -> torch.Tensor:
         if self._counters is None:
             return torch.tensor(self._init_counters[index], dtype=torch.int32)
-        return self._counters[index].clone()
+        return self._counters[index].to(torch.int32)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._enabled and self._counters is not None:
-            state["_init_counters"] = self._counters.tolist()
+            state["_init_counters"] = [int(count) for count in torch.stack(self._counters).tolist()]
         state.update(_counters=None, _ended=False, _suspects={}, _models=[])
         return state
 
