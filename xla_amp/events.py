@@ -1,9 +1,9 @@
-"""Records of decisions, for whoever asks: nothing is built or kept while nobody listens.
+"""Decision events; no cost without listeners.
 
-The caller of a hot path tests `sinks` first::
+A hot path tests `sinks` before it builds a record::
 
-    if record.sinks:
-        record.emit(record.DecisionRecord(...))
+    if events.sinks:
+        events.emit(events.DecisionRecord(...))
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from xla_amp.types import Cast, Layer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionRecord:
-    """One operation as it was decided and run."""
+    """The decision for one operation that ran."""
 
     operation: str
-    """ATen name with overload, or the front's own name where there is none."""
+    """ATen name with overload, or the front's name where no ATen operation corresponds."""
     cast: Cast
     layer: Layer
     """Layer of the rule that won; ``builtin`` for an operation without a rule."""
     policy: str
     """Name of the policy."""
     front: str
-    """Who asked: ``pytorch``, ``jax`` or ``stablehlo``."""
+    """``pytorch``, ``jax`` or ``stablehlo``."""
     given: tuple[str, ...]
-    """dtypes of the tensor operands as the caller passed them."""
+    """dtypes of the tensor operands before the cast."""
     used: tuple[str, ...]
     """dtypes of the same operands after the cast."""
     why: str = ""
@@ -41,17 +41,17 @@ class DecisionRecord:
     origin: str = ""
     """Where the rule is written: file and line, variable, or the call that set it."""
     result: tuple[str, ...] = ()
-    """dtypes of the results, where they are known."""
+    """dtypes of the results, where known."""
     location: str = ""
     """The user's ``file:line``, where the front can tell."""
     module: str = ""
-    """Path of the module that it ran in, where somebody follows modules; empty for the model itself and outside."""
+    """Path of the module that it ran in, where modules are followed; empty for the model itself and outside modules."""
 
 
 Sink: TypeAlias = Callable[[DecisionRecord], None]
 
 sinks: tuple[Sink, ...] = ()
-"""Listeners of this process.  Replaced, never changed in place, so that reading it needs no lock."""
+"""Listeners of this process.  The tuple is replaced, never changed in place, so reading needs no lock."""
 
 _lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def add(sink: Sink) -> None:
 
 
 def remove(sink: Sink) -> None:
-    """Takes `sink` away again.
+    """Removes `sink`.
 
     Raises:
         ValueError: `sink` is not listening.

@@ -18,7 +18,7 @@ import xla_amp
 from xla_amp import events, policy
 from xla_amp.diagnose import tables
 from xla_amp.diagnose.explain import Report
-from xla_amp.pytorch.autocast import kernel_registry, observer, xla_dispatch
+from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
 
 
 def registrations() -> list[list[str]]:
@@ -55,13 +55,13 @@ def device(request) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    xla_amp.xla_device()  # has kernels of its own from its start on
+    xla_amp.xla_device()  # registers its own kernels at its start
     before = registrations()
     yield
     assert registrations() == before
-    assert kernel_registry._held == {}
+    assert kernel_registry._installed == {}
     assert events.sinks == ()
-    assert observer.everything == 0
+    assert decision_events.record_all == 0
     assert not torch_module._global_forward_hooks
 
 
@@ -259,7 +259,7 @@ def test_without_torch_only_other_fronts_are_heard(monkeypatch):
     monkeypatch.setattr("xla_amp.diagnose.explain.sys", types.SimpleNamespace(modules={}))
     with xla_amp.explain() as report:
         events.emit(entry(front="stablehlo"))
-        assert kernel_registry._held == {}
+        assert kernel_registry._installed == {}
     assert len(report) == 1
 
 
@@ -270,7 +270,7 @@ def test_off_it_is_one_branch(monkeypatch):
         raise AssertionError("recorded")
 
     for name in ("emit", "dtypes", "after"):
-        monkeypatch.setattr(observer, name, forbidden)
+        monkeypatch.setattr(decision_events, name, forbidden)
     x = torch.rand(4, 4, device=xla_amp.xla_device())
     with xla_amp.autocast("xla"):
         torch.mm(x, x)

@@ -233,4 +233,4 @@ def test_gradients_of_a_linear_layer_are_low_contractions(matrix):
 def test_defaults_are_not_installed_by_starting_the_engine():
     xla_amp.xla_device()
     assert registered() == THEIRS
-    assert "xla" not in xla_dispatch._done
+    assert "xla" not in xla_dispatch._complete

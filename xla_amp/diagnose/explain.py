@@ -1,4 +1,4 @@
-"""`explain`: what every operation of a block was decided to run in, by which rule, and what was cast."""
+"""`explain`: report the dtype decision for every operation of a block: cast, rule, inserted conversions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COLUMNS: Final = ("count", "operation", "module", "before", "after", "result", 
 
 
 class Report:
-    """The operations of one `explain` block, in the order in which they ran; readable while the block runs.
+    """The operations of one `explain` block, in execution order; may be read while the block runs.
 
     ``print(report)`` shows a table, `rows` gives dicts, `to_json` text.
     """
@@ -54,12 +54,12 @@ class Report:
         ]
 
     def to_json(self, indent: int | None = None) -> str:
-        """The same as JSON, with lists of dtypes, and the `summary`."""
+        """`rows` as JSON, with lists of dtypes, and the `summary`."""
         document = {"summary": self.summary(), "operations": [_fields(entry) for entry in self.records]}
         return json.dumps(document, indent=indent)
 
     def summary(self) -> dict[str, Any]:
-        """How many operations ran, how many by each cast and layer, and how many conversions of each kind they took."""
+        """Number of operations, in total, by cast and by layer, and number of inserted conversions by kind."""
         inserted = Counter(cast for entry in self.records for cast in _inserted(entry))
         return {
             "operations": len(self.records),
@@ -69,11 +69,11 @@ class Report:
         }
 
     def __str__(self) -> str:
-        """A table with one line for operations that are alike, in the order of their first appearance."""
+        """A table with one line per group of equal decisions, in order of first appearance."""
         return tables.plain(_COLUMNS, self._lines()) + "\n" + self._closing()
 
     def __rich__(self) -> Any:
-        """The same for ``rich.print``."""
+        """The table for ``rich.print``."""
         return tables.rich(_COLUMNS, self._lines(), caption=self._closing())
 
     def _lines(self) -> list[Sequence[str]]:
@@ -102,8 +102,8 @@ class Report:
 def explain() -> Iterator[Report]:
     """Reports every operation that runs in an autocast region while the block is open, on any engine and thread.
 
-    Wrap it around a forward pass or a step; regions may open inside it or around it.  What it costs when nobody
-    explains is one branch per operation with a rule; while it is on, every operation goes through Python.
+    Wrap it around a forward pass or a step; regions may open inside it or around it.  Without an open block the cost is
+    one branch per operation with a rule; inside a block every operation goes through Python.
 
     Example:
         >>> import torch, xla_amp
@@ -115,9 +115,9 @@ def explain() -> Iterator[Report]:
     report = Report()
     with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
-            from xla_amp.pytorch.autocast import tracing
+            from xla_amp.pytorch.autocast import operation_recorder
 
-            stack.callback(tracing.stop, tracing.start())
+            stack.callback(operation_recorder.stop, operation_recorder.start())
         sink = report.records.append
         events.add(sink)
         stack.callback(events.remove, sink)

@@ -35,8 +35,8 @@ def _nothing_is_left() -> Iterator[None]:
     before = registrations()
     yield
     assert registrations() == before
-    assert kernel_registry._held == {}
-    assert kernel_registry._needed == {}
+    assert kernel_registry._installed == {}
+    assert kernel_registry._in_use == {}
     assert native_dispatch._held == {}
     assert not torch.is_autocast_enabled("cpu")
 
@@ -113,7 +113,7 @@ def test_only_the_overridden_operation_changes_and_afterwards_nothing_has():
 
 def test_a_region_without_rules_of_its_own_installs_nothing(full):
     with autocast("cpu"):
-        assert kernel_registry._held == {}
+        assert kernel_registry._installed == {}
         assert (full @ full).dtype is LOW
 
 

@@ -1,11 +1,11 @@
-"""`autocast`: where operations run in a policy's dtypes.
+"""`autocast`: context manager and decorator whose operations run in the dtypes of a policy.
 
-The region itself is torch's: a fresh `torch.autocast` per entry sets torch's own per-thread state, so nesting,
-`torch.is_autocast_enabled` and exporting behave as they do everywhere.  On an XLA device the entry also says which
-policy the autocast kernels follow (`xla_amp.pytorch.autocast.xla_dispatch`).
+Each entry opens a new `torch.autocast`, which sets torch's per-thread state, so nesting, `torch.is_autocast_enabled`
+and export behave as usual.  On an XLA device the entry also sets the policy that the autocast kernels follow
+(`xla_amp.pytorch.autocast.xla_dispatch`).
 
-What is open is kept on a stack per thread, never on the `autocast` object, which can therefore be entered again while
-it is open, used by several threads, and decorate a function that calls itself.
+Open entries are kept on a stack per thread, never on the `autocast` object.  The object can therefore be entered again
+while it is open, used by several threads, and decorate a recursive function.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from xla_amp import config
 from xla_amp import policy as policies
 from xla_amp.backends import devices
+from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast import decorate, native, native_dispatch
@@ -33,7 +34,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Entry:
-    """One entry of a region that has not been left."""
+    """One open entry of a region."""
 
     owner: autocast
     region: torch.autocast
@@ -59,17 +60,17 @@ class autocast:
             `torch.device`, or what `xla_device()` returned.
         dtype: the low dtype, `torch.bfloat16` or `torch.float16`; None is the policy's.
         enabled: False switches mixed precision off inside.
-        cache_enabled: torch's flag of the same name; None leaves it as it is.  On XLA casts are never kept.  On torch's
-            own devices they are dropped after each optimizer step inside; where you write to a weight inside the region
-            by other means, pass False.
-        policy: which rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's own: on XLA
+        cache_enabled: torch's flag of the same name; None leaves it unchanged.  On XLA, casts are never cached.  On
+            torch's own devices cached casts are dropped after each optimizer step inside; if you write to a weight
+            inside the region by other means, pass False.
+        policy: the rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's default: on XLA
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
-            cpu, cuda, xpu, hpu and mps the operations that the rules treat otherwise than torch get kernels of ours for
-            as long as the region is open.
+            cpu, cuda, xpu, hpu and mps, operations whose rule differs from torch's cast get a kernel from this package
+            while the region is open.
 
     Raises:
-        DeviceError: `device` is none (also a `ValueError`), or autocast would have no effect on it.
-        UnsupportedDtypeError: the policy or the device has no such low dtype.
+        DeviceError: `device` is not a device (also a `ValueError`), or autocast would have no effect on it.
+        UnsupportedDtypeError: the policy or the device does not offer the low dtype.
         PolicyError: `policy` cannot be loaded.
 
     Example:
@@ -77,14 +78,13 @@ class autocast:
         ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
         torch.bfloat16
 
-    It decorates functions, methods, generators, coroutines and asynchronous generators; of the last three only the body
-    runs inside, not what runs while they are suspended.  Regions nest, and a region that is left by an exception
-    restores what was before it.
+    It decorates functions, methods, generators, coroutines and asynchronous generators; code that runs while one of the
+    last three is suspended is outside.  Regions nest, and leaving one by an exception restores the earlier state.
     """
 
     def __init__(
         self,
-        device: Any,
+        device: str | torch.device,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
@@ -97,14 +97,17 @@ class autocast:
         self.cache_enabled = cache_enabled
         self.policy = None if policy is None else policies.load(policy)
         self._effective: Policy | None = None
-        if not devices.is_xla(self.device):
+        """Set by `reopened` only: the rules of an earlier region, used as they are."""
+        self._is_xla = devices.is_xla(self.device)
+        if not self._is_xla:
             native.region(self.device, dtype, enabled, cache_enabled)
             if enabled and self.policy is not None:
                 self._low(native_dispatch.rules(self.device, self.policy) or self.policy)
         elif enabled:
             _warn_of_legacy_flags()
-            if self.policy is not None or devices.engine().is_started():
-                self._low(self._rules())
+            engine = devices.engine()
+            if self.policy is not None or engine.is_started():
+                self._low(self._rules(engine))
             elif dtype is not None:
                 native.check_dtype(self.device, dtype)
 
@@ -114,7 +117,7 @@ class autocast:
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
     def __enter__(self) -> autocast:
-        _open.stack.append(self._enter_xla() if devices.is_xla(self.device) else self._enter_native())
+        _open.stack.append(self._enter_xla() if self._is_xla else self._enter_native())
         return self
 
     def __exit__(
@@ -123,18 +126,19 @@ class autocast:
         _leave(self)
 
     def __call__(self, function: _Function) -> _Function:
-        return decorate.inside(self, function)
+        decorated: _Function = decorate.inside(self, function)
+        return decorated
 
-    def _rules(self) -> Policy:
-        """The policy in force now: ours, with what file, environment and overrides lay on it."""
+    def _rules(self, engine: Engine) -> Policy:
+        """The effective policy: the chosen or default one, with file, environment and overrides on top."""
         if self._effective is not None:
             return self._effective
-        chosen = self.policy or policies.default_name(devices.engine().platform())
-        return policies.resolve(policies.load(chosen))
+        return policies.resolve(self.policy or policies.default_name(engine.platform()))
 
     def _low(self, rules: Policy) -> torch.dtype:
         if self.dtype is None:
-            return getattr(torch, rules.low)
+            low: torch.dtype = getattr(torch, rules.low)
+            return low
         native.check_dtype(self.device, self.dtype)
         if str(self.dtype).removeprefix("torch.") not in rules.dtypes:
             legal = ", ".join(f"torch.{name}" for name in rules.dtypes)
@@ -159,7 +163,7 @@ class autocast:
         engine = devices.engine()
         engine.device()
         engine.step_begins()
-        rules = self._rules()
+        rules = self._rules(engine)
         low = self._low(rules) if self.enabled else getattr(torch, rules.low)
         region = torch.autocast(self.device, low, self.enabled, self.cache_enabled)
         named = str(low).removeprefix("torch.")
@@ -169,7 +173,7 @@ class autocast:
 
 
 def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
-    """A region like an earlier one, with the rules that were in force then, overrides included."""
+    """A region with the rules of an earlier one, its overrides included."""
     again = autocast(device_type, dtype)
     again._effective = None if region is None else region.policy
     return again
@@ -182,11 +186,11 @@ def _leave(owner: autocast) -> None:
         RuntimeError: this thread has not entered it.
     """
     stack = _open.stack
-    place = next((place for place in reversed(range(len(stack))) if stack[place].owner is owner), None)
-    if place is None:
+    index = next((index for index in reversed(range(len(stack))) if stack[index].owner is owner), None)
+    if index is None:
         raise RuntimeError(f"leaving {owner!r}: this thread has not entered it; leave a region in the thread it is for")
-    entry = stack.pop(place)
-    above = stack[place:]
+    entry = stack.pop(index)
+    above = stack[index:]
     if not above:
         entry.region.__exit__(None, None, None)
     else:
@@ -198,9 +202,9 @@ def _leave(owner: autocast) -> None:
 
 
 def _leave_from_below(entry: _Entry, above: list[_Entry]) -> None:
-    """Ends a region while later ones stay open, as suspended generators and coroutines make it happen.
+    """Closes a region while later ones stay open, as happens with suspended generators and coroutines.
 
-    torch's state stays what the newest region made it; the region above takes over what this one was to restore.
+    torch's state stays as the newest region set it; the region above inherits the state that this one would restore.
     """
     same = next((other for other in above if other.owner.device == entry.owner.device), None)
     if same is None:
@@ -224,7 +228,7 @@ def _warn_of_legacy_flags() -> None:
     names = " and ".join(flags)
     warnings.warn(
         f"{names} set in the environment: torch_xla then stores every float tensor in that dtype, so the dtypes that "
-        f"autocast chooses per operation no longer mean anything. Unset {names} when you use autocast",
+        f"autocast chooses for each operation have no effect. Unset {names} when you use autocast",
         UserWarning,
         stacklevel=3,
     )

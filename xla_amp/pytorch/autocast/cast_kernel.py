@@ -1,9 +1,9 @@
 """The autocast kernel of one operation on one dispatch key.
 
-torch's dispatcher calls it before autograd sees the operation, only while autocast is on for the device in the calling
-thread.  Where the rules in force say what torch would do anyway, it does just that: torch's own kernel, or, where
-there is none, the keys behind this one.  Otherwise it casts and calls the operation again with the key excluded, so
-that what the operation is made of is not cast a second time.
+torch's dispatcher calls it before autograd, and only while autocast is on for the device in the calling thread.  Where
+the rule equals what torch does, it calls torch's autocast kernel, or redispatches to the next keys if torch has none.
+Otherwise it casts and calls the operation again with the key excluded, so the parts of a composite operation are not
+cast a second time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.policy import Decision, Policy
-from xla_amp.pytorch.autocast import casting, module_paths, observer
+from xla_amp.pytorch.autocast import casting, decision_events, module_paths
 from xla_amp.types import Cast
 
 Kernel = Callable[..., Any]
@@ -26,7 +26,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def operator(name: str) -> Any:
-    """The torch operator of a policy's operation name, or None where this process has none."""
+    """The torch operator of an operation as policies name it, or None if this process has none."""
     namespace, _, bare = name.rpartition("::")
     packet_name, _, overload = bare.partition(".")
     packet = getattr(getattr(torch.ops, namespace or "aten"), packet_name, None)
@@ -34,8 +34,7 @@ def operator(name: str) -> Any:
 
 
 def as_key(key: str) -> Any:
-    """What torch's own functions take for a dispatch key: its enumeration lacks some (AutocastXLA), which they take by
-    name."""
+    """A dispatch key as torch's functions take it: they take keys that the enumeration lacks (AutocastXLA) by name."""
     return getattr(torch._C.DispatchKey, key, key)
 
 
@@ -49,23 +48,23 @@ def make(
     *,
     keep_kernel: bool = True,
 ) -> Kernel:
-    """The kernel; it takes the dispatcher's key set first (``with_keyset=True``).
+    """Makes a kernel; its first argument is the dispatcher's key set (``with_keyset=True``).
 
     Args:
-        name: the operation as policies call it.
+        name: the operation as policies name it.
         operator: its torch operator.
-        device_type: whose tensors it casts.
+        device_type: the device type whose tensors it casts.
         key: the dispatch key that it will be installed on.
-        rules: gives the policy in force for the calling thread.
-        torchs: what torch itself does on this key: the cast, and whether by a kernel of its own.
-        keep_kernel: the kernel that is there now is torch's or the user's, to be called where ours has nothing to do.
+        rules: returns the effective policy of the calling thread.
+        torchs: what torch does on this key: the cast, and whether torch has a kernel for it.
+        keep_kernel: the kernel that is installed now is torch's or the user's; call it where ours has nothing to do.
     """
     operands = casting.operands(operator)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     dispatch_key = as_key(key)
     own = _torchs_own(operands, device_type, dispatch_key, torchs[0], keep_kernel)
     made: dict[str, casting.Prepare] = {}
-    # Without a rule such an operation is nothing but its parts, which are met one by one.
+    # Without a rule, only the parts of such an operation are recorded.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casting.Prepare | None]:
@@ -77,7 +76,7 @@ def make(
             prepare = made[decision.cast] = casting.make(decision.cast, operands, device_type)
         return policy, decision, prepare
 
-    # Replaced as a whole, so that threads in regions of different policies never see half of it.
+    # The newest policy with its choice. Replaced as one tuple, because threads may be in regions of different policies.
     chosen: Any = (None, None, None)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,11 +91,11 @@ def make(
             if policy is not seen:
                 seen, decision, prepare = chosen = choose(policy, None)
         if prepare is None:
-            if events.sinks and (decision.rule is not None or (observer.everything and not composite)):
+            if events.sinks and (decision.rule is not None or (decision_events.record_all and not composite)):
                 given = operands.all(args, kwargs)
-                before, used = observer.dtypes(given), observer.after(decision.cast, given, device_type)
+                before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
                 result = own(keyset, *args, **kwargs)
-                observer.emit(decision, policy, before, used, result, path or module_paths.current())
+                decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
                 return result
             return own(keyset, *args, **kwargs)
         exclude(dispatch_key, True)
@@ -104,10 +103,10 @@ def make(
             target, arguments, keywords = prepare(args, kwargs)
             if not events.sinks:
                 return target(*arguments, **keywords)
-            before = observer.dtypes(operands.all(args, kwargs))
-            used = observer.dtypes(operands.all(arguments, keywords))
+            before = decision_events.dtypes(operands.all(args, kwargs))
+            used = decision_events.dtypes(operands.all(arguments, keywords))
             result = target(*arguments, **keywords)
-            observer.emit(decision, policy, before, used, result, path or module_paths.current())
+            decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
             return result
         finally:
             exclude(dispatch_key, False)
@@ -116,24 +115,24 @@ def make(
 
 
 def _torchs_own(operands: casting.Operands, device_type: str, key: Any, torchs: Cast, keep_kernel: bool) -> Kernel:
-    """What happens on `key` without us."""
+    """What the dispatcher does on `key` without our kernel."""
     operator = operands.operator
     has_kernel = keep_kernel and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
-    kernel = _present(operator, key).call_boxed if has_kernel else None
+    kernel = _installed_kernel(operator, key).call_boxed if has_kernel else None
     redispatch = operator.redispatch
     after = torch._C._dispatch_keyset_full_after(key)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-    by_hand: list[casting.Prepare] = []
+    fallback: list[casting.Prepare] = []
 
     def own(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(args[place], _NUMBERS) for place in operands.tensors if place < len(args)):
+        if not any(isinstance(args[index], _NUMBERS) for index in operands.tensors if index < len(args)):
             return kernel(keyset, *args, **kwargs) if kernel else redispatch(keyset & after, *args, **kwargs)
-        # A number where a tensor is expected: both ways above refuse it, calling the operation does not.
-        if not by_hand:
-            by_hand.append(casting.make(torchs, operands, device_type))
+        # Neither of the calls above accepts a number where a tensor is expected; calling the operation does.
+        if not fallback:
+            fallback.append(casting.make(torchs, operands, device_type))
         exclude(key, True)
         try:
-            target, arguments, keywords = by_hand[0](args, kwargs)
+            target, arguments, keywords = fallback[0](args, kwargs)
             return target(*arguments, **keywords)
         finally:
             exclude(key, False)
@@ -141,22 +140,24 @@ def _torchs_own(operands: casting.Operands, device_type: str, key: Any, torchs: 
     return own
 
 
-def _present(operator: Any, key: Any) -> Any:
-    if isinstance(key, str):  # `get_kernel` takes no name outside of torch's enumeration, what it calls does
+def _installed_kernel(operator: Any, key: Any) -> Any:
+    if isinstance(
+        key, str
+    ):  # `get_kernel` accepts only keys of torch's enumeration; the function that it calls accepts names
         return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator.name(), key)
     return torch.library.get_kernel(operator, key)
 
 
 def torchs_own(name: str, operator: Any, device_type: str, key: str) -> Kernel:
-    """What happens now to an operation on `key`, as a kernel: that of whoever has registered one, else the keys behind.
+    """The present behaviour of an operation on `key`, as a kernel: the registered kernel, or else the next keys.
 
-    It stays that when a kernel of ours takes the place.
+    It stays the same when our kernel is installed later.
     """
     return _torchs_own(casting.operands(operator), device_type, as_key(key), "keep", True)
 
 
 def region_rules(device_type: str, without_region: Callable[[], Policy]) -> Rules:
-    """Rules of the innermost region of `device_type`, else what `without_region` says."""
+    """Returns the policy of the innermost region of `device_type`, or else of `without_region`."""
     current = policies.current
 
     def rules() -> Policy:

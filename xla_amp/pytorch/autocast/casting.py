@@ -1,14 +1,14 @@
-"""What each cast does to the arguments of one operation.
+"""Apply a cast to the arguments of one operation.
 
-A *prepare* function is made once per operation and cast.  It gets the positional and keyword arguments as torch's
-dispatcher hands them over (trailing defaults left out) and returns what to call with what.  It runs on every traced
-operation, so it looks only at the arguments that the schema says hold tensors, and touches the device's name only
-where the dtype already asks for a cast.
+A *prepare* function is made once per operation and cast.  It takes the positional and keyword arguments from torch's
+dispatcher (trailing defaults left out) and returns the function to call and its arguments.  It runs on every recorded
+operation, so it looks only at arguments that hold tensors by the schema, and reads the device only where the dtype
+needs a cast.
 
 Eligible tensors are torch's: floating, not float64, on the region's device.
 
-Casts are not kept for the next use, as torch keeps those of weights: a step uses most weights once, XLA merges equal
-casts, and what is not kept cannot be stale after an in-place update.
+Unlike torch's casts of weights, casts are not cached: a step uses most weights once, XLA merges equal casts, and a cast
+that is not cached cannot be stale after an in-place update.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ELIGIBLE = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype is not torch.float64
 )
-STALE: Mapping[torch.dtype, frozenset[torch.dtype]] = MappingProxyType({to: ELIGIBLE - {to} for to in ELIGIBLE})
-"""Target dtype -> dtypes that must be cast to get there."""
+CAST_FROM: Mapping[torch.dtype, frozenset[torch.dtype]] = MappingProxyType({to: ELIGIBLE - {to} for to in ELIGIBLE})
+"""Target dtype -> eligible dtypes that must be cast to reach it."""
 
 _BANNED = MappingProxyType(
     {
-        # torch's own words, so that code and users who know them recognise them.
+        # torch's text, which users and code may recognise.
         "binary_cross_entropy": (
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
             "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
@@ -51,7 +51,7 @@ _BANNED = MappingProxyType(
 
 
 class Operands:
-    """Where the tensors of one operation are, from its schema."""
+    """Positions of the tensor arguments of one operation, from its schema."""
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
@@ -62,8 +62,8 @@ class Operands:
         self.tensors = tuple(index for index, kind in positional if kind == "tensor")
         self.lists = tuple(index for index, kind in positional if kind == "list")
         if any(a.name == "running_mean" for a in self.arguments):
-            # The running statistics are written to, so a cast would be a copy that takes the update; and where they
-            # stay, weight and bias, which kernels want in the same dtype, stay with them.
+            # The running statistics are updated in place, so casting them would lose the update. Kernels want weight
+            # and bias in the dtype of the statistics, so these are not cast either.
             self.tensors = self.tensors[:1]
         self.keywords = tuple(a.name for a, kind in zip(self.arguments, kinds, strict=True) if a.kwarg_only and kind)
 
@@ -77,7 +77,7 @@ class Operands:
 
 @functools.cache
 def operands(operator: Any) -> Operands:
-    """`Operands` of an operator, made once: reading a schema takes some 30 microseconds."""
+    """`Operands` of an operator, made once: reading a schema takes about 30 us."""
     return Operands(operator)
 
 
@@ -126,8 +126,8 @@ def _ban(operands: Operands) -> Prepare:
 
 
 def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
-    """Casts to float32, or to the low dtype: asked of torch each time, for a torch.autocast inside one of our regions
-    may have set another."""
+    """Casts to float32 or to the low dtype.  The low dtype is read from torch each time, because a `torch.autocast`
+    inside our region may have changed it."""
     fixed = None if kind == "low" else torch.float32
     call = _entry(operands.operator)
     cast = _caster(operands, device_type)
@@ -166,13 +166,13 @@ def _promote(operands: Operands, device_type: str) -> Prepare:
 
 def _fp32_out(operands: Operands, device_type: str) -> Prepare:
     call = _entry(operands.operator)
-    places = [(i, a.kwarg_only) for i, a in enumerate(operands.arguments) if a.name == "dtype"]
-    if not places or 0 not in operands.tensors:
+    dtype_arguments = [(i, a.kwarg_only) for i, a in enumerate(operands.arguments) if a.name == "dtype"]
+    if not dtype_arguments or 0 not in operands.tensors:
         raise PolicyError(
             f"cast 'fp32_out' for {operands.name}: the operation has no argument `dtype` after a first tensor; "
             "give it 'fp32'"
         )
-    position, keyword_only = places[0]
+    position, keyword_only = dtype_arguments[0]
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         if not _eligible(arguments[0], device_type) or keywords.get("dtype") is not None:
@@ -222,12 +222,12 @@ _BINDINGS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     }
     | {"aten.linear.default": torch._C._nn.linear}
 )
-"""Operations of every layer of a model -> torch's binding, which takes arguments in half the time that the operator's
-own handle does.  Not for all: bindings read a default such as ``reduction=Mean`` as 0, which is another one."""
+"""Frequent operations -> torch's Python binding, which parses arguments in half the time of the operator handle.  Not
+for all operations: a binding reads a default such as ``reduction=Mean`` as 0, which has another meaning."""
 
 
 def _entry(operator: Any) -> Callable[..., Any]:
-    """What calls the operator with the least in between."""
+    """The callable that reaches the operator with the least overhead."""
     return _BINDINGS.get(str(operator)) or getattr(operator, "_op", operator)
 
 
@@ -237,30 +237,30 @@ def _caster(
     tensors, lists, names = operands.tensors, operands.lists, operands.keywords
 
     def cast(arguments: Arguments, keywords: Keywords, target: torch.dtype) -> tuple[Arguments, Keywords]:
-        stale = STALE[target]
+        sources = CAST_FROM[target]
         count = len(arguments)
 
         def one(value: Any) -> Any:
             # Neither None nor a number (`x + 1` is an add.Tensor) has a dtype.
-            if getattr(value, "dtype", None) in stale and value.device.type == device_type:
+            if getattr(value, "dtype", None) in sources and value.device.type == device_type:
                 return value.to(target)
             return value
 
-        fresh: Any = arguments
+        prepared: Any = arguments
         for index in tensors:
             if index < count and (result := one(value := arguments[index])) is not value:
-                if fresh is arguments:
-                    fresh = list(arguments)
-                fresh[index] = result
+                if prepared is arguments:
+                    prepared = list(arguments)
+                prepared[index] = result
         if lists:
-            fresh = list(fresh)
+            prepared = list(prepared)
             for index in lists:
-                if index < count and fresh[index] is not None:
-                    fresh[index] = [one(value) for value in fresh[index]]
+                if index < count and prepared[index] is not None:
+                    prepared[index] = [one(value) for value in prepared[index]]
         if names and keywords:
             named = {name: keywords[name] for name in names if name in keywords}
             cast_ = {n: [one(v) for v in x] if isinstance(x, list | tuple) else one(x) for n, x in named.items()}
             keywords = {**keywords, **cast_}
-        return fresh, keywords
+        return prepared, keywords
 
     return cast

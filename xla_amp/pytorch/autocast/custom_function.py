@@ -1,10 +1,10 @@
-"""`custom_fwd` and `custom_bwd`: autograd functions that take part in autocast, and `is_autocast_available`."""
+"""`custom_fwd` and `custom_bwd`: decorators for `torch.autograd.Function` under autocast; `is_autocast_available`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_map
@@ -15,8 +15,10 @@ from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch.autocast import casting, native
 from xla_amp.pytorch.autocast.autocast import autocast, reopened
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-def is_autocast_available(device_type: Any) -> bool:
+
+def is_autocast_available(device_type: str | torch.device) -> bool:
     """Whether `autocast` can be used on a device: ``"xla"``, any string that torch takes, or a `torch.device`.
 
     Raises:
@@ -32,20 +34,28 @@ def is_autocast_available(device_type: Any) -> bool:
     return True
 
 
+@overload
 def custom_fwd(
-    fwd: Callable[..., Any] | None = None, *, device_type: Any, cast_inputs: torch.dtype | None = None
+    fwd: _Function, *, device_type: str | torch.device, cast_inputs: torch.dtype | None = None
+) -> _Function: ...
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str | torch.device, cast_inputs: torch.dtype | None = None
+) -> Callable[[_Function], _Function]: ...
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None, *, device_type: str | torch.device, cast_inputs: torch.dtype | None = None
 ) -> Callable[..., Any]:
     """Decorator for the ``forward`` of a `torch.autograd.Function` that runs under `autocast`.
 
     Args:
         fwd: the static method ``forward(ctx, ...)``.
-        device_type: the device whose regions it listens to, as `autocast` takes it.
-        cast_inputs: inside a region, cast floating tensors on the device (float64 aside) to this dtype, wherever they
-            are in the arguments (any pytree: named tuples and ordered dicts stay what they are), and run ``forward``
-            with autocast off.  None runs it under the region as it is.
+        device_type: the device whose regions apply, as `autocast` takes it.
+        cast_inputs: inside a region, cast floating tensors on the device (except float64) to this dtype, anywhere in
+            the arguments (any pytree; named tuples and ordered dicts keep their types), and run ``forward`` with
+            autocast off.  None runs it under the region unchanged.
 
     Raises:
-        DeviceArgumentError: `device_type` is no device.
+        DeviceArgumentError: `device_type` is not a device.
     """
     devices.device_type(device_type, "custom_fwd")
     if fwd is None:
@@ -54,7 +64,7 @@ def custom_fwd(
     @functools.wraps(fwd)
     def decorate_fwd(*args: Any, **kwargs: Any) -> Any:
         name = devices.device_type(device_type, "custom_fwd")
-        _start(name)
+        _start_device(name)
         context = args[0]
         context._dtype = torch.get_autocast_dtype(name)
         enabled = torch.is_autocast_enabled(name)
@@ -73,11 +83,15 @@ def custom_fwd(
     return decorate_fwd
 
 
-def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: Any) -> Callable[..., Any]:
-    """Decorator for the ``backward`` of a `torch.autograd.Function`: it runs as ``forward`` did, in the same dtypes.
+@overload
+def custom_bwd(bwd: _Function, *, device_type: str | torch.device) -> _Function: ...
+@overload
+def custom_bwd(bwd: None = None, *, device_type: str | torch.device) -> Callable[[_Function], _Function]: ...
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | torch.device) -> Callable[..., Any]:
+    """Decorator for the ``backward`` of a `torch.autograd.Function`: it runs in the dtypes of ``forward``.
 
     Raises:
-        DeviceArgumentError: `device_type` is no device.
+        DeviceArgumentError: `device_type` is not a device.
     """
     devices.device_type(device_type, "custom_bwd")
     if bwd is None:
@@ -86,7 +100,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: Any) -> Ca
     @functools.wraps(bwd)
     def decorate_bwd(*args: Any, **kwargs: Any) -> Any:
         name = devices.device_type(device_type, "custom_bwd")
-        _start(name)
+        _start_device(name)
         context = args[0]
         if context._fwd_used_autocast:
             region = reopened(context._region, name, context._dtype)
@@ -98,7 +112,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: Any) -> Ca
     return decorate_bwd
 
 
-def _start(name: str) -> None:
-    """torch knows an XLA device's autocast state only once the device is registered."""
+def _start_device(name: str) -> None:
+    """Starts an XLA device: torch has autocast state only for registered devices."""
     if devices.is_xla(name) and not devices.engine().is_started():
         devices.engine().device()

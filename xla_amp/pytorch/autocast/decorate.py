@@ -1,7 +1,7 @@
-"""Running a function's body inside a context manager, also when the function suspends.
+"""Run a function's body inside a context manager, including generators and coroutines.
 
-A generator or coroutine runs in pieces; around each piece the context is entered and left again, so code that runs
-while it is suspended is outside.
+A generator or coroutine runs in pieces.  The context is entered and left around each piece, so code that runs while it
+is suspended is outside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Context = AbstractContextManager[Any]
 
 
 def inside(context: Context, function: Callable[..., Any]) -> Any:
-    """`function` with its body inside `context`, which must allow being entered again while it is open.
+    """`function` with its body inside `context`; the context must allow entering it again while it is open.
 
     Raises:
         TypeError: `function` cannot be called.
@@ -72,7 +72,7 @@ def inside(context: Context, function: Callable[..., Any]) -> Any:
 
 
 class _Stepwise(Awaitable[Any]):
-    """Awaits a coroutine or an asynchronous generator's step, each piece inside `context`."""
+    """Awaits a coroutine or a step of an asynchronous generator, each piece inside `context`."""
 
     def __init__(self, context: Context, steps: Any) -> None:
         self._context = context

@@ -1,8 +1,8 @@
-"""Autocast kernels that are there only as long as somebody needs them, and leave torch as it was.
+"""Reference-counted autocast kernels: installed while held, then removed without a trace in torch.
 
-What one `acquire` installs stands in one library per namespace; each operation counts its holders, and a library whose
-last operation was let go is destroyed, after which the dispatcher has again what it had before.  Kernels are of the
-process, what they do is of the calling thread (`xla_amp.pytorch.autocast.cast_kernel`).
+One `acquire` puts its new kernels into one `torch.library.Library` for each namespace.  A library is destroyed when the
+last of its operations is released; the dispatcher then has its earlier kernels.  A kernel is installed for the whole
+process, and the rules that it follows belong to the calling thread (`xla_amp.pytorch.autocast.cast_kernel`).
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from xla_amp.pytorch.autocast import cast_kernel
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Held:
-    """One operation's kernel."""
+class _Installed:
+    """The kernel of one operation."""
 
     library: torch.library.Library
     holders: int = 0
 
 
 _lock = threading.RLock()
-_held: dict[tuple[str, str], _Held] = {}
-_needed: dict[torch.library.Library, int] = {}
-"""Library -> how many of its operations have holders."""
+_installed: dict[tuple[str, str], _Installed] = {}
+"""By dispatch key and operation."""
+_in_use: dict[torch.library.Library, int] = {}
+"""Number of held operations of each library."""
 
 
 def acquire(key: str, operations: Iterable[str], make: Callable[[str, Any], cast_kernel.Kernel]) -> tuple[str, ...]:
-    """Makes sure that the operations have kernels on the dispatch key `key`.
+    """Holds kernels of the operations on the dispatch key `key`, and installs those that are missing.
 
     Args:
-        operations: names as policies write them; those that this process does not have are left out.
-        make: the kernel of a name and its operator, taking the key set first; called for operations that have none yet.
+        operations: names as policies write them; names that this process has no operator for are left out.
+        make: makes the kernel of a name and its operator; called for operations without one.
 
     Returns:
         The operations, for `release`.
@@ -45,16 +46,17 @@ def acquire(key: str, operations: Iterable[str], make: Callable[[str, Any], cast
     done: list[str] = []
     libraries: dict[str, torch.library.Library] = {}
     with _lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says, once, that its own kernel is replaced: that is what this is for
+        warnings.simplefilter("ignore")  # torch warns once that its kernel is replaced, which is intended
         try:
             for name in operations:
-                held = _held.get((key, name))
-                if held is None:
+                kernel = _installed.get((key, name))
+                if kernel is None:
                     operator = cast_kernel.operator(name)
                     if operator is None:
                         continue
-                    held = _held[key, name] = _Held(_install(key, name, make(name, operator), libraries))
-                held.holders += 1
+                    kernel = _Installed(_install(key, name, make(name, operator), libraries))
+                    _installed[key, name] = kernel
+                kernel.holders += 1
                 done.append(name)
         except BaseException:
             release(key, done)
@@ -63,22 +65,22 @@ def acquire(key: str, operations: Iterable[str], make: Callable[[str, Any], cast
 
 
 def release(key: str, operations: Iterable[str]) -> None:
-    """Lets go of what one `acquire` returned."""
+    """Releases the operations that one `acquire` returned."""
     with _lock:
         for name in operations:
-            held = _held[key, name]
-            held.holders -= 1
-            if held.holders == 0:
-                del _held[key, name]
-                _needed[held.library] -= 1
-                if _needed[held.library] == 0:
-                    del _needed[held.library]
-                    held.library._destroy()
+            kernel = _installed[key, name]
+            kernel.holders -= 1
+            if kernel.holders == 0:
+                del _installed[key, name]
+                _in_use[kernel.library] -= 1
+                if _in_use[kernel.library] == 0:
+                    del _in_use[kernel.library]
+                    kernel.library._destroy()
 
 
-def holds(key: str, name: str) -> bool:
-    """Whether the operation has a kernel of ours on `key` now."""
-    return (key, name) in _held
+def is_installed(key: str, name: str) -> bool:
+    """Whether this registry has a kernel of the operation on `key` now."""
+    return (key, name) in _installed
 
 
 def _install(
@@ -87,8 +89,9 @@ def _install(
     namespace, _, bare = name.rpartition("::")
     library = libraries.get(namespace)
     if library is None:
-        library = libraries[namespace] = torch.library.Library(namespace or "aten", "IMPL", key)
-        _needed[library] = 0
+        library = torch.library.Library(namespace or "aten", "IMPL", key)
+        libraries[namespace] = library
+        _in_use[library] = 0
     library.impl(bare, kernel, with_keyset=True, allow_override=True)
-    _needed[library] += 1
+    _in_use[library] += 1
     return library

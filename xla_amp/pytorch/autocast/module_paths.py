@@ -1,8 +1,8 @@
-"""Which module is running: its path in the model, as ``named_modules`` of the outermost running module calls it.
+"""Path of the running module, as ``named_modules`` of the outermost running module gives it.
 
-Known only between `acquire` and `release`, which a region with rules for modules and `xla_amp.explain` call; then two
-global hooks follow every ``Module.__call__``, and otherwise there is nothing.  What `torch.utils.checkpoint` runs again
-during the backward pass has the path that it had in the forward pass.
+Known only between `acquire` and `release`, which a region with rules for modules and `xla_amp.explain` call.  Two
+global hooks then follow every ``Module.__call__``; otherwise no hook is installed.  A module that
+`torch.utils.checkpoint` runs again in the backward pass has the path of its forward pass.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class _Thread(threading.local):
         self.stack: list[tuple[torch.nn.Module, str]] = []
         """Running modules of this thread with their paths, innermost last."""
         self.names: dict[int, str] = {}
-        """Paths by ``id`` of everything in the outermost of them."""
+        """Path of each module of the outermost running module, by ``id``."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Token:
     """Proof of one `acquire`, for `release`."""
 
-    found: list[tuple[torch.nn.Module, str]] | None
-    """The stack that was made up from the frames of a thread that was inside a model already."""
+    rebuilt: list[tuple[torch.nn.Module, str]] | None
+    """The stack, if it was rebuilt from Python frames because the thread was inside a model already."""
 
 
 _thread = _Thread()
@@ -39,11 +39,11 @@ _lock = threading.Lock()
 _holders = 0
 _handles: list[Any] = []
 _seen: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""Path of each module in the model that it last ran in: by then a recomputed part runs alone."""
+"""Path of each module in the model that it last ran in.  A recomputed part runs without the model around it."""
 
 
 def current() -> str | None:
-    """Path of the innermost running module of this thread: ``""`` for the model itself, None outside of any.
+    """Path of the innermost running module of this thread: ``""`` for the model itself, None outside modules.
 
     Meaningful between `acquire` and `release` only.
     """
@@ -52,7 +52,7 @@ def current() -> str | None:
 
 
 def acquire() -> Token:
-    """Follows modules until `release` gets the token.  A thread that is inside a model finds its place there."""
+    """Follows modules until `release` gets the token.  Also finds the modules that this thread runs already."""
     global _holders
     with _lock:
         _holders += 1
@@ -63,7 +63,7 @@ def acquire() -> Token:
     stack = _thread.stack
     if len(running) == len(stack) and all(a is b for a, (b, _) in zip(running, stack, strict=True)):
         return Token(None)
-    # Either the hooks came after these modules had begun, or an exception that is no Exception passed them by.
+    # The hooks were installed after these modules started, or a BaseException skipped the forward hook.
     _thread.stack = stack = []
     for module in running:
         _enter(module, ())
@@ -71,9 +71,9 @@ def acquire() -> Token:
 
 
 def release(token: Token) -> None:
-    """Ends what one `acquire` began."""
+    """Ends one `acquire`."""
     global _holders
-    if token.found is not None and token.found is _thread.stack:
+    if token.rebuilt is not None and token.rebuilt is _thread.stack:
         _thread.stack = []
     with _lock:
         _holders -= 1
@@ -90,29 +90,29 @@ def _enter(module: torch.nn.Module, _args: Any) -> None:
 
 def _leave(module: torch.nn.Module, _args: Any, _result: Any) -> None:
     stack = _thread.stack
-    for place in range(len(stack) - 1, -1, -1):
-        if stack[place][0] is module:
-            del stack[place:]
+    for index in range(len(stack) - 1, -1, -1):
+        if stack[index][0] is module:
+            del stack[index:]
             return
 
 
 def _path(module: torch.nn.Module, parent: str) -> str:
     found = _thread.names.get(id(module))
-    if found is None:  # no part of the model: made while it runs, or reached through a closure
-        found = _join(parent, type(module).__name__)
+    if found is None:  # not registered in the model: made while it runs, or reached through a closure
+        found = _joined(parent, type(module).__name__)
     return found
 
 
 def _outermost(module: torch.nn.Module) -> str:
     recomputed = torch._C._current_graph_task_id() != -1
     top = _seen.get(module, "") if recomputed else ""
-    _thread.names = {id(part): _join(top, name) for name, part in module.named_modules()}
+    _thread.names = {id(part): _joined(top, name) for name, part in module.named_modules()}
     if not recomputed:
         _seen.update((part, name) for name, part in module.named_modules())
     return top
 
 
-def _join(parent: str, name: str) -> str:
+def _joined(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent and name else parent or name
 
 

@@ -1,6 +1,6 @@
-"""Devices whose kernels are PyTorch's own (cuda, cpu, xpu, hpu, mps): autocast there is torch's, minus what it hides.
+"""Checked `torch.autocast` regions for PyTorch's own devices (cuda, cpu, xpu, hpu, mps).
 
-torch switches autocast off with a warning where a dtype or the device is missing; here both are errors.
+torch disables autocast with a warning where it does not support the dtype or the device; here both are errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from xla_amp.errors import DeviceError, UnsupportedDtypeError
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
-"""What torch's autocast accepts on every device of its own."""
+"""Low dtypes that torch's autocast accepts on each of these devices."""
 
 
 def is_available(device_type: str) -> bool:
@@ -43,11 +43,11 @@ def check_device(device_type: str) -> None:
     if device_type == "cuda" and not torch.cuda.is_available():
         beside = ""
         if find_spec("torch_xla") is not None:
-            beside = " (torch_xla is installed, but tensors on an XLA device do not listen to 'cuda')"
+            beside = " (torch_xla is installed, but autocast('cuda') does not affect tensors on an XLA device)"
         raise DeviceError(
             f"autocast('cuda'): there is no CUDA device, so autocast would do nothing{beside}. Pass the device that "
-            "your tensors are on, e.g. autocast(tensor.device) or autocast('xla'), or enabled=False to say that you "
-            "want no mixed precision"
+            "your tensors are on, e.g. autocast(tensor.device) or autocast('xla'), or enabled=False for no "
+            "mixed precision"
         )
 
 
@@ -71,12 +71,12 @@ def check_dtype(device_type: str, dtype: object) -> None:
 def region(
     device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, cache_enabled: bool | None = None
 ) -> torch.autocast:
-    """A fresh `torch.autocast`, checked; fresh because torch keeps the state to restore on the instance.
+    """A new checked `torch.autocast`.  New for each entry, because torch keeps the state to restore on the instance.
 
     Args:
         dtype: low dtype; None is torch's default for the device type.
         enabled: False gives a region without mixed precision, which needs neither the device nor the dtype.
-        cache_enabled: whether torch keeps casts of weights until the outermost region ends; None leaves it as it is.
+        cache_enabled: whether torch caches casts of weights until the outermost region ends; None leaves it unchanged.
 
     Raises:
         DeviceError: the region would have no effect.
@@ -92,9 +92,9 @@ def region(
 
 
 def drop_casts_after_steps() -> RemovableHandle:
-    """Makes torch forget its casts of weights after every optimizer step, until the handle is removed.
+    """Clears torch's cache of weight casts after every optimizer step, until the handle is removed.
 
-    torch keeps a weight's cast until the outermost region ends: where a region holds several training steps, each
-    later step would use the weights of the first.
+    torch caches a weight's cast until the outermost region ends.  In a region of several training steps, each later
+    step would use the weights of the first.
     """
     return register_optimizer_step_post_hook(lambda *_: torch.clear_autocast_cache())

@@ -1,11 +1,10 @@
-"""Rules on PyTorch's own devices: kernels for the operations that the rules treat otherwise than torch does.
+"""Autocast kernels on PyTorch's own devices, for operations whose rule differs from what torch does.
 
-They stand on the device's autocast key while a region of `xla_amp.autocast` or a `policy.override` needs them, over
-torch's own, and are gone afterwards.  Meanwhile a thread without rules of its own gets torch's own kernel, called from
-ours; so do operations of which the rules say what torch does anyway.
+They replace torch's kernels on the device's autocast key while a region of `xla_amp.autocast` or a `policy.override`
+needs them.  On a thread without rules, and for operations whose rule equals torch's cast, our kernel calls torch's.
 
-On threads: rules belong to the thread that opened the region or the override.  A thread that Python did not start
-(autograd runs the backward pass of accelerators on such threads) works for others and follows the newest open region.
+Rules belong to the thread that opened the region or the override.  A thread that Python did not start (autograd runs
+the backward pass of accelerators on such threads) follows the newest open region.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "xpu": "AutocastXPU",
     }
 )
-"""Device type -> dispatch key; each has a table of what torch does there, of the device type's name."""
+"""Device type -> dispatch key.  A policy table of the same name lists what torch does there."""
 
-_Release = list[tuple[str, tuple[str, ...]] | module_paths.Token]
+_Holdings = list[tuple[str, tuple[str, ...]] | module_paths.Token]
 
 
 def rules(device_type: str, policy: Policy | None) -> Policy | None:
-    """The policy in force for a region on a device of torch's own; None where we have no table of what torch does.
+    """The effective policy of a region on a torch device; None where no table lists what torch does.
 
     Args:
-        policy: the one that the user chose, if any.
+        policy: the user's choice, if any.
 
     Raises:
         PolicyError: a policy was chosen for a device type that has no table, or rules are malformed.
@@ -50,14 +49,14 @@ def rules(device_type: str, policy: Policy | None) -> Policy | None:
         if policy is not None:
             raise PolicyError(
                 f"autocast({device_type!r}, policy={policy.name!r}): rules can be changed on {', '.join(KEYS)} and on "
-                "the XLA device; leave policy= out to get torch's own"
+                "the XLA device; leave policy= out for torch's own rules"
             )
         return None
-    return policies.resolve(policies.load(device_type) if policy is None else policy)
+    return policies.resolve(device_type if policy is None else policy)
 
 
 def device_types() -> list[str]:
-    """Those of `KEYS` that this torch could have tensors on."""
+    """Device types of `KEYS` that this build of torch can have tensors on."""
     built = {
         "cpu": True,
         "cuda": torch.backends.cuda.is_built(),
@@ -65,11 +64,11 @@ def device_types() -> list[str]:
         "mps": torch.backends.mps.is_built(),
         "xpu": torch.xpu._is_compiled(),
     }
-    return [device_type for device_type, there in built.items() if there]
+    return [device_type for device_type, present in built.items() if present]
 
 
 def kernel(device_type: str, name: str, operator: Any) -> cast_kernel.Kernel:
-    """The kernel of one operation on a device of torch's own."""
+    """The kernel of one operation on a torch device."""
     table = policies.load(device_type)
     rules = _rules_of_thread(device_type)
     return cast_kernel.make(name, operator, device_type, KEYS[device_type], rules, table.outside(name))
@@ -77,7 +76,7 @@ def kernel(device_type: str, name: str, operator: Any) -> cast_kernel.Kernel:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.works_for_others = isinstance(threading.current_thread(), threading._DummyThread)
+        self.foreign = isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _thread = _Thread()
@@ -88,9 +87,9 @@ def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
 
     def find() -> Policy:
         region = regions.opened_here(device_type)
-        if region is None and _thread.works_for_others:
+        if region is None and _thread.foreign:
             region = policies.current(device_type)
-        # Without a region of ours it is torch's own, in which only overrides of this thread have a say.
+        # Outside our regions torch's rules hold, changed only by overrides of this thread.
         return region.policy if region is not None else policies.overridden(table)
 
     return find
@@ -98,7 +97,7 @@ def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
 
 @functools.lru_cache(maxsize=256)
 def changed(device_type: str, policy: Policy) -> tuple[str, ...]:
-    """Operations that `policy` treats otherwise than torch does on the device."""
+    """Operations whose rule in `policy` differs from what torch does on the device."""
     table = policies.load(device_type)
     if policy is table:
         return ()
@@ -107,11 +106,11 @@ def changed(device_type: str, policy: Policy) -> tuple[str, ...]:
     return tuple(sorted(different | policy.ruled_in_modules()))
 
 
-# Regions and overrides come and go on many threads and not always in order: what each holds is kept by its identity.
+# Regions and overrides open and close on many threads, not always in order, so what each holds is stored by identity.
 _Identity = tuple[int, ...]
 
 _lock = threading.Lock()
-_held: dict[_Identity, list[_Release]] = {}
+_held: dict[_Identity, list[_Holdings]] = {}
 
 
 def _acquire(device_type: str, operations: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -122,9 +121,12 @@ def _acquire(device_type: str, operations: tuple[str, ...]) -> tuple[str, tuple[
 
 
 def _before_region(device_type: str, region: policies.Region) -> None:
-    held: _Release = []
-    native = device_type in KEYS
-    operations = changed(device_type, region.policy) if native else tuple(region.policy.ruled_in_modules())
+    held: _Holdings = []
+    operations: tuple[str, ...] = ()
+    if device_type in KEYS:
+        operations = changed(device_type, region.policy)
+    elif region.policy.by_module:
+        operations = tuple(region.policy.ruled_in_modules())
     if operations:
         held.append(_acquire(device_type, operations))
     if region.policy.by_module:
@@ -134,29 +136,29 @@ def _before_region(device_type: str, region: policies.Region) -> None:
 
 
 def _after_region(_device_type: str, region: policies.Region) -> None:
-    _let_go((id(region),))
+    _release((id(region),))
 
 
 def _override(layer: RuleLayer, opens: bool) -> None:
-    """An override must also reach a plain `torch.autocast`, which nobody tells us of."""
-    identity = (id(layer), threading.get_ident())  # equal overrides are one layer
+    """Installs kernels for an override, which must also reach a plain `torch.autocast` without a region of ours."""
+    identity = (id(layer), threading.get_ident())  # equal overrides are the same layer
     if not opens:
-        _let_go(identity)
+        _release(identity)
         return
     operations = tuple(sorted(layer.reach() | layer.reach_in_modules()))
-    held: _Release = [_acquire(device_type, operations) for device_type in device_types()]
+    held: _Holdings = [_acquire(device_type, operations) for device_type in device_types()]
     if in_modules := tuple(sorted(layer.reach_in_modules())):
         held += [_acquire(device_type, in_modules) for device_type in xla_dispatch.in_use()]
         held.append(module_paths.acquire())
     _keep(identity, held)
 
 
-def _keep(identity: _Identity, held: _Release) -> None:
+def _keep(identity: _Identity, held: _Holdings) -> None:
     with _lock:
         _held.setdefault(identity, []).append(held)
 
 
-def _let_go(identity: _Identity) -> None:
+def _release(identity: _Identity) -> None:
     with _lock:
         entries = _held.get(identity)
         if not entries:

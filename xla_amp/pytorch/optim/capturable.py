@@ -90,7 +90,8 @@ def _adafactor_one(
 
 
 def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.norm(2).double() / tensor.numel() ** 0.5
+    norm: torch.Tensor = tensor.norm(2)
+    return norm.double() / tensor.numel() ** 0.5
 
 
 @torch.no_grad()

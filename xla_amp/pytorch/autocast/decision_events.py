@@ -1,4 +1,4 @@
-"""Telling the listeners of `xla_amp.events` what was decided for an operation and what came of it."""
+"""Emit a decision event for an operation that ran in an autocast region."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting
 from xla_amp.types import Cast
 
-everything = 0
-"""How many listeners want to hear of operations without a rule as well."""
+record_all = 0
+"""How many recorders want events of operations without a rule as well."""
 
 
 def emit(
@@ -25,7 +25,7 @@ def emit(
     result: Any,
     module: str | None,
 ) -> None:
-    """Hands one operation that has run to the listeners."""
+    """Sends the event of one operation to the listeners of `xla_amp.events`."""
     rule = decision.rule
     results = result if isinstance(result, list | tuple) else (result,)
     events.emit(
@@ -53,7 +53,7 @@ def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 
 
 def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tuple[str, ...]:
-    """dtypes that `tensors` have after `cast`, for kernels of torch's own, which do not tell."""
+    """dtypes of `tensors` after `cast`, for torch's kernels, which do not report them."""
     eligible = [t.dtype in casting.ELIGIBLE and t.device.type == device_type for t in tensors]
     target: torch.dtype | None = None
     if cast == "low":
