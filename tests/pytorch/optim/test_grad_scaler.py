@@ -500,11 +500,13 @@ def test_counting_skips_costs_two_recorded_operations():
     for step in range(2):  # the first one makes the counters
         set_gradients(params, scaler, step)
         scaler.step(optimizer)
-        before = xla_amp.metrics()["operations"], xla_amp.metrics()["host_syncs"]
+        xla_amp.sync()
+        before = xla_amp.metrics()
         scaler.update()
-        after = xla_amp.metrics()["operations"], xla_amp.metrics()["host_syncs"]
-    assert after[0] - before[0] == 3  # two, and torch's own _amp_update_scale_
-    assert after[1] == before[1]
+        xla_amp.sync()
+        after = xla_amp.metrics()
+    assert after["operations"] - before["operations"] == 3  # two, and torch's own _amp_update_scale_
+    assert after["host_syncs"] == before["host_syncs"]
 
 
 def test_state_dict_goes_both_ways(device):

@@ -90,8 +90,8 @@ def _adafactor_one(
 
 
 def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = tensor.norm(2)
-    return norm.double() / tensor.numel() ** 0.5
+    mean: torch.Tensor = tensor.norm(2).double() / tensor.numel() ** 0.5
+    return mean
 
 
 @torch.no_grad()
