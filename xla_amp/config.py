@@ -85,7 +85,7 @@ def engine() -> EngineName:
 
 
 def tape_limit() -> int:
-    """``XLA_AMP_TAPE_LIMIT``: recorded operations after which the lazy engine cuts by itself.
+    """``XLA_AMP_TAPE_LIMIT``: recorded operations after which the lazy engine flushes by itself.
 
     Raises:
         PolicyError: not a positive whole number.

@@ -5,11 +5,10 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.runtime.pjrt import platform
-from xla_amp.lazy.tensors.fresh import zeros
 from xla_amp.lazy.tensors.rollback import restore_where, snapshot
 from xla_amp.lazy.tensors.step_marker import step_begins
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.tensors.transfer import to_device
+from xla_amp.lazy.tensors.transfer import to_device, zeros
 from xla_amp.lazy.torch_integration.accelerator import memory_stats
 from xla_amp.lazy.torch_integration.device import device, is_started
 

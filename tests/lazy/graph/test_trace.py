@@ -19,7 +19,7 @@ from xla_amp.lazy.runtime import execute
 
 
 def compilations_of(program: Callable[[Any], Any], inputs: Iterable[Any]) -> list[int]:
-    """Executables built in each run of `program`, one cut a run."""
+    """Executables built in each run of `program`, one flush a run."""
     built = []
     for value in inputs:
         with counted() as counts:

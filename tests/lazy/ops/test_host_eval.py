@@ -1,4 +1,4 @@
-"""Questions about uploaded tensors are answered by the host: right, without a cut, and only as long as that is true."""
+"""Values that follow from uploads alone are computed on the host: correctly, and without a flush."""
 
 from __future__ import annotations
 

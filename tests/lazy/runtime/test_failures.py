@@ -217,7 +217,7 @@ def test_no_fallback_unless_asked(device: torch.device, monkeypatch: pytest.Monk
         torch.ops.lazy_failures.unknown_in_place(torch.ones(3).to(device))
 
 
-# ---- at the cut ------------------------------------------------------------------------------------------------------
+# ---- at the flush ----------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers: reproducible, the same wherever the trace is cut, and restored by activation checkpointing."""
+"""Random numbers: reproducible, the same wherever the trace is flushed, and restored by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ MOMENTS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {
 def test_moments(device: torch.device, name: str) -> None:
     draw, mean, deviation = MOMENTS[name]
     torch.manual_seed(0)
-    x, y = draw().cpu().double(), draw().cpu().double()  # cut in between: the second runs the first one's program
+    x, y = draw().cpu().double(), draw().cpu().double()  # flush in between: the second runs the first one's program
     assert x.mean().item() == pytest.approx(mean, abs=5 * deviation / math.sqrt(N))
     assert x.std().item() == pytest.approx(deviation, rel=0.03)
     # Two draws, and neighbours within one, are not correlated (five standard errors).

@@ -1,4 +1,4 @@
-"""Several Python threads that record, cut, read and upload at once: right values, no lost or doubled work."""
+"""Several Python threads that record, flush, read and upload at once: right values, no lost or doubled work."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_one_thread_cuts_while_another_records(device: torch.device) -> None:
         done.set()
         assert x.tolist() == [100, 0, 0, 100, 100]
 
-    def cut() -> None:
+    def flush() -> None:
         while not done.is_set():
             engine.sync()
 
-    together(record, cut)
+    together(record, flush)
 
 
 def test_threads_that_write_one_tensor(device: torch.device) -> None:

@@ -55,7 +55,7 @@ def test_a_snapshot_holds_no_memory_of_its_own(device: torch.device) -> None:
     assert counts.operations == 0
     x.add_(1)
     engine.sync()
-    engine.restore_where(torch.ones((), device=device), [x], before)  # also after cuts
+    engine.restore_where(torch.ones((), device=device), [x], before)  # also after flushes
     assert x.tolist() == [1, 1, 1]
 
 

@@ -331,7 +331,7 @@ def test_same_as_the_cpu_when_every_operation_is_cut(
 
 
 def test_a_limit_of_none_cuts_every_operation(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin of the test above: it does cut in between."""
+    """The twin of the test above: it does flush in between."""
     monkeypatch.setattr(trace, "limit", 0)
     with counted() as counts:
         check(PROGRAMS["write_from_itself"])

@@ -1,4 +1,4 @@
-"""Two thousand random programs of views, in-place writes, reads and cuts: tensors equal the CPU's, bit for bit."""
+"""Two thousand random programs of views, in-place writes, reads and flushes: tensors equal the CPU's, bit for bit."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Pair:
             self.cpu[i].data = self.cpu[j]
             self.lazy[i].data = self.lazy[j]
 
-    def cut(self) -> None:
+    def flush(self) -> None:
         self.did.append("sync")
         engine.sync()
 
@@ -160,7 +160,7 @@ ROUNDS = 4
 def run(seeds: range) -> list[Pair]:
     """One program per seed, about 24 actions each.
 
-    They go side by side in rounds of random length, so that a cut or a read, which comes to each of them after a few
+    They go side by side in rounds of random length, so that a flush or a read, which comes to each of them after a few
     actions of its own, is one executable for all: compiling is what this test costs.
     """
     pairs = [Pair(random.Random(seed)) for seed in seeds]
@@ -172,7 +172,7 @@ def run(seeds: range) -> list[Pair]:
             for _ in range(pair.random.randint(3, 9)):
                 getattr(pair, pair.random.choice(ACTIONS))()
         for pair in pairs:
-            pair.cut() if turn % 2 == 0 else pair.read()
+            pair.flush() if turn % 2 == 0 else pair.read()
     return pairs
 
 
@@ -185,7 +185,7 @@ def test_random_programs(device: torch.device, group: int) -> None:
 
 
 def test_the_programs_do_what_they_are_for(device: torch.device) -> None:
-    """The twin: they alias, write and cut, and a lost write is seen."""
+    """The twin: they alias, write and flush, and a lost write is seen."""
     with counted() as counts:
         pairs = run(range(30))
     assert counts.executions >= ROUNDS

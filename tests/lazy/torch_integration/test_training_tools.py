@@ -1,4 +1,4 @@
-"""PyTorch's tools around training, on the device and on the CPU: same numbers, and no cut that nobody asked for."""
+"""PyTorch's tools around training, on the device and on the CPU: same numbers, and no extra flush."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace: what has been recorded since the last cut, as a flat list of integers.
+"""The trace: what has been recorded since the last flush, as a flat list of integers.
 
 Four nouns carry the engine:
 
@@ -135,7 +135,7 @@ instructions: list[Instruction] = []
 
 
 class Trace:
-    """Operations recorded since the last cut."""
+    """Operations recorded since the last flush."""
 
     __slots__ = (
         "code",
@@ -154,7 +154,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while one operation is recorded, and during a cut: autograd records from a thread of its own."""
+        """Held while one operation is recorded, and during a flush: autograd records from a thread of its own."""
         self.code: list[int] = []
         self.count = 0
         """Values so far; the next one's number."""
@@ -171,9 +171,9 @@ class Trace:
         self.draws = 0
         """Random operations since the last stream began."""
         self.generation = 0
-        """Counts the traces: a new one begins at each cut."""
+        """Counts the traces: a new one begins at each flush."""
         self.limit = sys.maxsize
-        """Values after which the trace is cut whatever comes, so that a loop without end runs in bounded memory."""
+        """Values after which the trace is flushed whatever comes, so that a loop without end runs in bounded memory."""
 
     def clear(self) -> None:
         """Forgets everything recorded (the lists stay the same objects: kernels hold them)."""

@@ -129,7 +129,7 @@ class _Run:
 
 
 class _Recorder:
-    """Watches the cuts inside a block."""
+    """Watches the flushes inside a block."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
@@ -141,14 +141,14 @@ class _Recorder:
         execute.observer = self._outer
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Called by the cut: inputs may be overwritten by the program, so they are copied."""
+        """Called by the flush: inputs may be overwritten by the program, so they are copied."""
         self._initial = [np.array(parameter.array) for parameter in parameters]
         streams = list(trace.streams) or [generator.stream()]
         self._ints = [*(word for stream in streams for word in stream), *trace.ints]
         self._floats = list(trace.floats)
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called by the cut once `program` was dispatched."""
+        """Called by the flush once `program` was dispatched."""
         parameters, targets = list(trace.parameters), list(targets)
         run = _Run(
             program=program,

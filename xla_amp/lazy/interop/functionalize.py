@@ -30,7 +30,7 @@ class _Argument:
 
 
 class _Refusal:
-    """What a recording answers to a cut."""
+    """What a recording answers to a flush."""
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         raise EngineError(
@@ -102,7 +102,7 @@ class Recording:
     What was recorded before is run first.  Tensors made inside must not leave it.  One thread records at a time.
 
     Raises:
-        EngineError: on a cut inside.
+        EngineError: on a flush inside.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Recording:
 
     def __enter__(self) -> Recording:
         with jax.ensure_compile_time_eval():  # while JAX traces, what was recorded before is no part of that
-            execute.cut()
+            execute.flush()
         self._state = generator.state()
         self._observer, execute.observer = execute.observer, _Refusal()
         self._paused = step_marker.paused()

@@ -11,7 +11,7 @@ import torch
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
-from xla_amp.lazy.runtime.execute import bound
+from xla_amp.lazy.runtime.execute import flush_if_full
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -48,7 +48,7 @@ def instruction(
 def append(run: Instruction, tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> list[torch.Tensor]:
     """Records an instruction on these tensors and numbers; returns a fresh tensor for each result."""
     with trace.lock:
-        bound()
+        flush_if_full()
         numbers, _ = tensor_io.operands(tensors)
         trace.floats.extend(floats)
         first = record(run, *numbers)

@@ -22,7 +22,7 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, spec, trace
 from xla_amp.lazy.runtime import generator, mesh
 from xla_amp.lazy.runtime.compile import Context
-from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lowering import Lowering
 
@@ -188,7 +188,7 @@ class _Operation:
             "_fresh": trace.computed,
             "_floats": trace.floats,
             "_ints": trace.ints,
-            "_cut": cut,
+            "_flush": flush,
             "_add_parameter": add_parameter,
             "_Buffer": Buffer,
             "_ref": weakref.ref,
@@ -330,7 +330,7 @@ class _Source:
         self._append()
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
-        head = "    with _lock:\n        if _tape.count > _tape.limit: _cut()\n"
+        head = "    with _lock:\n        if _tape.count > _tape.limit: _flush()\n"
         return f"def kernel({self._signature()}):\n{head}{body}\n"
 
     def _signature(self) -> str:

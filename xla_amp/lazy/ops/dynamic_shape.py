@@ -1,7 +1,7 @@
 """Operations whose result has a size that depends on data.
 
 XLA compiles for sizes, so these are computed on the host: the operands come down together, the results go up, and the
-trace is cut in between.  Each call is counted in ``metrics.host_syncs``, and the first one of each operation warns.
+trace is flushed in between.  Each call is counted in ``metrics.host_syncs``, and the first one of each operation warns.
 Nothing comes down, and nobody waits, where the host knows the operands (`known`): a mask made from uploaded labels.
 """
 

@@ -157,5 +157,5 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
 def _host() -> jax.Device | None:
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS parameters the CPU out
+    except RuntimeError:  # JAX_PLATFORMS does not name the CPU
         return None

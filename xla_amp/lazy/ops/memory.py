@@ -16,7 +16,7 @@ from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.runtime.execute import bound
+from xla_amp.lazy.runtime.execute import flush_if_full
 from xla_amp.lazy.tensors import dlpack, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -168,7 +168,7 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 @_kernel("clone")
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with trace.lock:
-        bound()
+        flush_if_full()
         number, of = tensor_io.read(self)
         return tensor_io.new_tensor(of, number)  # values in the trace never change: sharing one is copying it
 
@@ -190,7 +190,7 @@ def _to_copy(
             of = buffer.spec
             found = conversions.get((of, dtype))
             if found is not None and self.shape == of.shape and self.is_contiguous() and self.dtype is of.dtype:
-                bound()
+                flush_if_full()
                 number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
                 return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
     return _copied(self, dtype or self.dtype, device)
@@ -205,7 +205,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
     if self.device.type != DEVICE_TYPE:
         return transfer.wrap(dlpack.arrive(self, dtype))
     with trace.lock:
-        bound()
+        flush_if_full()
         number, of = tensor_io.read(self)
         number, of = cast(number, of, dtype)
         return tensor_io.new_tensor(of, number)
@@ -216,7 +216,7 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
     if self.device.type != DEVICE_TYPE:
         return self.copy_(tensor_io.to_host(src))
     with trace.lock:
-        bound()
+        flush_if_full()
         tensor_io.copy(self, src)
     return self
 

@@ -1,4 +1,4 @@
-"""The cut: runs everything recorded so far as one executable and gives live buffers their arrays."""
+"""Flush the trace: run it as one executable, asynchronously, and store the results in the live buffers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _newest: Callable[[], list[Any]] = list
 
 
 class Observer(Protocol):
-    """Who wants to know what a cut runs (`xla_amp.lazy.capture.observer`)."""
+    """Who wants to know what a flush runs (`xla_amp.lazy.capture.observer`)."""
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
@@ -43,7 +43,7 @@ admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
 """Called with each new program, its trace and its arguments before it first runs; may refuse it by raising."""
 
 
-def cut() -> None:
+def flush() -> None:
     """Runs the trace, asynchronously; does nothing when nothing was recorded.
 
     Raises:
@@ -55,10 +55,10 @@ def cut() -> None:
             _run()
 
 
-def bound() -> None:
-    """Cuts a trace that has grown past its limit."""
+def flush_if_full() -> None:
+    """Flushes a trace that has grown past its limit."""
     if trace.count > trace.limit:
-        cut()
+        flush()
 
 
 def sync(wait: bool = False) -> None:
@@ -68,7 +68,7 @@ def sync(wait: bool = False) -> None:
         wait: also wait until the device has finished (one host sync).
     """
     with trace.lock:
-        cut()
+        flush()
         # Programs run in the order of their data, so the newest values are ready only after the older ones.
         newest = _newest()
     if wait:

@@ -1,7 +1,7 @@
 """Random numbers: a (seed, offset) pair on the host, as CUDA's Philox generator keeps one.
 
 The pair is an input of the executable and each random operation adds its own index, so the same seed gives the same
-numbers wherever the trace was cut, and a new seed never compiles.  Setting the state in the middle of a trace
+numbers wherever the trace was flushed, and a new seed never compiles.  Setting the state in the middle of a trace
 (activation checkpointing does) opens a second stream in the same executable.
 """
 
@@ -24,7 +24,7 @@ def stream() -> tuple[int, int]:
 
 
 def advance(draws: int) -> None:
-    """Moves the state past `draws` random operations (the cut calls it)."""
+    """Moves the state past `draws` random operations (the flush calls it)."""
     global _offset
     _offset += draws
 

@@ -18,7 +18,7 @@ from xla_amp.lazy.tensors import tensor_io
 
 
 class Snapshot:
-    """Values of some tensors at one moment; holds no copies until a cut makes them distinct arrays."""
+    """Values of some tensors at one moment; holds no copies until a flush makes them distinct arrays."""
 
     __slots__ = ("_buffers", "_tensors")
 

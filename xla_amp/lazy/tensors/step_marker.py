@@ -1,7 +1,7 @@
 """Where a training step ends when nobody says so.
 
 A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
-``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a cut; what springs it is the
+``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a flush; what springs it is the
 beginning of the next step: a module's forward, the entry of an autocast region, or the next step of an optimizer that
 has stepped already.  Another optimizer's does not: several that share a backward pass step together.  Nor does an
 upload: it records nothing, and loops fetch the next batch before they drop the gradients.
@@ -19,11 +19,11 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _armed = -1
-"""Generation of the trace on which an optimizer step was recorded; stale once that trace was cut."""
+"""Generation of the trace on which an optimizer step was recorded; stale once that trace was flushed."""
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that stepped in that trace."""
 _forward_hook: Any = None
@@ -48,11 +48,11 @@ def install() -> None:
 
 
 def step_begins() -> None:
-    """Cuts if an optimizer step was recorded since the last cut."""
+    """Flushes if an optimizer step was recorded since the last flush."""
     armed = _armed == trace.generation
     _disarm()
     if armed and not _paused:
-        cut()
+        flush()
 
 
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:

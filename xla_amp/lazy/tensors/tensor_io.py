@@ -26,7 +26,7 @@ from xla_amp.lazy.graph.trace import (
     spec,
     trace,
 )
-from xla_amp.lazy.runtime.execute import cut
+from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors import dlpack, transfer
 from xla_amp.lowering.tensor import strided
 
@@ -326,7 +326,7 @@ def new_tensor(of: Spec, number: int) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor) -> jax.Array:
-    """The tensor's value as a concrete array of its shape; cuts the trace where it must."""
+    """The tensor's value as a concrete array of its shape; flushes the trace where it must."""
     with trace.lock:
         buffer = buffer_of(tensor)
         whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
@@ -337,7 +337,7 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
         elif buffer.array is None and buffer.number < 0:
             add_parameter(buffer)  # memory never written reads as zeros
         if buffer.number >= 0:
-            cut()
+            flush()
         if type(buffer.array) is Poisoned:
             raise StepFailedError(buffer.array.reason)
         return buffer.array

@@ -1,19 +1,21 @@
-"""Values between the host and the device."""
+"""Create tensors from host values and arrays, and copy values between the host and the device."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.dtypes import TO_TORCH, to_numpy, to_torch
+from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec
-from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.runtime import mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
@@ -67,3 +69,18 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` (CPU) on the lazy device.  Records nothing, so a loader's thread may call it at any time."""
     result = wrap(upload(tensor))
     return result.requires_grad_() if tensor.requires_grad else result
+
+
+def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
+    """Contiguous zeros of each shape and dtype, allocated at once by a separate small program.
+
+    A first step that records the creation of its optimizer's state would be another program than the next step, and as
+    long to compile.  Returns None on a mesh, where the step lays out the state with its parameters.
+    """
+    if mesh.active is not None:
+        return None
+    structs = [(tuple(shape), TO_NUMPY[dtype]) for shape, dtype in wanted]
+    with private_api.x64():
+        home = jax.sharding.SingleDeviceSharding(pjrt.jax_device())
+        make = jax.jit(lambda: [jnp.zeros(*struct) for struct in structs], out_shardings=home)
+        return [wrap(array) for array in make()]

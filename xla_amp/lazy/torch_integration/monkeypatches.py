@@ -152,7 +152,7 @@ def _load_checkpoints() -> None:
 
 
 def _print_through_the_host() -> None:
-    """Reason: torch prints a tensor through about fourteen small reads, each of which would cut the trace."""
+    """Reason: torch prints a tensor through about fourteen small reads, each of which would flush the trace."""
     from torch import _tensor_str
 
     original = _tensor_str._str_intern
