@@ -12,7 +12,7 @@ from torch import nn
 import xla_amp
 from xla_amp import syncfree
 from xla_amp.errors import CaptureError
-from xla_amp.lazy.capture.symbolic_scalars import Formula, Hyperparameter, Ledger, evaluate
+from xla_amp.lazy.capture.symbolic_scalars import Formula, FormulaTable, Hyperparameter, evaluate
 
 CALLS = 14
 OVERFLOWS = 9
@@ -360,7 +360,7 @@ def test_what_cannot_be_replayed_is_named(name, device):
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_it_goes_on_being_recorded_with_one_warning(name, device):
+def test_it_stays_recorded_with_one_warning(name, device):
     x = torch.ones(2, device=device)
     step, _ = getattr(Refusals, name)(device)
     reference, _ = getattr(Refusals, name)(device)
@@ -374,7 +374,7 @@ def test_it_goes_on_being_recorded_with_one_warning(name, device):
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         assert one is None or one.tolist() == other.tolist()
-    assert len([w for w in caught if "goes on being recorded" in str(w.message)]) == len(compiled.reasons) == 1
+    assert len([w for w in caught if "Each call is recorded" in str(w.message)]) == len(compiled.reasons) == 1
     assert compiled.replays == 0
 
 
@@ -452,30 +452,30 @@ def test_explain_sees_every_operation(device):
     assert [row["operation"] for row in report.rows()] == ["matmul"]
 
 
-# ---- numbers that are followed ---------------------------------------------------------------------------------------
+# ---- symbolic numbers ------------------------------------------------------------------------------------------------
 
 
 def test_arithmetic_is_written_down():
-    ledger, lr = Ledger(0), Hyperparameter(1, "lr", None)
-    value = ledger.follow(lr, lambda: 0.5)
+    table, lr = FormulaTable(0), Hyperparameter(1, "lr", None)
+    value = table.track(lr, lambda: 0.5)
     results = [-value, 1 - value, value / 4, 2**value, abs(value) * value]
     numbers = [float(result) for result in results]
-    ledger.resolve(numbers)
+    table.resolve(numbers)
     assert numbers == [-0.5, 0.5, 0.125, 2**0.5, 0.25]
     assert [evaluate(result.term, {lr: lambda: 0.25}) for result in results] == [-0.25, 0.75, 0.0625, 2**0.25, 0.0625]
 
 
 def test_comparisons_are_conditions():
-    ledger, lr = Ledger(0), Hyperparameter(1, "lr", None)
-    value = ledger.follow(lr, lambda: 0.5)
+    table, lr = FormulaTable(0), Hyperparameter(1, "lr", None)
+    value = table.track(lr, lambda: 0.5)
     assert value
     assert value == 0.5
     assert not value > 1
-    assert list(ledger.conditions.values()) == [True, True, False]
-    assert Formula("gt", (lr, 1)) in ledger.conditions
+    assert list(table.conditions.values()) == [True, True, False]
+    assert Formula("gt", (lr, 1)) in table.conditions
 
 
 def test_a_way_that_is_not_arithmetic_differs_from_call_to_call():
     lr = Hyperparameter(1, "lr", None)
-    first, second = (Ledger(shift).follow(lr, lambda: 0.5) for shift in (0, 1))
+    first, second = (FormulaTable(shift).track(lr, lambda: 0.5) for shift in (0, 1))
     assert hex(round(float(first) * 2**60)) != hex(round(float(second) * 2**60))

@@ -16,7 +16,7 @@ import xla_amp
 import xla_amp.jax
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture import guards
-from xla_amp.lazy.capture.guards import Surroundings
+from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.runtime import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 
@@ -191,26 +191,26 @@ def test_what_modules_hold_is_compared(name, versions, monkeypatch):
     if not versions:
         monkeypatch.setattr(guards, "dict_version", None)
     model = small()
-    around = Surroundings(lambda: model)
-    before = around.values()
-    assert around.values() == before
+    guarded = Guards(lambda: model)
+    before = guarded.values()
+    assert guarded.values() == before
     TOUCHES[name](model)
-    assert around.values() != before
-    assert around.difference(before, around.values()) is not None
+    assert guarded.values() != before
+    assert guarded.difference(before, guarded.values()) is not None
 
 
 def test_modules_are_read_again_only_when_touched(monkeypatch):
     assert guards.dict_version is not None  # else replays are slower, and nothing else says so
     model = small()
-    around = Surroundings(lambda: model)
+    guarded = Guards(lambda: model)
     reads = []
-    read = around._read_modules
-    monkeypatch.setattr(around, "_read_modules", lambda: reads.append(1) or read())
-    before = around.values()
-    assert around.values() == before
+    read = guarded._read_modules
+    monkeypatch.setattr(guarded, "_read_modules", lambda: reads.append(1) or read())
+    before = guarded.values()
+    assert guarded.values() == before
     assert len(reads) == 1
     model[1].running_mean = torch.ones(2)  # buffers may be bound anew
-    assert around.values() == before
+    assert guarded.values() == before
     assert len(reads) == 2
 
 

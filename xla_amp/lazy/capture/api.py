@@ -1,9 +1,6 @@
-"""`compile`: a step that is recorded for its first calls and then run without being recorded.
+"""`compile`: record a step for its first calls, then replay its program without recording.
 
-What a replay needs to know comes from three places: which values the program reads and writes from the engine
-(`xla_amp.lazy.capture.observer`), how optimizers compute numbers from hyperparameters from `followed`, and which Python
-values the step depends on from `surroundings`.  Whatever is not explained by these is a reason to go on recording, and
-is said.
+`guards` explains what is compared, when, and what happens then.
 """
 
 from __future__ import annotations
@@ -14,18 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import devices
 from xla_amp.errors import CaptureError, DeviceError, EngineError
-from xla_amp.lazy.capture.graph_cache import STALE, Plan
-from xla_amp.lazy.capture.guards import PLAIN, Surroundings
-from xla_amp.lazy.capture.observer import NotReplayable, Watch
-from xla_amp.lazy.capture.optimizer_replay import Call
-from xla_amp.lazy.capture.warmup import without_a_trace
+from xla_amp.lazy.capture.cache_entry import CacheEntry
+from xla_amp.lazy.capture.guards import PLAIN, Guards
+from xla_amp.lazy.capture.observer import NotReplayableError, ProgramObserver
+from xla_amp.lazy.capture.optimizer_replay import OptimizerSteps
+from xla_amp.lazy.capture.warmup import restored_state
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io
@@ -35,11 +32,11 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 PATIENCE = 4
-"""Recorded calls that may differ from the one before (optimizers make their state in the first) until we say so."""
+"""Recorded calls that may differ from the one before until a warning; optimizers create their state in the first."""
 
 
 def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool = False, limit: int = 8) -> Any:
-    """Makes `step` run without being recorded once two calls in a row have recorded the same program.
+    """Captures `step` once two calls in a row have recorded the same program; later calls replay it.
 
     Args:
         step: a function of tensors on the lazy device, and of anything hashable: a whole training step (forward pass,
@@ -49,18 +46,18 @@ def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool =
             regions; least recently made first.
 
     Returns:
-        A function with the arguments of `step` that returns what it returns, as detached fresh tensors.  Its attributes
-        `replays` (int) and `reasons` (list of str) say how often it replayed and why not.
+        A function with the arguments of `step` that returns what it returns, as new detached tensors.  Its attributes
+        `replays` (int) and `reasons` (list of str) tell how often it replayed and why it did not.
 
-    Hyperparameters of optimizers are read anew at each call, so schedules go on working; they must be stepped outside.
-    Growth parameters of scalers, modules' attributes and Python values that the step can see are compared at each
-    call, and a change leads to another capture.
+    Hyperparameters of optimizers are read in each call, so schedules keep working; step them outside.  Growth
+    parameters of scalers, modules' attributes and Python values that the step can see are compared in each call; a
+    change leads to another capture.
 
     Raises:
-        TypeError: `step` is no function, or an argument is a tensor on another device.
+        TypeError: `step` is not a function, or an argument is a tensor on another device.
         CaptureError: `strict`, and the step cannot be replayed: it reads values on the host, changes Python values,
-            keeps optimizer state on the host, ...  Also whenever an audit finds that replays were not what the step
-            does by now.
+            keeps optimizer state on the host, ...  Also without `strict` if an audit finds that the step no longer
+            does what was captured.
 
     Example:
         >>> import xla_amp
@@ -79,7 +76,7 @@ def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool =
 
 
 class Compiled:
-    """What `compile` returns."""
+    """A step that is replayed once it is captured; `compile` makes it."""
 
     replays_without_operations = True
     """Tells `find_overflow` to call ``__wrapped__`` instead: a replay dispatches no torch operation."""
@@ -87,45 +84,46 @@ class Compiled:
     def __init__(self, step: Callable[..., Any], strict: bool, limit: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._strict, self._limit = step, strict, limit
-        self._plans: dict[Any, list[Plan]] = {}
-        self._around: Surroundings | None = None
+        self._cache: dict[Any, list[CacheEntry]] = {}
+        """Signature of arguments and modes -> an entry for each set of guarded values."""
+        self._guards: Guards | None = None
         self.replays = 0
         """Calls that were not recorded."""
         self._failures = 0
-        self._given_up = self._said_limit = False
+        self._given_up = self._limit_reported = False
         self.reasons: list[str] = []
-        """Why calls are recorded that could have been replays."""
+        """Why calls are recorded instead of replayed."""
 
     def __repr__(self) -> str:
         return f"xla_amp.compile({getattr(self._step, '__qualname__', self._step)!s})"
 
     def reset(self) -> None:
-        """Forgets all captures and reasons; counts start anew."""
-        self._plans.clear()
-        self._around, self.replays, self.reasons = None, 0, []
-        self._failures, self._given_up, self._said_limit = 0, False, False
+        """Drops all captures, reasons and counts."""
+        self._cache.clear()
+        self._guards, self.replays, self.reasons = None, 0, []
+        self._failures, self._given_up, self._limit_reported = 0, False, False
 
     def warm_up(self, *args: Any, **kwargs: Any) -> int:
-        """Compiles what calls with such arguments will run, ahead of the first one.
+        """Compiles the programs of calls with such arguments ahead of the first one.
 
-        The step is called until it is captured, and everything is put back as it was: tensors, gradients, optimizers,
-        scalers, the random state.  Meanwhile the device holds a second copy of what the step overwrites.
+        Calls the step until it is captured, then restores tensors, gradients, optimizers, scalers and the random state.
+        Meanwhile the device holds a second copy of what the step overwrites.
 
         Args:
             args, kwargs: arguments as in a call; of tensors only shape, dtype and layout matter.
 
         Returns:
-            How many programs were compiled.  The calls that follow are recorded and replayed as ever, and compile none.
+            How many programs were compiled.  Later calls are recorded and replayed as usual, and compile none.
 
         Raises:
-            CaptureError: the step cannot be replayed; the text says why.
+            CaptureError: the step cannot be replayed; the text gives the reason.
         """
         _require_the_lazy_device()
-        leaves, _ = tree_flatten((args, kwargs))
-        trial, plan, before = Compiled(self._step, True, 1), Plan([], []), metrics()["compilations"]
-        with without_a_trace(Surroundings(self._step, (Optimizer, torch.amp.GradScaler))):
-            while not plan.captured:  # ends: a strict one raises after PATIENCE calls that differ
-                trial._recorded(plan, leaves, args, kwargs)
+        flat_args, _ = tree_flatten((args, kwargs))
+        trial, entry, before = Compiled(self._step, True, 1), CacheEntry([], []), metrics()["compilations"]
+        with restored_state(Guards(self._step)):
+            while not entry.captured:  # ends: a strict step raises after PATIENCE calls that differ
+                trial._record(entry, flat_args, args, kwargs)
         return metrics()["compilations"] - before
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -134,92 +132,97 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._given_up or events.sinks or execute.observer is not None:  # the last two see every operation
             return self._step(*args, **kwargs)
-        leaves, tree = _flattened(args, kwargs)
-        if self._around is None:
+        flat_args, tree = _flatten(args, kwargs)
+        if self._guards is None:
             _require_the_lazy_device()
-            self._around = Surroundings(self._step, (Optimizer, torch.amp.GradScaler))
-        plan = self._plan(leaves, tree)
-        if plan is None:
+            self._guards = Guards(self._step)
+        entry = self._find_entry(self._guards, flat_args, tree)
+        if entry is None:
             return self._step(*args, **kwargs)
-        if plan.is_stale():
-            plan.forget()
-        elif plan.ready():
-            with tensor_io.trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
-                result = plan.replay(leaves)
-            if result is not STALE:
-                self.replays += 1
-                return result
-            plan.forget()
-        return self._recorded(plan, leaves, args, kwargs)
+        if entry.is_stale():
+            entry.drop_capture()
+        elif entry.captured and not entry.audit_is_due():
+            with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
+                values = entry.run(flat_args)
+                if values is not None:
+                    self.replays += 1
+                    return entry.outputs(values, flat_args)
+            entry.drop_capture()
+        return self._record(entry, flat_args, args, kwargs)
 
-    def _plan(self, leaves: list[Any], tree: Any) -> Plan | None:
-        around = self._around
-        assert around is not None  # noqa: S101  (set by the caller)
-        key = (tree, *_signature(leaves), *_modes())
-        values, absent = around.values(), around.absent()
-        plans = self._plans.setdefault(key, [])
-        for plan in plans:
-            if plan.values == values and plan.absent == absent:
-                plan.values = values  # the same list of what modules hold: equal at a glance
-                return plan
-        if plans:  # what it sees may be other objects by now
-            self._around = around = Surroundings(self._step, (Optimizer, torch.amp.GradScaler))
-            values, absent = around.values(), around.absent()
-            for plan in plans:
-                if plan.values == values and plan.absent == absent:
-                    return plan
-        kept = sum(map(len, self._plans.values()))
-        if kept >= self._limit:
-            if self._said_limit:
-                return None
-            self._said_limit = True
-            changed = around.difference(plans[-1].values, values) if plans else None
-            self._say(
-                f"it has been captured in {kept} forms, its limit; "
-                + (f"Python changes {changed}" if changed else "its arguments differ again (shapes? plain numbers?)")
-            )
+    def _find_entry(self, guards: Guards, flat_args: list[Any], tree: Any) -> CacheEntry | None:
+        """The cache entry of a call; a new one if there is none; None beyond the limit."""
+        entries = self._cache.setdefault((tree, *_signature(flat_args), *_modes()), [])
+        values, missing = guards.values(), guards.missing_gradients()
+        for entry in entries:
+            if entry.values == values and entry.missing_gradients == missing:
+                entry.values = values  # shares the list of modules' values, so that comparing them is fast
+                return entry
+        if entries:  # closures and attributes may hold other objects now
+            self._guards = guards = Guards(self._step)
+            values, missing = guards.values(), guards.missing_gradients()
+            for entry in entries:
+                if entry.values == values and entry.missing_gradients == missing:
+                    return entry
+        captures = sum(map(len, self._cache.values()))
+        if captures >= self._limit:
+            if not self._limit_reported:
+                self._limit_reported = True
+                changed = guards.difference(entries[-1].values, values) if entries else None
+                self._report(
+                    f"it has been captured in {captures} forms, its limit; "
+                    + (
+                        f"Python changes {changed}"
+                        if changed
+                        else "its arguments differ again (shapes? plain numbers?)"
+                    )
+                )
             return None
-        plans.append(Plan(values, absent))
-        return plans[-1]
+        entries.append(CacheEntry(values, missing))
+        return entries[-1]
 
-    def _recorded(self, plan: Plan, leaves: list[Any], args: Any, kwargs: Any) -> Any:
-        self._around = around = Surroundings(self._step, (Optimizer, torch.amp.GradScaler))
-        before, sizes = around.values(), around.sizes()
-        grads = [(p, p.grad) for p in around.parameters]
-        call = Call(plan.calls % 2)
-        plan.calls += 1
-        with step_marker.paused(), call.followed(), Watch(call.ledger.resolve, plan.last_run()) as watch:
+    def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
+        """Calls the step, records its program, and compares it with the last recorded call."""
+        self._guards = guards = Guards(self._step)
+        before, sizes = guards.values(), guards.container_sizes()
+        gradients = [(p, p.grad) for p in guards.parameters]
+        steps = OptimizerSteps(entry.calls % 2)
+        entry.calls += 1
+        programs = ProgramObserver(steps.table.resolve, entry.last_run())
+        with step_marker.paused(), steps.tracked(), programs:
             result = self._step(*args, **kwargs)
-            execute.cut()
+            execute.flush()
         try:
-            changed = around.difference(before, around.values()) or around.size_difference(sizes, around.sizes())
+            changed = guards.difference(before, guards.values()) or guards.size_difference(
+                sizes, guards.container_sizes()
+            )
             if changed is not None:
-                raise NotReplayable(f"it changes {changed}, which a replay would not; do that outside")
-            result = plan.learn(call, watch, leaves, grads, result, around)
-            if plan.captured:
+                raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
+            result = entry.add_recorded_call(steps, programs, flat_args, gradients, result, guards)
+            if entry.captured:
                 self._failures = 0
             return result
-        except NotReplayable as reason:
-            if plan.captured:
+        except NotReplayableError as reason:
+            if entry.captured:
                 self._given_up = True
                 raise CaptureError(
-                    f"{self!r} no longer does what was captured, so some of its last {plan.replays} calls may have "
+                    f"{self!r} no longer does what was captured, so some of its last {entry.replays} calls may have "
                     f"been wrong: {reason}. Call reset() when you change what it depends on, or pass that as an "
                     "argument"
                 ) from None
             self._failures += 1
             if self._failures >= PATIENCE:
                 self._given_up = True
-                self._say(str(reason))
+                self._report(str(reason))
             return result
 
-    def _say(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         text = f"{self!r} cannot be replayed: {reason}"
         if self._strict:
             raise CaptureError(text)
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warnings.warn(f"{text}. It goes on being recorded in each call: right, and slower", UserWarning, 4)
+            warnings.warn(f"{text}. Each call is recorded: correct, but slower", UserWarning, 4)
 
 
 def _require_the_lazy_device() -> None:
@@ -232,34 +235,34 @@ def _require_the_lazy_device() -> None:
     engine.device()
 
 
-_LEAVES = tensor_io.PLAIN.union(PLAIN)
+_PYTREE_LEAVES = tensor_io.PLAIN.union(PLAIN)
 
 
-def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """``tree_flatten((args, kwargs))``, at once where there is nothing to flatten."""
-    if not kwargs and _LEAVES.issuperset(map(type, args)):
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """``tree_flatten((args, kwargs))``, with a fast path for flat arguments."""
+    if not kwargs and _PYTREE_LEAVES.issuperset(map(type, args)):
         return list(args), len(args)
     return tree_flatten((args, kwargs))
 
 
-def _signature(leaves: list[Any]) -> Iterator[Any]:
-    """What of the arguments shapes the program."""
-    places: dict[int, int] = {}
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            yield type(leaf), leaf
+def _signature(flat_args: list[Any]) -> Iterator[Any]:
+    """The properties of the arguments that shape the program."""
+    first_uses: dict[int, int] = {}
+    for index, arg in enumerate(flat_args):
+        if not isinstance(arg, torch.Tensor):
+            yield type(arg), arg
             continue
         try:
-            buffer = tensor_io.buffer_of(leaf)
+            buffer = tensor_io.buffer_of(arg)
         except (DeviceError, NotImplementedError):  # the latter of one without a storage
-            remedy = "to_dense()" if leaf.device.type == DEVICE_TYPE else "to(xla_amp.xla_device())"
+            remedy = "to_dense()" if arg.device.type == DEVICE_TYPE else "to(xla_amp.xla_device())"
             raise TypeError(
-                f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {leaf.device} (shape "
-                f"{list(leaf.shape)}, {leaf.layout}); call tensor.{remedy} before"
+                f"a captured step expects dense tensors on {DEVICE_TYPE!r}, got one on {arg.device} (shape "
+                f"{list(arg.shape)}, {arg.layout}); call tensor.{remedy} before"
             ) from None
         yield (
-            buffer.spec, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.requires_grad,
-            places.setdefault(id(buffer), index), mesh.active and mesh.layout_of(buffer),
+            buffer.spec, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
+            first_uses.setdefault(id(buffer), index), mesh.active and mesh.layout_of(buffer),
         )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""Watching what a call of a step runs.
+"""Observe the program that a recorded call of a step runs.
 
-Two calls are watched.  When both ran exactly one program, and the same one, then what a third call would run is known
-up to its data: arguments, values that live on between the calls, Python numbers, the random state; `replay` tells them
-apart and runs it.  Nothing here knows what an optimizer or a module is.
+If two calls in a row ran exactly one program each, and the same one, then the program of a third call is known up to
+its data: arguments, state, Python numbers and the random state.  `replay` classifies these and runs it.  Nothing here
+depends on optimizers or modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from xla_amp import events
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.graph.trace import Instruction, Spec, trace
 from xla_amp.lazy.runtime import execute, generator
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.lazy.runtime.metrics import metrics
@@ -26,13 +26,13 @@ from xla_amp.lazy.tensors import tensor_io, transfer
 Reference = weakref.ref[Buffer]
 
 
-class NotReplayable(Exception):
-    """Why a step cannot be run without recording it, in words for the user."""
+class NotReplayableError(Exception):
+    """A step cannot be replayed; the text is the reason for the user."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class Run:
-    """One program that ran while somebody watched."""
+class ObservedRun:
+    """One program that ran during a recorded call."""
 
     program: Program
     code: tuple[int, ...]
@@ -40,35 +40,35 @@ class Run:
     specs: list[Spec]
     targets: list[Reference]
     arrays: dict[int, jax.Array]
-    """Arrays of the parameters that no tensor held and the call before did not leave: values that the host brought."""
+    """Arrays of parameters that no tensor held and the previous call did not produce: values from the host."""
     carried: dict[int, int]
-    """Parameters that are targets of the run before: parameter -> target."""
-    seen: list[float]
-    """The lifted numbers as the operations were given them."""
+    """Parameter -> target of the previous run, where they are the same buffer."""
+    raw_floats: list[float]
+    """The lifted floats as the operations received them."""
     floats: list[float]
-    """The same as the program was given them."""
+    """The lifted floats as the program received them."""
     ints: list[int]
     streams: list[tuple[int, int]]
-    where: str
-    """The user's line that ended the step."""
+    location: str
+    """``file:line`` of the user's code that ended the step."""
 
 
-class Watch:
-    """Context manager that notes the programs which run inside, on whatever thread, and the random state around them.
+class ProgramObserver:
+    """Context manager that records the programs which run inside, on any thread, and the random state around them.
 
     Args:
-        resolve: called with the lifted numbers of each program before it runs; may change them in place.
+        resolve: called with the lifted floats of each program before it runs; may change them in place.
         previous: the run of the call before.
     """
 
-    def __init__(self, resolve: Callable[[list[float]], None], previous: Run | None) -> None:
+    def __init__(self, resolve: Callable[[list[float]], None], previous: ObservedRun | None) -> None:
         self._resolve = resolve
         self._previous = () if previous is None else previous.targets
-        self._fresh: dict[int, jax.Array] = {}
-        self.runs: list[Run] = []
+        self._host_arrays: dict[int, jax.Array] = {}
+        self.runs: list[ObservedRun] = []
 
-    def __enter__(self) -> Watch:
-        execute.cut()
+    def __enter__(self) -> ProgramObserver:
+        execute.flush()
         self.begin = generator.state()
         self._counts = metrics.host_syncs, generator.seedings
         self._outer, execute.observer = execute.observer, self
@@ -80,80 +80,80 @@ class Watch:
         self.reads, self.seedings = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Called by the cut: keeps values that the host brought from being overwritten, for comparing them."""
+        """Called before a program runs: keeps values from the host from being overwritten, to compare them later."""
         if self._outer is not None:
             self._outer.before(parameters, held)
-        self._seen = list(trace.floats)
+        self._raw_floats = list(trace.floats)
         self._resolve(trace.floats)
         before = {id(buffer): index for index, ref in enumerate(self._previous) if (buffer := ref()) is not None}
         self._carried = {
             index: before[id(parameter)] for index, parameter in enumerate(parameters) if id(parameter) in before
         }
-        self._fresh = {
+        self._host_arrays = {
             i: parameter.array for i, parameter in enumerate(parameters) if not held[i] and parameter.array is not None
         }
         for index in self._carried:
-            self._fresh.pop(index, None)
+            self._host_arrays.pop(index, None)
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called by the cut once `program` was dispatched."""
+        """Called after `program` was dispatched."""
         self.runs.append(
-            Run(
+            ObservedRun(
                 program=program,
                 code=code,
                 parameters=[weakref.ref(parameter) for parameter in trace.parameters],
                 specs=[parameter.spec for parameter in trace.parameters],
                 targets=[weakref.ref(target) for target in targets],
-                arrays=self._fresh,
+                arrays=self._host_arrays,
                 carried=self._carried,
-                seen=self._seen,
+                raw_floats=self._raw_floats,
                 floats=list(trace.floats),
                 ints=list(trace.ints),
                 streams=list(trace.streams) or [generator.stream()],
-                where=events.user_location(),
+                location=events.user_location(),
             )
         )
 
+    def single_run(self) -> ObservedRun:
+        """The one program that ran.
+
+        Raises:
+            NotReplayableError: there was none, or more than one, or Python read a value or seeded the generator.
+        """
+        if not self.runs:
+            raise NotReplayableError("it records nothing on the lazy device")
+        location = self.runs[0].location
+        if self.reads:
+            raise NotReplayableError(
+                f"it reads a value on the host at {location} (item(), print, an `if` on a tensor, or a result whose "
+                "size depends on data)"
+            )
+        if len(self.runs) > 1:
+            raise NotReplayableError(f"it ends a step at {location}, so it is more than one program")
+        if self.seedings:
+            raise NotReplayableError("it seeds the random generator; seed it outside")
+        return self.runs[0]
+
 
 def number_names(code: Sequence[int]) -> Iterator[str]:
-    """The operation that each lifted float of a trace belongs to, in their order."""
+    """For each lifted float of a trace, the operation that takes it."""
     for instruction, _, _ in steps(code):
         for _ in range(instruction.floats):
             yield instruction.name
 
 
-def only_run(watch: Watch) -> Run:
-    """The one program that ran.
-
-    Raises:
-        NotReplayable: there was none, or more than one, or Python read a value or seeded the generator.
-    """
-    if not watch.runs:
-        raise NotReplayable("it records nothing on the lazy device")
-    if watch.reads:
-        raise NotReplayable(
-            f"it reads a value on the host at {watch.runs[0].where} (item(), print, an `if` on a tensor, or a result "
-            "whose size depends on data)"
-        )
-    if len(watch.runs) > 1:
-        raise NotReplayable(f"it ends a step at {watch.runs[0].where}, so it is more than one program")
-    if watch.seedings:
-        raise NotReplayable("it seeds the random generator; seed it outside")
-    return watch.runs[0]
-
-
 def first_difference(one: Sequence[int], other: Sequence[int]) -> str:
-    """Where two traces part, in words."""
-    mine, others = list(steps(one)), list(steps(other))
-    for number, (a, b) in enumerate(zip(mine, others, strict=False)):
+    """A description of the first difference of two traces."""
+    left, right = list(steps(one)), list(steps(other))
+    for number, (a, b) in enumerate(zip(left, right, strict=False)):
         if a[0] is not b[0]:
             return f"operation {number} is {_show(a[0])} in one call and {_show(b[0])} in the next"
-    if len(mine) != len(others):
-        return f"one call records {len(mine)} operations, the next {len(others)}"
+    if len(left) != len(right):
+        return f"one call records {len(left)} operations, the next {len(right)}"
     return "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
 
 
-def _show(instruction: Any) -> str:
+def _show(instruction: Instruction) -> str:
     outs = ", ".join(map(repr, instruction.outs))
     return f"{instruction.name} -> {outs}"
 
@@ -162,31 +162,30 @@ def argument_buffer(tensor: torch.Tensor) -> Buffer:
     """The buffer of a tensor argument, with nothing pending."""
     buffer = tensor_io.buffer_of(tensor)
     if buffer.number >= 0:
-        execute.cut()
+        execute.flush()
     return buffer
 
 
 class Geometry(NamedTuple):
-    """How a tensor lies in its buffer, of shape and dtype `spec`."""
+    """Shape, strides and offset of a tensor in its buffer, whose shape and dtype are `spec`."""
 
     spec: Spec
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     whole: bool
+    """Whether the tensor is the whole buffer, contiguous."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
+    def from_tensor(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of `tensor`."""
         spec, shape = tensor_io.buffer_of(tensor).spec, tuple(tensor.shape)
         whole = shape == spec.shape and tensor.is_contiguous()
         return cls(spec, shape, tensor.stride(), tensor.storage_offset(), whole)
 
-
-def result(array: jax.Array, geometry: Geometry) -> torch.Tensor:
-    """A fresh tensor over `array`."""
-    tensor = transfer.wrap(array, geometry.spec)
-    if geometry.whole:
-        return tensor
-    store = tensor.untyped_storage()
-    return tensor_io.set_geometry(tensor, store, geometry.offset, geometry.shape, geometry.strides)
+    def new_tensor(self, array: jax.Array) -> torch.Tensor:
+        """A new tensor of this geometry over `array`."""
+        tensor = transfer.wrap(array, self.spec)
+        if self.whole:
+            return tensor
+        return tensor_io.set_geometry(tensor, tensor.untyped_storage(), self.offset, self.shape, self.strides)

@@ -1,7 +1,7 @@
-"""What optimizers do in a recorded call of a step, and how to do it again without them.
+"""What optimizers do in a recorded call, and the options from which a replay repeats it without them.
 
-Numbers in ``param_groups`` are followed to where the program takes them (`followed`); the other options, and state that
-the host computes with, decide whether a call can be replayed.
+Float options in ``param_groups`` are tracked to the numbers of the program (`symbolic_scalars`).  The other options are
+fixed in a capture.  State that the optimizer computes with on the host prevents a replay.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from xla_amp.lazy.capture.guards import PLAIN
-from xla_amp.lazy.capture.symbolic_scalars import Hyperparameter, Ledger
+from xla_amp.lazy.capture.symbolic_scalars import FormulaTable, Hyperparameter
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 
-class Call:
-    """What the optimizers did in one recorded call."""
+class OptimizerSteps:
+    """The optimizers that step in one recorded call, and the numbers that they compute.
+
+    Args:
+        shift: as in `FormulaTable`.
+    """
 
     def __init__(self, shift: int) -> None:
-        self.ledger = Ledger(shift)
+        self.table = FormulaTable(shift)
         self.optimizers: list[Optimizer] = []
-        self.on_host: str | None = None
-        """What an optimizer computes with on the host, in words."""
-        self.changed: str | None = None
-        """What the step did to an optimizer's options, in words."""
-        self._options: list[tuple[Optimizer, list[list[Any]]]] = []
-        self._kept: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self.obstacle: str | None = None
+        """Why a replay could not do what an optimizer did: it computes on the host, or its options changed."""
+        self._options_before: list[tuple[Optimizer, list[list[Any]]]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+        """(group, option, value, symbolic value) while an optimizer steps."""
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Inside, optimizers that step compute with `Followed` hyperparameters."""
+    def tracked(self) -> Iterator[None]:
+        """Inside, optimizers that step compute with symbolic hyperparameters."""
         hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         try:
             yield
         finally:
-            self._put_back()
-            for optimizer, before in self._options:
-                if _options(optimizer) != before:
-                    self.changed = (
+            self._restore()
+            for optimizer, before in self._options_before:
+                if _plain_options(optimizer) != before:
+                    self.obstacle = self.obstacle or (
                         f"it changes the options of {type(optimizer).__name__} (a schedule's step?), which a replay "
                         "would not; do that outside"
                     )
@@ -52,55 +55,53 @@ class Call:
                 hook.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back()
+        self._restore()
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-            self._options.append((optimizer, _options(optimizer)))
-        self.on_host = self.on_host or _state_on_host(optimizer)
+            self._options_before.append((optimizer, _plain_options(optimizer)))
+        self.obstacle = self.obstacle or _host_state(optimizer)
         for group in optimizer.param_groups:
             for name, value in group.items():
-                stand_in = self._stand_in(id(group), name, value)
-                if stand_in is not value:
-                    self._kept.append((group, name, value, stand_in))
-        for group, name, _, stand_in in self._kept:
-            group[name] = stand_in
+                symbolic = self._symbolic(id(group), name, value)
+                if symbolic is not value:
+                    self._replaced.append((group, name, value, symbolic))
+        for group, name, _, symbolic in self._replaced:
+            group[name] = symbolic
 
-    def _stand_in(self, group: int, name: str, value: Any) -> Any:
-        if _can_be_followed(value):
-            return self.ledger.follow(Hyperparameter(group, name, None), lambda: value)
-        if isinstance(value, tuple) and any(map(_can_be_followed, value)):
+    def _symbolic(self, group: int, name: str, value: Any) -> Any:
+        if _is_trackable(value):
+            return self.table.track(Hyperparameter(group, name, None), lambda: value)
+        if isinstance(value, tuple) and any(map(_is_trackable, value)):
             return tuple(
-                self.ledger.follow(Hyperparameter(group, name, place), functools.partial(float, item))
-                if _can_be_followed(item)
+                self.table.track(Hyperparameter(group, name, index), functools.partial(float, item))
+                if _is_trackable(item)
                 else item
-                for place, item in enumerate(value)
+                for index, item in enumerate(value)
             )
         return value
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back()
+        self._restore()
 
-    def _put_back(self) -> None:
-        for group, name, value, stand_in in self._kept:
-            if group[name] is stand_in:
+    def _restore(self) -> None:
+        for group, name, value, symbolic in self._replaced:
+            if group[name] is symbolic:
                 group[name] = value
-        self._kept.clear()
+        self._replaced.clear()
 
     def reads(self) -> Mapping[Hyperparameter, Callable[[], float]]:
-        """How to read each hyperparameter from now on."""
+        """Functions that read the current value of each hyperparameter."""
         groups = {id(group): group for optimizer in self.optimizers for group in optimizer.param_groups}
-        return {
-            hyper: functools.partial(_read, groups[hyper.group], hyper.name, hyper.place) for hyper in self.ledger.reads
-        }
+        return {each: functools.partial(_read, groups[each.group], each.name, each.index) for each in self.table.reads}
 
     def options(self) -> tuple[list[int], list[Any]]:
-        """How many parameters and options each group has, and all options, one after the other."""
+        """The numbers of parameters and options of each group, and all options in one list."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         sizes = [size for group in groups for size in (len(group["params"]), len(group))]
         return sizes, [value for group in groups for value in group.values()]
 
-    def settings(self) -> list[Any]:
-        """The other options of the groups, which a capture holds fixed."""
+    def fixed_options(self) -> list[Any]:
+        """The options that are fixed in a capture."""
         return [
             (len(group["params"]), *(_fixed(value) for value in group.values()))
             for optimizer in self.optimizers
@@ -108,29 +109,30 @@ class Call:
         ]
 
 
-def _options(optimizer: Optimizer) -> list[list[Any]]:
+def _plain_options(optimizer: Optimizer) -> list[list[Any]]:
     return [[v for k, v in group.items() if isinstance(v, (*PLAIN, tuple))] for group in optimizer.param_groups]
 
 
-def _can_be_followed(value: Any) -> bool:
+def _is_trackable(value: Any) -> bool:
     return type(value) is float and value != 0 and math.isfinite(value)
 
 
-def _read(group: dict[str, Any], name: str, place: int | None) -> float:
-    return group[name] if place is None else group[name][place]
+def _read(group: dict[str, Any], name: str, index: int | None) -> float:
+    value: float = group[name] if index is None else group[name][index]
+    return value
 
 
 def _fixed(value: Any) -> Any:
-    """A group's option as far as a capture depends on it: followed numbers count only as such."""
-    if _can_be_followed(value):
+    """The part of an option that is fixed in a capture; of a tracked number only its type."""
+    if _is_trackable(value):
         return float
     if isinstance(value, tuple):
         return tuple(map(_fixed, value))
     return id(value) if isinstance(value, (torch.Tensor, list)) else value
 
 
-def _state_on_host(optimizer: Optimizer) -> str | None:
-    """What of the optimizer's state or options the host computes with, in words."""
+def _host_state(optimizer: Optimizer) -> str | None:
+    """A description of state or options with which the optimizer computes on the host."""
     name = type(optimizer).__name__
     for state in optimizer.state.values():
         for key, value in state.items() if isinstance(state, dict) else ():

@@ -1,11 +1,13 @@
-"""Python numbers that remember which hyperparameters they were computed from.
+"""Floats that carry the formula by which Python computed them from an optimizer's hyperparameters.
 
-An optimizer reads ``group["lr"]``, computes with it and hands the result to an operation; torch's dispatcher passes
-nothing on but the value.  So while a step is watched its hyperparameters are `Followed` floats: arithmetic with them is
-written down, and a number that arrives at an operation is recognised by its value.  For that each hyperparameter is
-moved by a few units in its last places, by other amounts in each call: a way from hyperparameter to operation that is
-not arithmetic then shows as a number that changes from call to call.  Before anything runs, `Ledger.resolve` puts the
-true numbers in.
+In a recorded call each float of ``param_groups`` is a `SymbolicFloat`, whose arithmetic and comparisons are written to
+a `FormulaTable`.  torch's dispatcher passes on only the value, so hyperparameters are shifted by a few units in the last
+place, differently in each call: numbers of the trace are recognized by their value, and `FormulaTable.resolve` restores
+the true ones before the program runs.  Users gain that learning-rate schedules replay without recompilation, with any
+optimizer.
+
+A path from hyperparameter to operation that is not arithmetic (``math.sqrt``) shows as a number that changes from call
+to call, which prevents a capture.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ Read: TypeAlias = Callable[[], float]
 
 
 class Hyperparameter(NamedTuple):
-    """Where a hyperparameter is."""
+    """The location of a hyperparameter."""
 
     group: int
     """`id` of the optimizer's group, a dict that lives as long as the optimizer."""
     name: str
-    place: int | None
-    """Place in a tuple such as ``betas``, else None."""
+    index: int | None
+    """Index in a tuple such as ``betas``, otherwise None."""
 
 
 class Formula(NamedTuple):
@@ -45,7 +47,7 @@ Term: TypeAlias = Hyperparameter | Formula | float
 
 
 def evaluate(term: Term, reads: Mapping[Hyperparameter, Read]) -> Any:
-    """The term's value with the hyperparameters as they are now."""
+    """The term's value for the current hyperparameters."""
     if type(term) is Hyperparameter:
         return reads[term]()
     if type(term) is Formula:
@@ -53,98 +55,98 @@ def evaluate(term: Term, reads: Mapping[Hyperparameter, Read]) -> Any:
     return term
 
 
-class Followed(float):
-    """A float with the term that it is the value of."""
+class SymbolicFloat(float):
+    """A float with the term that gave its value."""
 
-    __slots__ = ("ledger", "term")
+    __slots__ = ("table", "term")
 
     term: Term
-    ledger: Ledger
+    table: FormulaTable
 
     __hash__ = float.__hash__
 
 
-class Ledger:
-    """What was computed from hyperparameters during one call, and what was decided by comparing them."""
+class FormulaTable:
+    """The numbers computed from hyperparameters during one call, and the comparisons made with them."""
 
     def __init__(self, shift: int) -> None:
-        """`shift` tells calls apart: hyperparameters are moved by other amounts in each."""
+        """`shift` (0 or 1) selects the amounts by which hyperparameters are moved; consecutive calls alternate."""
         self._shift = shift
         self.reads: dict[Hyperparameter, Read] = {}
         self.terms: dict[float, dict[Term, None]] = {}
-        """Value that was seen -> the terms that gave it: one, unless rounding made several equal."""
+        """Value -> the terms that gave it: one, unless rounding made several equal."""
         self.conditions: dict[Formula, bool] = {}
-        """Comparisons made on the way, with their outcome."""
+        """Comparisons, with their outcome."""
 
-    def follow(self, hyperparameter: Hyperparameter, read: Read) -> Followed:
-        """A stand-in for a hyperparameter that is not zero."""
+    def track(self, hyperparameter: Hyperparameter, read: Read) -> SymbolicFloat:
+        """A symbolic float for a hyperparameter that is not zero."""
         self.reads[hyperparameter] = read
         moved = read() * (1 + (2 * len(self.reads) + self._shift) * 2.0**-46)
-        return self.note(moved, hyperparameter)
+        return self.symbol(moved, hyperparameter)
 
-    def note(self, value: float, term: Term) -> Followed:
-        """A float that is the value of `term`."""
-        followed = Followed(value)
-        followed.term, followed.ledger = term, self
+    def symbol(self, value: float, term: Term) -> SymbolicFloat:
+        """A symbolic float with the value of `term`."""
+        result = SymbolicFloat(value)
+        result.term, result.table = term, self
         self.terms.setdefault(float(value), {})[term] = None
-        return followed
+        return result
 
-    def decide(self, operation: str, *terms: Term) -> bool:
-        """The outcome of a comparison, by the true values."""
+    def compare(self, operation: str, *terms: Term) -> bool:
+        """The outcome of a comparison of the true values."""
         formula = Formula(operation, terms)
         return self.conditions.setdefault(formula, evaluate(formula, self.reads))
 
     def terms_of(self, numbers: list[float]) -> dict[int, tuple[Term, ...]]:
-        """Which of `numbers`, by index, were computed from hyperparameters, and how."""
+        """Index of each number that was computed from hyperparameters -> its terms."""
         return {index: tuple(self.terms[number]) for index, number in enumerate(numbers) if number in self.terms}
 
     def resolve(self, numbers: list[float]) -> None:
-        """Replaces every number that was seen by the true one, in place."""
+        """Replaces each number that was computed from hyperparameters by the true one, in place."""
         for index, terms in self.terms_of(numbers).items():
             numbers[index] = evaluate(terms[0], self.reads)
 
 
-def _term(value: Any) -> Term:
-    return value.term if type(value) is Followed else value
+def _term(value: Any) -> Any:
+    return value.term if type(value) is SymbolicFloat else value
 
 
-_NUMBERS = (int, float, Followed)
+def _value(value: Any) -> Any:
+    return float(value) if type(value) is SymbolicFloat else value
 
 
-def _arithmetic(name: str, reflected: bool) -> Callable[[Followed, Any], Any]:
+_NUMBERS = (int, float, SymbolicFloat)
+
+
+def _arithmetic(name: str, reflected: bool) -> Callable[[SymbolicFloat, Any], Any]:
     function = OPERATIONS[name]
 
-    def method(self: Followed, other: Any) -> Any:
+    def method(self: SymbolicFloat, other: Any) -> Any:
         if type(other) not in _NUMBERS:
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
-        return self.ledger.note(function(_plain(left), _plain(right)), Formula(name, (_term(left), _term(right))))
+        return self.table.symbol(function(_value(left), _value(right)), Formula(name, (_term(left), _term(right))))
 
     return method
 
 
-def _plain(value: Any) -> Any:
-    return float(value) if type(value) is Followed else value
+def _unary(name: str) -> Callable[[SymbolicFloat], SymbolicFloat]:
+    return lambda self: self.table.symbol(OPERATIONS[name](float(self)), Formula(name, (self.term,)))
 
 
-def _unary(name: str) -> Callable[[Followed], Followed]:
-    return lambda self: self.ledger.note(OPERATIONS[name](float(self)), Formula(name, (self.term,)))
-
-
-def _comparison(name: str) -> Callable[[Followed, Any], Any]:
-    def method(self: Followed, other: Any) -> Any:
+def _comparison(name: str) -> Callable[[SymbolicFloat, Any], Any]:
+    def method(self: SymbolicFloat, other: Any) -> Any:
         if type(other) not in _NUMBERS:
             return NotImplemented
-        return self.ledger.decide(name, self.term, _term(other))
+        return self.table.compare(name, self.term, _term(other))
 
     return method
 
 
 for _name in ARITHMETIC:
-    setattr(Followed, f"__{_name}__", _arithmetic(_name, reflected=False))
-    setattr(Followed, f"__r{_name}__", _arithmetic(_name, reflected=True))
+    setattr(SymbolicFloat, f"__{_name}__", _arithmetic(_name, reflected=False))
+    setattr(SymbolicFloat, f"__r{_name}__", _arithmetic(_name, reflected=True))
 for _name in UNARY:
-    setattr(Followed, f"__{_name}__", _unary(_name))
+    setattr(SymbolicFloat, f"__{_name}__", _unary(_name))
 for _name in COMPARISONS:
-    setattr(Followed, f"__{_name}__", _comparison(_name))
-setattr(Followed, "__bool__", lambda self: self.ledger.decide("truth", self.term))  # noqa: B010  (a type for mypy)
+    setattr(SymbolicFloat, f"__{_name}__", _comparison(_name))
+setattr(SymbolicFloat, "__bool__", lambda self: self.table.compare("truth", self.term))  # noqa: B010  (a type for mypy)
