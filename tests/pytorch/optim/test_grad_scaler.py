@@ -185,7 +185,7 @@ def test_an_optimizer_that_counts_on_the_host(device):
     assert optimizer.param_groups[0]["count"] == 5
     assert optimizer.state[params[0]]["seen"] == [5, torch.tensor(5.0)]
     if device.type != "cpu":
-        assert [str(w.message) for w in caught if "HostCounter keeps a count on the host" in str(w.message)]
+        assert [str(w.message) for w in caught if "HostCounter keeps state on the host" in str(w.message)]
 
 
 def test_options_are_put_back():

@@ -1,7 +1,7 @@
-"""Steps of torch's optimizers that torch decides on the host, said with tensors.
+"""Capturable (host-sync-free) steps for torch optimizers that lack one: Adafactor and SparseAdam.
 
-Most of torch.optim counts on the device when asked to (``capturable``, or its fused kernels).  What is here has no such
-form in torch: its step reads norms and counts back to compute with them in Python.
+Most of torch.optim can count on the device (``capturable``, or its fused kernels).  In torch the steps of these two
+read norms and counts back to compute with them in Python.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from xla_amp.backends import devices
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
-    """A step for `optimizer` that reads nothing back, hooks included; None where torch's own is such a one.
+    """A capturable step for `optimizer`, hooks included; None where this module has none.
 
-    Only for torch's class itself or what `wrap` made of it: a subclass may do something else in its `step`.
+    Only for torch's class itself or the class that `wrap` makes of it: a subclass may override `step`.
     """
     kind = type(optimizer)
     plain = kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
@@ -41,7 +41,7 @@ def _is_on_device(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def adafactor(optimizer: Any) -> None:
-    """One step of `torch.optim.Adafactor` (Shazeer and Stern 2018), one parameter after the other.
+    """One step of `torch.optim.Adafactor` (Shazeer and Stern 2018), one parameter at a time.
 
     Scalars are float64 on the device, as they are in torch's Python.
     """
@@ -83,7 +83,7 @@ def _adafactor_one(
     elif variance is not None:
         estimate = variance.lerp_(gradient * gradient, share)
     else:
-        raise RuntimeError(f"Adafactor: the state of a parameter {tuple(parameter.shape)} has no variance in it")
+        raise RuntimeError(f"Adafactor: the state of a parameter {tuple(parameter.shape)} has no variance")
     update = estimate.clamp(min=floor * floor).rsqrt() * gradient
     shrink = (_root_mean_square(update) / group["d"]).clamp(min=1.0)
     parameter.sub_(update * (size / shrink).to(dtype))
@@ -96,7 +96,7 @@ def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sparse_adam(optimizer: Any) -> None:
-    """One step of `torch.optim.SparseAdam`: Adam (Kingma and Ba 2015) of the rows that a gradient has entries for.
+    """One step of `torch.optim.SparseAdam`: Adam (Kingma and Ba 2015) on the rows that have gradient entries.
 
     The count is a float32 tensor on the device, and bias corrections are formed from it in float64.
     """
@@ -120,7 +120,7 @@ def sparse_adam(optimizer: Any) -> None:
 def _sparse_adam_one(
     group: Mapping[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, state: Any, beta1: float, beta2: float
 ) -> None:
-    def at_places(values: torch.Tensor) -> torch.Tensor:
+    def sparse_like_gradient(values: torch.Tensor) -> torch.Tensor:
         return torch.sparse_coo_tensor(gradient._indices(), values, parameter.shape, check_invariants=False)
 
     values = -gradient._values() if group["maximize"] else gradient._values()
@@ -128,14 +128,14 @@ def _sparse_adam_one(
     old_average, old_squares = average.sparse_mask(gradient)._values(), squares.sparse_mask(gradient)._values()
     average_change = (values - old_average) * (1 - beta1)
     squares_change = (values.pow(2) - old_squares) * (1 - beta2)
-    average.add_(at_places(average_change))
-    squares.add_(at_places(squares_change))
+    average.add_(sparse_like_gradient(average_change))
+    squares.add_(sparse_like_gradient(squares_change))
     count, lr = state["step"].add_(1).double(), group["lr"]
     if isinstance(lr, torch.Tensor):
         lr = lr.to(parameter.device).double().reshape(())
     size = lr * (1 - beta2**count).sqrt() / (1 - beta1**count)
     root = (squares_change + old_squares).sqrt() + group["eps"]
-    parameter.add_(at_places(-(average_change + old_average) / root * size.to(root.dtype)))
+    parameter.add_(sparse_like_gradient(-(average_change + old_average) / root * size.to(root.dtype)))
 
 
 _STEPS: Mapping[str, Callable[[Any], None]] = MappingProxyType({"Adafactor": adafactor, "SparseAdam": sparse_adam})

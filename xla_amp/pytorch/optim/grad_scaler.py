@@ -10,7 +10,7 @@ import functools
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch.utils._pytree import tree_map
@@ -23,7 +23,7 @@ from xla_amp.pytorch.optim.skip_step import step_where_finite
 class SkipLimitError(XlaAmpError, RuntimeError):
     """Too many steps in a row were skipped.
 
-    `skips` is how many, `parameters` the names of those whose gradients were not finite in the newest.
+    `skips` is their number; `parameters` names those whose gradients were not finite in the newest step.
     """
 
     def __init__(self, skips: int, scale: float, parameters: list[str]) -> None:
@@ -31,7 +31,7 @@ class SkipLimitError(XlaAmpError, RuntimeError):
         self.parameters = parameters
         shown = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
         super().__init__(
-            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} by now. In the newest, "
+            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} now. In the newest, "
             f"gradients were not finite of {shown}. xla_amp.find_overflow(step, ...) tells which operation made the "
             "first inf or NaN; max_consecutive_skips sets the limit"
         )
@@ -44,20 +44,20 @@ class GradScaler(torch.amp.GradScaler):
     by `backoff_factor`; `growth_interval` good steps in a row multiply it by `growth_factor`.
 
     Args:
-        device: where the losses live: a device string (``"xla"`` is the active XLA device) or a `torch.device`.
+        device: the device of the losses: a device string (``"xla"`` is the active XLA device) or a `torch.device`.
         init_scale: first scale.
         growth_factor: more than 1.
         backoff_factor: less than 1.
         growth_interval: good steps before the scale grows.
-        enabled: False makes every method pass its argument on.
-        min_scale, max_scale: bounds of what `update` makes of the scale; a scale that was set is not changed by them
-            until the next `update`.
-        max_consecutive_skips: how many steps in a row may be skipped before `update` raises `SkipLimitError`.  To know
-            that, it reads one number from the device every so many steps; without the limit nothing is read.
+        enabled: False makes every method return its argument unchanged.
+        min_scale, max_scale: bounds of the scale that `update` computes; a scale that was set is not clamped until the
+            next `update`.
+        max_consecutive_skips: `update` raises `SkipLimitError` after this many skipped steps in a row.  To check, it
+            reads one number from the device every `max_consecutive_skips` steps; without the limit it reads nothing.
 
-    The scale is a float32 tensor () on the device.  On an XLA device nothing in `scale`, `unscale_`, `step` and
-    `update` reads it, with any optimizer whose state is on the device; `get_scale`, `state_dict` and pickling do.
-    State, errors and attributes are those of `torch.amp.GradScaler`, and checkpoints can be exchanged.
+    The scale is a float32 tensor () on the device.  On an XLA device `scale`, `unscale_`, `step` and `update` do not
+    read it, with any optimizer whose state is on the device; `get_scale`, `state_dict` and pickling do.  State, errors
+    and attributes are those of `torch.amp.GradScaler`, and checkpoints can be exchanged.
 
     Example:
         >>> scaler = GradScaler("cpu", init_scale=4.0)
@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: Any = devices.XLA,
+        device: str | torch.device = devices.XLA,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -90,16 +90,26 @@ class GradScaler(torch.amp.GradScaler):
         self._ended = False
         """Whether an iteration has ended."""
         self._until_check = max_consecutive_skips or 0
-        """Updates until the limit can have been reached."""
+        """Updates before the limit can be reached."""
         self._suspects: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor]] = {}
-        """By ``id`` of an optimizer: bool (gradients), which of them were not finite in its newest step."""
+        """By ``id`` of an optimizer: bool (gradients), True where a gradient was not finite in its newest step."""
         self._models: list[weakref.ref[torch.nn.Module]] = []
 
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def scale(self, outputs: Mapping[str, Any]) -> Mapping[str, Any]: ...
+    @overload
+    def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
     def scale(self, outputs: Any) -> Any:
         """`outputs` (a tensor, or tensors in nested lists, tuples, named tuples or dicts) times the scale.
 
         Raises:
-            ValueError: something else than tensors is in there.
+            ValueError: a value is not a tensor.
         """
         if not self._enabled or isinstance(outputs, torch.Tensor):
             return super().scale(outputs)
@@ -111,14 +121,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(torch.device("cpu") if dev.type == "jax" else dev)
-        if dev.type == "jax":  # made by the step, they would make the first one a program of its own
+        if dev.type == "jax":  # created inside the step, they would make the first step a different program
             to_device, state = devices.engine().to_device, (self._scale, self._growth_tracker)
             self._scale, self._growth_tracker = [to_device(tensor) for tensor in state if tensor is not None]
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.
 
-        Where they are not, parameters and optimizer state keep their values.  Other arguments go to ``optimizer.step``.
+        Otherwise parameters and optimizer state keep their values.  Other arguments go to ``optimizer.step``.
 
         Raises:
             RuntimeError: called twice since the last `update`, or with a closure.
@@ -131,12 +141,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> float | None:
         found = list(optimizer_state["found_inf_per_device"].values())
         if not all(devices.is_xla(flag.device.type) for flag in found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
-        return step_where_finite(optimizer, sum(found[1:], found[0]), step)
+        result: float | None = step_where_finite(optimizer, sum(found[1:], found[0]), step)
+        return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""
@@ -185,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         raise SkipLimitError(in_a_row, self.get_scale(), self._overflowed())
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Has errors call parameters as ``model.named_parameters()`` does.
+        """Gives parameters the names of ``model.named_parameters()`` in errors.
 
         Not needed for optimizers made from ``model.named_parameters()``.
         """
@@ -214,17 +225,17 @@ class GradScaler(torch.amp.GradScaler):
             optimizer = reference()
             if optimizer is None:
                 continue
-            called = _names(optimizer)
+            fallback_names = _names(optimizer)
             parameters = [p for p in _parameters(optimizer) if p.grad is not None]
             if len(parameters) != len(flags):  # gradients were dropped before update()
                 parameters = list(_parameters(optimizer))
             for parameter, bad in zip(parameters, flags.tolist(), strict=False):
                 if bad:
-                    found.append(names.get(id(parameter)) or called[id(parameter)])
+                    found.append(names.get(id(parameter)) or fallback_names[id(parameter)])
         return found
 
     def step_was_skipped(self) -> torch.Tensor:
-        """bool (): whether the newest iteration (up to its `update`) skipped an optimizer; reading it is up to you.
+        """bool (), on the device: whether the newest iteration (up to its `update`) skipped an optimizer.
 
         Raises:
             RuntimeError: there was no iteration yet.
@@ -238,7 +249,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._skip_count(0)
 
     def consecutive_skips(self) -> torch.Tensor:
-        """int32 (): how many of them were the newest iterations, without a finite one since."""
+        """int32 (): iterations in a row, up to the newest, in which an optimizer was skipped."""
         return self._skip_count(1)
 
     def _skip_count(self, index: int) -> torch.Tensor:
@@ -259,13 +270,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By ``id``: the names that the optimizer was given, or where the parameter stands in it."""
+    """Names by ``id`` of the parameter: those that the optimizer was given, or the position in its groups."""
     names = {}
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
-        for place, parameter in enumerate(group["params"]):
-            described = f"param_groups[{number}]['params'][{place}] {tuple(parameter.shape)}"
-            names[id(parameter)] = given[place] if given else described
+        for index, parameter in enumerate(group["params"]):
+            described = f"param_groups[{number}]['params'][{index}] {tuple(parameter.shape)}"
+            names[id(parameter)] = given[index] if given else described
     return names
 
 

@@ -1,8 +1,8 @@
-"""Letting any optimizer skip a step on the device.
+"""Skip a step of any optimizer on the device.
 
-The step runs in any case; where the gradients were not finite, one select puts parameters and state back.  What an
-optimizer keeps on the host (a step count in Python) cannot be selected: only then the flag is read, and the host's part
-is put back as well, so a skipped step leaves nothing behind either way.
+The step always runs; where gradients are not finite, one select restores parameters and state.  State on the host (a
+step count in Python) cannot be selected.  Only then the flag is read and the host state is restored as well, so a
+skipped step leaves no change in either case.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
         "SparseAdam": {"step": 0, "exp_avg": 0, "exp_avg_sq": 0},
     }
 )
-"""torch.optim class -> state that its first step creates -> the value from which an undone first step starts over: a
-number, or the name of a group's option.  What is not listed is taken away again instead, which needs the flag read."""
+"""torch.optim class -> state that its first step creates -> the value that undoes a first step: a number, or the name
+of a group's option.  State that is not listed is deleted instead, which requires reading the flag."""
 
 
 class _State(NamedTuple):
@@ -48,13 +48,13 @@ class _State(NamedTuple):
     tensors: dict[Path, torch.Tensor]
     """On the XLA device."""
     host: dict[Path, Any]
-    """Everything else; tensors are copies."""
+    """All other state; tensors are copies."""
 
 
 def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any] | None = None) -> Any:
-    """Steps `optimizer`, by calling `step` if it is given; undone where `found_inf` (on the XLA device) is not zero.
+    """Steps `optimizer`, with `step` if given; the step is undone where `found_inf` (on the XLA device) is not zero.
 
-    Parameters that are on other devices have no old values to select: with such, the flag is read first.
+    With parameters on other devices the flag is read first, because their old values cannot be selected.
     """
     engine = devices.engine()
     step = step or capturable.step_of(optimizer) or optimizer.step
@@ -75,29 +75,29 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
         result = step()
         after = _collect(optimizer, parameters)
         engine.restore_where(found_inf, kept, values)
-        unknown = _start_over(optimizer, found_inf, owners, before, after)
+        unknown = _reset_new_state(optimizer, found_inf, owners, before, after)
         if unknown or not _same(before.host, after.host):
             if not unknown:
                 _warn_of_host_state(optimizer)
             if bool(found_inf.item()):
-                _put_back(optimizer, shape, before)
+                _restore_host_state(optimizer, shape, before)
     return result
 
 
-def _start_over(
+def _reset_new_state(
     optimizer: Optimizer,
     found_inf: torch.Tensor,
     owners: Mapping[torch.Tensor, dict[str, Any]],
     before: _State,
     after: _State,
 ) -> bool:
-    """Gives state tensors that the step made their earlier value; returns whether there is one that has none."""
+    """Resets state tensors that the step made; returns whether one of them has no known earlier value."""
     known = {id(tensor) for tensor in before.tensors.values()}
     unknown = False
     for path, tensor in after.tensors.items():
         if id(tensor) in known:
             continue
-        start = before.tensors.get(path)  # the step put a new tensor in the place of this one
+        start = before.tensors.get(path)  # the step replaced this tensor
         value = _initial(optimizer, path, owners) if start is None else start
         if value is None:
             unknown = True
@@ -134,7 +134,7 @@ def _collect(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> _State
 
 
 def _structure(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
-    """Copies of the containers that hold the state, with the same leaves; None for a parameter without state."""
+    """Copies of the containers that hold the state, with the same leaves."""
 
     def copied(value: Any) -> Any:
         return tree_map(lambda leaf: leaf, value) if isinstance(value, list | tuple | dict) else value
@@ -148,7 +148,7 @@ def _structure(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> tupl
     return states, groups, parameters
 
 
-def _put_back(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State) -> None:
+def _restore_host_state(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State) -> None:
     states, groups, parameters = shape
     for parameter in parameters:
         if parameter in states:
@@ -163,12 +163,12 @@ def _put_back(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State)
     for path, value in before.host.items():
         if isinstance(value, torch.Tensor):
             owner = optimizer.param_groups[path[0]] if isinstance(path[0], int) else optimizer.state[path[0]]
-            place = tree_leaves(owner[path[1]])[path[2]] if len(path) > 2 else owner[path[1]]
-            place.copy_(value)
+            tensor = tree_leaves(owner[path[1]])[path[2]] if len(path) > 2 else owner[path[1]]
+            tensor.copy_(value)
 
 
 def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dict[str, Any]]) -> Any:
-    """The value that a state tensor made by the first step had before it, or None when that is not known."""
+    """The value that undoes the creation of a state tensor by the first step, or None if unknown."""
     parameter, name = path[0], path[1]
     row = next(
         (INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and capturable.is_torchs(c)),
@@ -177,13 +177,13 @@ def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dic
     if row is None or isinstance(parameter, int) or len(path) > 2 or name not in row:
         return None
     if name == "momentum_buffer" and owners[parameter].get("dampening"):
-        return None  # torch's first step is undampened, so a buffer of zeros is not the same as none
+        return None  # torch does not dampen the first momentum, so a zero buffer is not the same as none
     value = row[name]
     return owners[parameter][value] if isinstance(value, str) else float(value)
 
 
 def _same(before: dict[Path, Any], after: dict[Path, Any]) -> bool:
-    """Whether the step left everything on the host as it was."""
+    """Whether the step left the host state unchanged."""
     return before.keys() == after.keys() and all(_equal(value, after[path]) for path, value in before.items())
 
 
@@ -195,18 +195,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Has optimizers that can count steps on the device do so.
+    """Makes optimizers that support it count steps on the device.
 
-    The option is put back afterwards, so checkpoints load where it is not supported; the counts stay on the device.
+    The option is restored afterwards, so checkpoints load where it is not supported; the counts stay on the device.
     """
     options = [(group, option) for group in optimizer.param_groups if (option := _device_option(optimizer, group))]
-    own = capturable.step_of(optimizer) is not None
-    for group in optimizer.param_groups if own else [group for group, _ in options]:
+    replaced = capturable.step_of(optimizer) is not None
+    for group in optimizer.param_groups if replaced else [group for group, _ in options]:
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
                     optimizer.state[parameter][name] = value.to(parameter.device)
-                elif own and name == "step" and isinstance(value, int):
+                elif replaced and name == "step" and isinstance(value, int):
                     optimizer.state[parameter][name] = torch.tensor(float(value), device=parameter.device)
     before = [group[option] for group, option in options]
 
@@ -218,7 +218,7 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
         for (group, option), value in zip(options, before, strict=True):
             group[option] = value
 
-    # In hooks, so that hooks for all optimizers, which run around these, see the options as they are.
+    # Set in hooks, so that global optimizer hooks, which run around these, see the original options.
     hooks = optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off)
     try:
         yield
@@ -229,7 +229,7 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
 
 
 def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-    """The group's option that makes torch count on the device, where it is not set and can be."""
+    """The group's option that makes torch count on the device, if it is supported and not set."""
     if group.get("differentiable"):
         return None
     parameters = group["params"]
@@ -238,12 +238,12 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
         return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
     # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
     adagrad = any(c.__name__ == "Adagrad" and capturable.is_torchs(c) for c in type(optimizer).__mro__)
-    if adagrad and not group["fused"] and all(_is_for_fused_kernels(parameter) for parameter in parameters):
+    if adagrad and not group["fused"] and all(_fits_fused_kernels(parameter) for parameter in parameters):
         return "fused"
     return None
 
 
-def _is_for_fused_kernels(parameter: torch.Tensor) -> bool:
+def _fits_fused_kernels(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() and not (parameter.grad is not None and parameter.grad.is_sparse)
 
 
@@ -262,7 +262,7 @@ def _warn_of_host_state(optimizer: Optimizer) -> None:
         return
     _warned.add(type(optimizer))
     warnings.warn(
-        f"{type(optimizer).__name__} keeps a count on the host that changes with every step, so each step waits for "
+        f"{type(optimizer).__name__} keeps state on the host that changes in every step, so each step waits for "
         "the device to learn whether it was skipped. xla_amp.syncfree.SGD, Adam and AdamW, and torch.optim's with "
         "fused=True, do not wait",
         UserWarning,

@@ -1,20 +1,21 @@
 """Optimizers whose step can be skipped on the device: `torch.optim`'s SGD, Adam and AdamW with the same arguments.
 
-They run torch's fused kernels, which take `grad_scale` (what gradients must be divided by) and `found_inf` (not zero:
-leave everything as it is) as tensors.  A scaler sets both as attributes (torch's contract for optimizers with
-``_step_supports_amp_scaling``, so ours and torch's own scaler work); without a scaler, ``step(found_inf=...)`` takes
-the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise as they
-were, also when it is the first.  `wrap` gives any other optimizer the same step, by selecting old values.
+They run torch's fused kernels, which take as tensors `grad_scale` (the divisor of gradients) and `found_inf` (a nonzero
+value skips the step).  A scaler sets both as attributes (torch's contract for optimizers with
+``_step_supports_amp_scaling``, which our scaler and torch's follow); without a scaler, ``step(found_inf=...)`` takes
+the flag.  Step counts are tensors on the device.  A skipped step leaves parameters, state and counts bitwise unchanged,
+even if it is the first.  `wrap` gives any other optimizer the same step, by selecting old values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from xla_amp.backends import base, devices
 from xla_amp.pytorch.optim.wrap import flag_of
@@ -22,13 +23,15 @@ from xla_amp.pytorch.optim.wrap import wrap as wrap
 
 __all__ = ["SGD", "Adam", "AdamW", "wrap"]
 
+_Loss = TypeVar("_Loss")
+
 
 class _Scaling(NamedTuple):
-    """What a scaler asks of one step."""
+    """A scaler's tensors for one step."""
 
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    """float32 (): 0 or 1 for any sum of flags: torch's CPU kernels test for 1, and counts are put right by it."""
+    """float32 (): 0 or 1, because torch's CPU kernels test for 1, and step counts are corrected by subtracting it."""
 
     def on(self, device: torch.device) -> _Scaling:
         scale, flag = self
@@ -39,10 +42,10 @@ class _Scaling(NamedTuple):
 
 
 class _SyncFree(Optimizer):
-    """What the three share: the step around `_step_group`, and checkpoints that torch.optim's classes can load."""
+    """Common base: the step around `_step_group`, and checkpoints that torch.optim's classes can load."""
 
     _step_supports_amp_scaling = True
-    # A scaler sets and deletes these two; torch's reads `grad_scale` with a default, so they may not exist as None.
+    # A scaler sets and deletes these two. torch's scaler reads `grad_scale` with a default, so it must not be None.
     grad_scale: Tensor
     found_inf: Tensor
 
@@ -59,16 +62,20 @@ class _SyncFree(Optimizer):
                 f"torch.optim.{type(self).__name__}"
             )
 
+    @overload
+    def step(self, closure: None = None, *, found_inf: Tensor | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], _Loss], *, found_inf: Tensor | None = None) -> _Loss: ...
     def step(self, closure: Callable[[], Any] | None = None, *, found_inf: Tensor | None = None) -> Any:
-        """One step; where `found_inf` is not zero, none.
+        """One step; skipped where `found_inf` is not zero.
 
         Args:
             closure: evaluates the model again and returns the loss.
-            found_inf: one number on any device, e.g. from `torch.isfinite`; added to what a scaler has set.  Where
-                processes train together, one that is not zero in any of them skips the step in all.
+            found_inf: one number on any device, e.g. from `torch.isfinite`; combined with the scaler's flag.  A nonzero
+                value in one of the processes that train together skips the step in all of them.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
         Raises:
             RuntimeError: a gradient is sparse, or a parameter is not floating.
@@ -82,19 +89,19 @@ class _SyncFree(Optimizer):
             for group in self.param_groups:
                 for device, parameters, gradients in _by_device_and_dtype(self, group):
                     if devices.is_xla(device.type):
-                        devices.engine()  # brings the fused kernels, where nothing else of ours was used before
+                        devices.engine()  # registers the fused kernels if the engine was not used before
                     self._step_group(group, parameters, gradients, scaling.on(device))
         return loss
 
     def _step_group(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], scaling: _Scaling
     ) -> None:
-        raise TypeError(f"{type(self).__name__} is no optimizer of its own; use syncfree.SGD, Adam or AdamW")
+        raise TypeError(f"{type(self).__name__} is a base class; use syncfree.SGD, Adam or AdamW")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of one of these or of torch.optim's class of the same name.
+        """Loads the state of this class or of torch.optim's class of the same name.
 
-        Options of the groups are taken over, but the step stays fused and step counts go to the device.
+        Options of the groups are loaded too, but the step stays fused and step counts go to the device.
         """
         groups = [{**group, **_FUSED} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
@@ -105,20 +112,19 @@ class _SyncFree(Optimizer):
             group.update(_FUSED)
 
 
-# As torch.optim's own group options say it, so that a checkpoint loaded there goes on with the fused kernels.
+# torch.optim's group options for fused kernels, so that a checkpoint loaded there also uses them.
 _FUSED: Mapping[str, Any] = {"fused": True, "foreach": None, "differentiable": False}
 
 
 class SGD(_SyncFree, torch.optim.SGD):
     """`torch.optim.SGD` with a step that can be skipped on the device.
 
-    Arguments are `torch.optim.SGD`'s; `foreach` changes nothing, since one kernel steps all parameters anyway.  As
-    there, the first momentum is the undampened gradient, and `maximize` negates the gradient before weight decay is
-    added.
+    Arguments are `torch.optim.SGD`'s; `foreach` has no effect, since one kernel steps all parameters.  As in torch,
+    the first momentum is the undampened gradient, and `maximize` negates the gradient before weight decay is added.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable` or ``fused=False`` was asked for.
+        RuntimeError: `differentiable` or ``fused=False`` was passed.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -131,7 +137,7 @@ class SGD(_SyncFree, torch.optim.SGD):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -156,15 +162,15 @@ class SGD(_SyncFree, torch.optim.SGD):
         buffers: list[Tensor] = []
         if momentum:
             states = [self.state[parameter] for parameter in parameters]
-            fresh = [p for p, s in zip(parameters, states, strict=True) if s.get("momentum_buffer") is None]
-            for parameter, zeros in zip(fresh, base.zeros_like(fresh, parameters[0].device), strict=True):
+            new = [p for p, s in zip(parameters, states, strict=True) if s.get("momentum_buffer") is None]
+            for parameter, zeros in zip(new, base.zeros_like(new, parameters[0].device), strict=True):
                 self.state[parameter]["momentum_buffer"] = zeros
             buffers = [state["momentum_buffer"] for state in states]
             if dampening:
-                for parameter in fresh:
+                for parameter in new:
                     self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
         if isinstance(weight_decay, Tensor) or (momentum and dampening):
-            gradients = self._prepared(group, parameters, gradients, scaling)
+            gradients = self._preprocessed(group, parameters, gradients, scaling)
             grad_scale, weight_decay, dampening = None, 0.0, 0.0
         torch._fused_sgd_(
             parameters,
@@ -176,19 +182,19 @@ class SGD(_SyncFree, torch.optim.SGD):
             dampening=dampening,
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            # Buffers begin as zeros: a kernel told that this is the first step would have to be told again, by the
-            # host, had that step been skipped.
+            # Buffers start as zeros. With `is_first_step` the host would have to know whether the first step was
+            # skipped.
             is_first_step=False,
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
 
-    def _prepared(
+    def _preprocessed(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], scaling: _Scaling
     ) -> list[Tensor]:
-        """Gradients with scale, weight decay and dampening applied, for what the fused kernel cannot do.
+        """Gradients with scale, weight decay and dampening applied, where the fused kernel cannot apply them.
 
-        Dampening counts from the second step on, and which step is the second only the device knows.
+        Dampening starts with the second step, and only the device knows which step is the second.
         """
         if scaling.grad_scale is not None:
             torch._foreach_div_(gradients, scaling.grad_scale)
@@ -208,25 +214,25 @@ class SGD(_SyncFree, torch.optim.SGD):
         return prepared
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state; a parameter whose steps were all skipped has none (finding out may wait for the device)."""
-        self._settle()
+        """torch's state; a parameter whose steps were all skipped has none (the check may wait for the device)."""
+        self._drop_unused_buffers()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of one of these or of `torch.optim.SGD`."""
+        """Loads the state of this class or of `torch.optim.SGD`."""
         super().load_state_dict(state_dict)
         self._unstepped.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
+        self._drop_unused_buffers()
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_unstepped", {})
 
-    def _settle(self) -> None:
-        """Drops the buffers of parameters that were never stepped: to torch a buffer means that there was a step."""
+    def _drop_unused_buffers(self) -> None:
+        """Drops the buffers of parameters that were never stepped; in torch a buffer means that a step was made."""
         if not self._unstepped:
             return
         parameters, flags = list(self._unstepped), list(self._unstepped.values())
@@ -240,17 +246,17 @@ class SGD(_SyncFree, torch.optim.SGD):
 class Adam(_SyncFree, torch.optim.Adam):
     """`torch.optim.Adam` with a step that can be skipped on the device.
 
-    Arguments are `torch.optim.Adam`'s; `capturable` and `foreach` change nothing: step counts are on the device anyway,
+    Arguments are `torch.optim.Adam`'s; `capturable` and `foreach` have no effect: step counts are always on the device,
     and one kernel steps all parameters.
 
     Raises:
         ValueError: an option out of its range.
-        RuntimeError: `differentiable` or ``fused=False`` was asked for.
+        RuntimeError: `differentiable` or ``fused=False`` was passed.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -286,7 +292,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        # torch's kernels want the count with this step in it, and never take it back themselves.
+        # torch's kernels take the count with this step included, and do not undo it when the step is skipped.
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
@@ -310,9 +316,9 @@ class Adam(_SyncFree, torch.optim.Adam):
             torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
 
     def _make_states(self, parameters: list[Tensor], amsgrad: bool) -> None:
-        fresh = [parameter for parameter in parameters if "step" not in self.state[parameter]]
+        new = [parameter for parameter in parameters if "step" not in self.state[parameter]]
         count = torch.empty((), dtype=torch.float32, device="meta")
-        needed = {"step": fresh, "exp_avg": fresh, "exp_avg_sq": fresh}
+        needed = {"step": new, "exp_avg": new, "exp_avg_sq": new}
         if amsgrad:
             needed["max_exp_avg_sq"] = [p for p in parameters if "max_exp_avg_sq" not in self.state[p]]
         likes = [count if name == "step" else owner for name, owners in needed.items() for owner in owners]
@@ -325,12 +331,12 @@ class Adam(_SyncFree, torch.optim.Adam):
 class AdamW(Adam):
     """`torch.optim.AdamW` (Loshchilov and Hutter 2019, decoupled weight decay), skippable on the device.
 
-    Arguments are `torch.optim.AdamW`'s; else as `Adam`.
+    Arguments are `torch.optim.AdamW`'s; otherwise as `Adam`.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -367,7 +373,7 @@ class AdamW(Adam):
 def _by_device_and_dtype(
     optimizer: Optimizer, group: dict[str, Any]
 ) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
-    """The group's parameters that have a gradient, with it, as fused kernels take them: one device and dtype a time."""
+    """The group's parameters with a gradient, and these gradients, by device and dtype, as fused kernels take them."""
     pairs = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
     if not pairs:
         return
@@ -380,19 +386,19 @@ def _by_device_and_dtype(
             )
     parameters, gradients = map(list, zip(*pairs, strict=True))
     found: Any = Optimizer._group_tensors_by_device_and_dtype([parameters], with_indices=True)
-    for (_, dtype), (_, places) in found.items():
+    for (_, dtype), (_, indices) in found.items():
         if not dtype.is_floating_point:
-            shape = tuple(parameters[places[0]].shape)
+            shape = tuple(parameters[indices[0]].shape)
             raise RuntimeError(
                 f"syncfree.{name}: expected floating parameters, got {dtype} (parameter {shape}); use "
                 f"torch.optim.{name}"
             )
-    for (device, _), (_, places) in found.items():
-        yield device, [parameters[place] for place in places], [gradients[place] for place in places]
+    for (device, _), (_, indices) in found.items():
+        yield device, [parameters[index] for index in indices], [gradients[index] for index in indices]
 
 
 def _number(value: float | Tensor, device: torch.device) -> Any:
-    """A learning rate as the fused kernels take it: a tensor on the parameters' device stays one."""
+    """A learning rate for the fused kernels: a number, or a tensor on the parameters' device."""
     if not isinstance(value, Tensor):
         return value
     if value.device == device:

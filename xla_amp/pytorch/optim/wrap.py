@@ -1,4 +1,4 @@
-"""`wrap`: any optimizer with a step that can be skipped on the device."""
+"""`wrap`: give any optimizer a step that can be skipped on the device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
 def wrap(optimizer: _AnyOptimizer) -> _AnyOptimizer:
     """Gives `optimizer` a ``step(closure=None, *, found_inf=None)`` that can be skipped, with and without a scaler.
 
-    The same object is returned, with a class derived from its own.  On an XLA device the step runs in any case and old
-    values are selected where `found_inf` is not zero; on other devices the flag is read first, as torch's scaler does.
+    Returns the same object, with a subclass of its class.  On an XLA device the step always runs and old values are
+    selected where `found_inf` is not zero; on other devices the flag is read first, as torch's scaler does.
 
     Raises:
-        TypeError: no `torch.optim.Optimizer`.
-        ValueError: something has replaced the `step` of this object, as learning-rate schedulers do.
+        TypeError: not a `torch.optim.Optimizer`.
+        ValueError: the `step` of this object was replaced, as learning-rate schedulers do.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -41,7 +41,7 @@ def wrap(optimizer: _AnyOptimizer) -> _AnyOptimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"wrap() expects a torch.optim.Optimizer, got {optimizer!r} ({type(optimizer).__name__})")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
-        return optimizer  # takes part already: fused, one of ours, or wrapped before
+        return optimizer  # supported already: fused, from syncfree, or wrapped before
     if "step" in vars(optimizer):
         raise ValueError(
             f"wrap({type(optimizer).__name__}): its `step` has been replaced on the object, as learning-rate "
@@ -52,7 +52,7 @@ def wrap(optimizer: _AnyOptimizer) -> _AnyOptimizer:
 
 
 class _Skippable(Optimizer):
-    """Comes before an optimizer's own class."""
+    """First base of the class that `wrap` makes; the optimizer's class is the second."""
 
     _step_supports_amp_scaling = True
     wraps_next_class = True
@@ -76,7 +76,7 @@ class _Skippable(Optimizer):
                 (capturable.step_of(self) or step)()
         return loss
 
-    # torch wraps an optimizer's `step` in hooks, once; those of the class behind this one run already.
+    # torch wraps an optimizer class's `step` in hooks, once. The hooks of the wrapped class run already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _needs_closure(self) -> bool:
@@ -84,13 +84,13 @@ class _Skippable(Optimizer):
         return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
 
     def _step_with(self, closure: Callable[[], Any], flag: Tensor | None) -> Any:
-        """A step that evaluates the model itself (LBFGS): it decides on the host at every turn, so the flag is read."""
+        """A step that evaluates the model itself (LBFGS); it decides on the host anyway, so the flag is read."""
         if flag is not None and flag.item():
             return None
         return super().step(closure)
 
     def __reduce__(self) -> Any:
-        return _again, (type(self).__mro__[2], self.__getstate__())
+        return _rebuild, (type(self).__mro__[2], self.__getstate__())
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def _class(plain: type[Optimizer]) -> type[Optimizer]:
     return type(f"Skippable{plain.__name__}", (_Skippable, plain), {"__doc__": plain.__doc__})
 
 
-def _again(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+def _rebuild(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     made: Optimizer = plain.__new__(plain)
     made.__setstate__(state)
     return wrap(made)
@@ -106,7 +106,7 @@ def _again(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
 
 @contextlib.contextmanager
 def _without_scaling(optimizer: Optimizer) -> Iterator[None]:
-    """Hides what a scaler has set: it is done by now, and torch's Adafactor and Adagrad refuse a step that sees it."""
+    """Hides the scaler's attributes, which are applied already; torch's Adafactor and Adagrad raise if they are set."""
     attributes = vars(optimizer)
     hidden: dict[str, Any] = {name: attributes.pop(name) for name in ("grad_scale", "found_inf") if name in attributes}
     try:
@@ -127,23 +127,23 @@ def _divide(optimizer: Optimizer, scale: Tensor) -> None:
 def flag_of(optimizer: Optimizer, found_inf: Tensor | None) -> Tensor | None:
     """float32 (): 1 where the scaler's flag or `found_inf` is not zero, else 0; None without flags.
 
-    The scaler's is the same in all processes that train together; `found_inf` is made so.
+    The scaler's flag is the same in all processes that train together; `found_inf` is reduced over them.
     """
-    scalers = getattr(optimizer, "found_inf", None)
+    scaler_flag: Tensor | None = getattr(optimizer, "found_inf", None)
     if found_inf is None:
-        return None if scalers is None else _zero_or_one(scalers)
-    agreed = _agreed(optimizer, found_inf)
-    return _zero_or_one(agreed if scalers is None else scalers + agreed.to(scalers.device))
+        return None if scaler_flag is None else _zero_or_one(scaler_flag)
+    reduced = _any_process(optimizer, found_inf)
+    return _zero_or_one(reduced if scaler_flag is None else scaler_flag + reduced.to(scaler_flag.device))
 
 
 def _zero_or_one(flag: Tensor) -> Tensor:
     return (flag.reshape(()) != 0).to(torch.float32)
 
 
-def _agreed(optimizer: Optimizer, flag: Tensor) -> Tensor:
-    """`flag`, set in every process where it is set in one: their parameters must stay equal.
+def _any_process(optimizer: Optimizer, flag: Tensor) -> Tensor:
+    """`flag`, set in every process if it is set in one, so that their parameters stay equal.
 
-    The scaler's check for infinities is what processes make together, so it is given an infinity where the flag is set.
+    The scaler's check for infinities already reduces over processes, so it is given an infinity where the flag is set.
     """
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     device = next((p.device for p in parameters if devices.is_xla(p.device.type)), None)
