@@ -9,7 +9,7 @@ import numpy as np
 
 from xla_amp.policy import load
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.op_table import Treatments
+from xla_amp.stablehlo.passes.op_table import Classifier
 
 CONTRACTIONS = ("stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution", "chlo.ragged_dot")
 
@@ -33,13 +33,13 @@ def wide_contractions(module: Any) -> list[tuple[str, list[str]]]:
 
 def low_denied(module: Any, policy: str, low: str = "bf16") -> Iterator[str]:
     """Operations of the deny class that read or write the low dtype."""
-    treatments = Treatments(load(policy))
+    classifier = Classifier(load(policy))
     for operation in ir.operations(module.operation):
         if operation.name.startswith(("func.", "stablehlo.return")):
             continue
-        treatment = treatments.of(operation)
-        if treatment.colour == "deny" and low in elements([*operation.operands, *operation.results]):
-            yield treatment.name
+        op_class = classifier.classify(operation)
+        if op_class.colour == "deny" and low in elements([*operation.operands, *operation.results]):
+            yield op_class.name
 
 
 def casts(module: Any) -> int:

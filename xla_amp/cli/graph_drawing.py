@@ -1,4 +1,4 @@
-"""The operations of a program as a drawing, in the colour of the dtype that they give: SVG without a library."""
+"""Draw a program's operations as an SVG graph, coloured by dtype."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from xla_amp.cli.documents import dtype_kind
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.tools import inspection, widen
 
-MOST = 400
-"""Operations that are drawn; a picture of more is not read."""
+MAX_OPERATIONS = 400
+"""Operations that are drawn; larger drawings are not readable."""
 
 _WIDTH, _HEIGHT, _GAP, _STEP, _MARGIN = 148, 22, 12, 46, 16
 
 
 class Graph(NamedTuple):
-    """A drawing and what it leaves out."""
+    """A drawing, and a note on the operations that it omits."""
 
     svg: str
     note: str
@@ -27,26 +27,26 @@ class _Node(NamedTuple):
     label: str
     title: str
     kind: str
-    """Colour of the box: the dtype that it computes in."""
-    gives: str
-    """Colour of the lines: the dtype of its result."""
+    """Colour of the box: the dtype of the computation."""
+    result: str
+    """Colour of the outgoing edges: the dtype of the result."""
     parents: tuple[int, ...]
     row: int
 
 
-def painted_graph(module: ir.MlirModule, why: Callable[[Any], str] | None = None) -> Graph:
-    """Draws the entry function with the functions that it calls in their places; a loop is one operation.
+def draw_graph(module: ir.MlirModule, why: Callable[[Any], str] | None = None) -> Graph:
+    """Draws the entry function with its calls inlined; a loop is one operation.
 
     Args:
         module: the program.
-        why: words on an operation, e.g. the reason for its colour; may be empty.
+        why: operation -> text for its tooltip, e.g. the reason for its colour; may be empty.
     """
     nodes, left = _nodes(widen.inlined(module), why or (lambda _: ""))
-    nodes = _lowered(nodes)
+    nodes = _moved_down(nodes)
     rows: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):
         rows.setdefault(node.row, []).append(number)
-    x = _placed(nodes, rows)
+    x = _left_edges(nodes, rows)
     width = max(x.values(), default=0) + _WIDTH + 2 * _MARGIN
     height = (max(rows, default=0) + 1) * _STEP + 2 * _MARGIN
     lines = [_edge(nodes, x, parent, number) for number, node in enumerate(nodes) for parent in node.parents]
@@ -61,16 +61,16 @@ def painted_graph(module: ir.MlirModule, why: Callable[[Any], str] | None = None
 
 
 def _nodes(module: ir.MlirModule, why: Callable[[Any], str]) -> tuple[list[_Node], int]:
-    """Arguments that are read, then operations; and how many operations are left out."""
+    """Nodes of the used arguments, then of the operations; and the number of operations that are not drawn."""
     block = ir.entry(module).regions[0].blocks[0]
     *operations, _ = [view.operation for view in block.operations]
     drawn = [each for each in operations if inspection.structure_of(each) != "constant"]
-    shown = drawn[:MOST]
+    shown = drawn[:MAX_OPERATIONS]
     nodes: list[_Node] = []
     number: dict[Any, int] = {}
     read = {operand for operation in shown for operand in operation.operands}
     for index, argument in enumerate(block.arguments):
-        if argument in read and index < MOST:
+        if argument in read and index < MAX_OPERATIONS:
             number[argument] = len(nodes)
             kind = ir.tensor_type(argument.type)
             text = f"argument {index}  {inspection.type_text(kind)}"
@@ -89,11 +89,16 @@ def _operation(operation: Any, why: str, parents: tuple[int, ...], row: int) -> 
     name = inspection.short_name(operation)
     types = ", ".join(map(inspection.type_text, kinds))
     inside = sum(1 for _ in ir.operations(operation)) if inspection.structure_of(operation) != "body" else 0
-    words = [f"{name}: {types}", inspection.place(operation), why, f"{inside} operations inside" if inside else ""]
-    gives = _colour(operation.results[0]) if kinds else "other"
+    words = [
+        f"{name}: {types}",
+        inspection.source_name(operation),
+        why,
+        f"{inside} operations inside" if inside else "",
+    ]
+    result = _colour(operation.results[0]) if kinds else "other"
     structure = inspection.structure_of(operation)
-    kind = "cast" if structure == "cast" else _colour(operation.operands[0]) if structure == "contraction" else gives
-    return _Node(f"{name}  {types}", "\n".join(filter(None, words)), kind, gives, parents, row)
+    kind = "cast" if structure == "cast" else _colour(operation.operands[0]) if structure == "contraction" else result
+    return _Node(f"{name}  {types}", "\n".join(filter(None, words)), kind, result, parents, row)
 
 
 def _colour(value: Any) -> str:
@@ -101,8 +106,8 @@ def _colour(value: Any) -> str:
     return dtype_kind(kind.element if kind else "") or "other"
 
 
-def _lowered(nodes: list[_Node]) -> list[_Node]:
-    """Moves what waits down to the row above its first reader: shorter lines."""
+def _moved_down(nodes: list[_Node]) -> list[_Node]:
+    """Moves each node to the row above its first user, for shorter edges."""
     first: dict[int, int] = {}
     moved = list(nodes)
     for number in reversed(range(len(nodes))):
@@ -113,8 +118,8 @@ def _lowered(nodes: list[_Node]) -> list[_Node]:
     return moved
 
 
-def _placed(nodes: list[_Node], rows: dict[int, list[int]]) -> dict[int, float]:
-    """Left edges: each row in the order of its parents' middles, as near below them as there is room."""
+def _left_edges(nodes: list[_Node], rows: dict[int, list[int]]) -> dict[int, float]:
+    """x position of each node: as near below the mean of its parents as its row has room."""
     x: dict[int, float] = {}
     for _, numbers in sorted(rows.items()):
         wanted = {
@@ -143,4 +148,4 @@ def _edge(nodes: list[_Node], x: dict[int, float], parent: int, child: int) -> s
     y1, y2 = _MARGIN + nodes[parent].row * _STEP + _HEIGHT, _MARGIN + nodes[child].row * _STEP
     bend = (y2 - y1) / 2
     curve = f"M{x1:.0f} {y1}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2}"
-    return f'<path class="{nodes[parent].gives}" d="{curve}"/>'
+    return f'<path class="{nodes[parent].result}" d="{curve}"/>'

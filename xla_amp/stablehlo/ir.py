@@ -1,7 +1,7 @@
-"""Everything of jax and jaxlib that is not public, and what differs between their versions: contexts, parsing,
-printing, types, walking, compiling and running a module.
+"""MLIR modules through jaxlib: parse, print, walk, retype, compile and run them.
 
-A module is a ``jaxlib.mlir.ir.Module``.  Nothing here starts a device before `devices`, `compile_module` or `run`.
+Private APIs of jax and jaxlib, and differences between their versions, are confined to this file.  A module is a
+``jaxlib.mlir.ir.Module``.  Only `devices`, `compile_module`, `execute` and `run` start a device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MlirModule: TypeAlias = Any
 BYTECODE_MAGIC: Final = b"ML\xefR"
 _ARTIFACT_PRODUCER: Final = b"StableHLO_v"
 _PRODUCER_WITHIN: Final = 32
-"""Bytes in which bytecode names its producer."""
+"""Bytecode names its producer within this many bytes."""
 
 
 def mlir() -> Any:
@@ -38,22 +38,22 @@ def dialect() -> Any:
 
 
 def new_context() -> Any:
-    """An MLIR context with every dialect that JAX writes (func, stablehlo, chlo, sdy, vhlo)."""
+    """An MLIR context with every dialect that JAX emits (func, stablehlo, chlo, sdy, vhlo)."""
     from jax._src.interpreters import mlir as jax_mlir
 
     return jax_mlir.make_ir_context()
 
 
 def is_artifact(data: bytes) -> bool:
-    """Whether `data` is a portable artifact, which is bytecode that StableHLO wrote."""
+    """Whether `data` is a portable artifact, i.e. bytecode with StableHLO as its producer."""
     return data.startswith(BYTECODE_MAGIC) and _ARTIFACT_PRODUCER in data[:_PRODUCER_WITHIN]
 
 
 def parse(source: str | bytes, name: str = "module") -> MlirModule:
-    """A module from MLIR text, MLIR bytecode or a portable artifact, verified, in a context of its own.
+    """A module from MLIR text, MLIR bytecode or a portable artifact, verified, in a new context.
 
     Raises:
-        ModuleError: it is none of these, or not a valid module; `name` opens the message.
+        ModuleError: another format, or not a valid module; `name` opens the message.
     """
     ir = mlir()
     context = new_context()
@@ -69,7 +69,7 @@ def parse(source: str | bytes, name: str = "module") -> MlirModule:
 
 
 def verify(module: MlirModule, name: str = "module") -> None:
-    """Checks types and structure.
+    """Runs MLIR's verifier.
 
     Raises:
         ModuleError: with the verifier's first message.
@@ -85,7 +85,7 @@ def verify(module: MlirModule, name: str = "module") -> None:
 
 
 class _quiet:
-    # Without a handler MLIR prints diagnostics on stderr.
+    # Collects diagnostics; without a handler MLIR prints them to stderr.
     def __init__(self, context: Any) -> None:
         self.context, self.messages = context, list[str]()
 
@@ -113,7 +113,7 @@ def text(module: MlirModule, *, locations: bool = False, large_constants: bool =
 
 
 def bytecode(module: MlirModule) -> bytes:
-    """MLIR bytecode of a module, locations included; read again by the same MLIR version."""
+    """MLIR bytecode of a module, locations included; only the same MLIR version reads it."""
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)
     return buffer.getvalue()
@@ -122,7 +122,7 @@ def bytecode(module: MlirModule) -> bytes:
 def artifact(module: MlirModule, version: str | None = None) -> bytes:
     """Portable artifact, which later StableHLO versions read for years; default: the current version.
 
-    Operations of chlo are written as what they stand for; other dialects (sdy) are written beside StableHLO.
+    chlo operations are legalized to StableHLO; other dialects (sdy) are kept.
 
     Raises:
         ModuleError: an operation or type has no portable form.
@@ -140,14 +140,14 @@ def artifact(module: MlirModule, version: str | None = None) -> bytes:
 
 
 def copy(module: MlirModule) -> MlirModule:
-    """The same module in a context of its own."""
+    """The same module in a new context."""
     return parse(bytecode(module))
 
 
 def operations(root: Any) -> Iterator[Any]:
-    """Operations under `root` (an operation or block), regions included, in program order; `root` is not one of them.
+    """Operations under `root` (an operation or block), regions included, in program order, without `root`.
 
-    The operations of a block are listed before they are given out, so they may be changed meanwhile.
+    The operations of a block are listed before the first is yielded, so the caller may change the block.
     """
     blocks = [root] if hasattr(root, "operations") else [block for region in root.regions for block in region.blocks]
     for block in blocks:
@@ -194,7 +194,7 @@ class TensorType(NamedTuple):
 
 
 def tensor_type(value_type: Any) -> TensorType | None:
-    """What a ranked tensor type says; None for tokens, tuples and unranked types."""
+    """Shape and element type of a ranked tensor type; None for tokens, tuples and unranked types."""
     ir = mlir()
     if not isinstance(value_type, ir.RankedTensorType):
         return None
@@ -210,14 +210,14 @@ def with_element(value_type: Any, element: Any) -> Any:
 
 
 class Signature(NamedTuple):
-    """What the entry function takes and gives."""
+    """Argument and result types of the entry function; None for types other than ranked tensors."""
 
     inputs: tuple[TensorType | None, ...]
     outputs: tuple[TensorType | None, ...]
 
 
 def signature(module: MlirModule) -> Signature:
-    """Types of the entry function."""
+    """Argument and result types of the entry function."""
     function_type = mlir().FunctionType(entry(module).attributes["function_type"].value)
     return Signature(
         tuple(tensor_type(each) for each in function_type.inputs),
@@ -248,7 +248,7 @@ def numpy_dtype(element: str) -> np.dtype[Any]:
 
 
 def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
-    """Values of a dense float32 attribute, of one element where it is a splat; None where they cannot be read."""
+    """Values of a dense float32 attribute, one element for a splat; None if they cannot be read."""
     ir = mlir()
     try:
         dense = ir.DenseElementsAttr(attribute)
@@ -260,7 +260,7 @@ def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
 
 
 def constant_attribute(array: np.ndarray[Any, Any], value_type: Any) -> Any:
-    """Dense attribute of `value_type` that holds `array`, whose dtype is the type's own (ml_dtypes for bf16).
+    """Dense attribute of `value_type` with the values of `array`, which has the matching dtype (ml_dtypes for bf16).
 
     An array of one element becomes a splat.
     """
@@ -270,12 +270,12 @@ def constant_attribute(array: np.ndarray[Any, Any], value_type: Any) -> Any:
     if splat:
         scalar = ir.FloatAttr.get(value_type.element_type, float(array.reshape(())))
         return ir.DenseElementsAttr.get_splat(value_type, scalar)
-    # ml_dtypes arrays are no buffers that MLIR knows: it takes their bits, and the type beside.
+    # MLIR does not accept buffers of ml_dtypes: pass the bits, and the element type separately.
     return ir.DenseElementsAttr.get(bits, type=value_type.element_type, shape=list(value_type.shape))
 
 
 def devices(platform: str | None = None) -> list[Any]:
-    """PJRT devices of a platform; starts it."""
+    """PJRT devices of a platform, which is started."""
     import jax
 
     return list(jax.devices(platform) if platform else jax.devices())
@@ -285,7 +285,7 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
     """A loaded executable of the module for one device (default: the first of JAX's default platform).
 
     Raises:
-        ModuleError: the compiler refuses it.
+        ModuleError: XLA rejects the module.
     """
     import jax
     from jaxlib import _jax, xla_client
@@ -294,7 +294,7 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
     client = device.client
     options = xla_client.CompileOptions()
     placed = _jax.DeviceList((device,))
-    # A module of another context than JAX's is taken as text or bytecode by every version.
+    # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     try:
         return client.compile_and_load(bytecode(module), placed, options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -302,7 +302,7 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
 
 
 def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:
-    """Runs what `compile_module` gave on arrays and brings the results back."""
+    """Runs the result of `compile_module` on arrays; returns the results as NumPy arrays."""
     import jax
 
     device = device or devices()[0]
@@ -317,20 +317,20 @@ def run(module: MlirModule, arguments: Sequence[Any], device: Any = None) -> lis
 
 
 def evaluate(module: MlirModule, arguments: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-    """Results by StableHLO's reference interpreter, which rounds at every operation as the types say.
+    """Results of StableHLO's reference interpreter, which rounds every operation to its result type.
 
     Raises:
-        ModuleError: the interpreter does not know an operation or a type.
+        ModuleError: the interpreter does not support an operation or a type.
     """
     ir = mlir()
     interpreted = copy(module)
     with interpreted.context, ir.Location.unknown(), _quiet(interpreted.context) as problems:
         kinds = signature(interpreted)
         if None in kinds.inputs or None in kinds.outputs:
-            raise ModuleError("the reference interpreter takes and gives tensors only")
-        # It ends the process at an operation that it does not know.
+            raise ModuleError("the reference interpreter supports tensor arguments and results only")
+        # The interpreter aborts the process at an unsupported operation.
         if unknown := uninterpretable(interpreted):
-            raise ModuleError(f"the reference interpreter does not know {', '.join(unknown)}")
+            raise ModuleError(f"the reference interpreter does not support {', '.join(unknown)}")
         _widen_results(interpreted)
         try:
             taken = [_argument(array, kind) for array, kind in zip(arguments, kinds.inputs, strict=True) if kind]
@@ -353,13 +353,13 @@ _NOT_INTERPRETED: Final = frozenset(
 
 
 def uninterpretable(module: MlirModule) -> list[str]:
-    """Names of the operations of a module that the reference interpreter does not know, sorted."""
+    """Names of the operations that the reference interpreter does not support, sorted."""
     names = {operation.name for operation in operations(module.operation)}
     return sorted(n for n in names if n in _NOT_INTERPRETED or not n.startswith(("stablehlo.", "func.")))
 
 
 def _widen_results(module: MlirModule) -> None:
-    # bfloat16 attributes cannot be read back: the copy that is interpreted gives the same numbers as float32.
+    # bfloat16 attributes cannot be read back: return the same values as float32.
     ir, function = mlir(), entry(module)
     last = function.regions[0].blocks[0].operations[len(function.regions[0].blocks[0].operations) - 1].operation
     f32 = ir.F32Type.get()

@@ -1,11 +1,11 @@
-"""Processes of our own for native code that aborts, hangs, or wants another environment.
+"""Worker processes for native code that can abort or hang, or that needs other environment variables.
 
-A worker is ``python -m <module>`` whose module calls `serve`.  Both sides of the pipe speak the same:
+A worker is ``python -m <module>``; the module calls `serve`.  The protocol on its pipes:
 
 request   one line of JSON with ``"length": n`` on standard input, then n bytes
 reply     one line of JSON on standard output; ``{"error": text}`` when the handler raised
 
-A worker ends with its standard input.
+A worker exits at the end of its standard input.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _ENVIRONMENT: Final = MappingProxyType(
     {
         "JAX_PLATFORMS": "cpu",
         "PYTHONSAFEPATH": "1",  # the working folder may hold a jax.py
-        "XLA_FLAGS": "",  # those of this process are for its own compiler
+        "XLA_FLAGS": "",  # the flags of this process are not for the worker
     }
 )
 
-_LAST_WORDS: Final = 2000
-"""Characters of what a dead worker printed that are worth repeating."""
+_OUTPUT_TAIL: Final = 2000
+"""Bytes of a dead worker's output that the error message quotes."""
 
 
 class WorkerEndedError(Exception):
-    """The worker is gone without an answer; the message says how."""
+    """The worker died or timed out; the message has its exit status and the end of its output."""
 
 
 class Worker:
-    """One process, started by its first question and kept until `close`.
+    """One worker process, kept until `close`.
 
     Args:
         module: name of the module to run; it calls `serve`.
@@ -60,14 +60,14 @@ class Worker:
 
     @property
     def closed(self) -> bool:
-        """Whether the process has been ended; another one must be started then."""
+        """Whether the process has ended; a closed worker cannot be used again."""
         return self._printed.closed
 
     def ask(self, question: Mapping[str, Any], data: bytes, timeout: float | None = None) -> dict[str, Any]:
         """The reply to one question.
 
         Raises:
-            WorkerEndedError: the process died, or gave no answer within `timeout` seconds; it is closed then.
+            WorkerEndedError: the process died, or did not answer within `timeout` seconds; it is closed then.
         """
         header = json.dumps({**question, "length": len(data)}).encode()
         try:
@@ -75,10 +75,10 @@ class Worker:
         except BrokenPipeError:
             reply = b""
         except BaseException:
-            self.close()  # an answer that nobody waits for would be taken for the next one's
+            self.close()  # the pending answer would be read as the answer to the next question
             raise
         if not reply.endswith(b"\n"):
-            raise WorkerEndedError(self._last_words())
+            raise WorkerEndedError(self._exit_message())
         answer: dict[str, Any] = json.loads(reply)
         return answer
 
@@ -97,9 +97,9 @@ class Worker:
                     raise WorkerEndedError(f"no answer in {timeout:.0f} s")
         return replies.readline()
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         self._end()
-        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _LAST_WORDS))
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _OUTPUT_TAIL))
         text = self._printed.read().decode(errors="replace").strip()
         self._printed.close()
         status = self._process.returncode
@@ -111,7 +111,7 @@ class Worker:
         self._end()
         self._printed.close()
 
-    def _end(self) -> None:  # it stops where its input does, and is killed if it does not
+    def _end(self) -> None:  # closing its input stops the process; kill it if it does not exit
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -124,7 +124,7 @@ class Worker:
 
 
 def serve(handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
-    """Answers standard input's questions until there are no more; what native code prints goes to standard error."""
+    """Answers the questions on standard input until its end; output of native code goes to standard error."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = sys.stdin.buffer
@@ -133,7 +133,7 @@ def serve(handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
         data = requests.read(question["length"])
         try:
             reply = handle(question, data)
-        except Exception as error:  # anything, for the process that asked
+        except Exception as error:  # reported to the process that asked
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply).encode() + b"\n")
         replies.flush()

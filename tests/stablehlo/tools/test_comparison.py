@@ -139,7 +139,7 @@ def test_values_inside_called_functions_and_every_result_of_a_loop_are_seen():
     module = module_of(function, X, W)
     operations = comparison.compare(module, module, [X, W]).operations
     names = [each.operation for each in operations]
-    assert names.count("maximum") == 2  # of relu, a function of its own in the module, called in another
+    assert names.count("maximum") == 2  # of relu, a separate function in the module
     assert names.count("while") >= 2
     assert max(each.a.relative for each in operations) < 1e-5
 
@@ -165,7 +165,7 @@ def test_overflow_in_the_low_program_is_counted():
 
 
 def test_many_operations_take_several_runs(monkeypatch, found):
-    monkeypatch.setattr(comparison, "_AT_ONCE", 1)
+    monkeypatch.setattr(comparison, "_MAX_BYTES", 1)
     again = comparison.compare(module_of(full, X, W), module_of(low, X, W), [X, W])
     assert [each.operation for each in again.operations] == [each.operation for each in found.operations]
 

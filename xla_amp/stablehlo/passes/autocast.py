@@ -1,4 +1,4 @@
-"""`autocast` for StableHLO modules: build the graph, paint it, write the painting into a copy of the module."""
+"""`autocast` for StableHLO modules: build the graph, propagate dtypes, rewrite a copy of the module."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import PolicyLike, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
-from xla_amp.stablehlo.passes.cast_graph import Graph, Node
-from xla_amp.stablehlo.passes.clone_functions import merge, specialize
-from xla_amp.stablehlo.passes.op_table import Treatments
-from xla_amp.stablehlo.passes.propagation import Painter
-from xla_amp.stablehlo.passes.report import Report, decisions, tell
-from xla_amp.stablehlo.passes.rewriter import Emitter, fold_casts
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
+from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
+from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.passes.propagation import Propagation
+from xla_amp.stablehlo.passes.report import Report, decisions, emit_events
+from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program
 from xla_amp.types import LOW_DTYPES, Cast, LowDtype
 
@@ -27,15 +27,15 @@ _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Converted:
-    """A program in mixed precision, and what was decided."""
+    """A program in mixed precision, and the report of the pass."""
 
     program: Program
-    """What `xla_amp.stablehlo.save` writes; one that came from ``jax.export`` can be called from JAX again."""
+    """The argument for `xla_amp.stablehlo.save`; a program from ``jax.export`` can be called from JAX again."""
     report: Report
 
     @property
     def module(self) -> Any:
-        """``jaxlib.mlir.ir.Module``; the one that was given is unchanged."""
+        """The new ``jaxlib.mlir.ir.Module``; the argument of `autocast` is unchanged."""
         return self.program.module
 
     def text(self) -> str:
@@ -47,7 +47,7 @@ class Converted:
         return ir.bytecode(self.module)
 
     def artifact(self, version: str | None = None) -> bytes:
-        """Portable artifact, for this and later versions of StableHLO (`version`: for readers from that one on)."""
+        """Portable artifact, for the current and later versions of StableHLO, or for `version` and later."""
         return ir.artifact(self.module, version)
 
 
@@ -67,26 +67,26 @@ def autocast(
 ) -> Converted:
     """Puts a StableHLO module into mixed precision.
 
-    Contractions run low and sum in float32; what follows them runs low where it lies between two of them; exponentials,
-    sums, solvers and what follows those stay float32.  docs/stablehlo.md tells the rules.
+    Contractions run low and accumulate in float32.  Elementwise operations between two contractions run low.
+    Exponentials, sums, solvers and the operations after them stay float32.  docs/stablehlo.md has the rules.
 
     Args:
-        module: a program that `xla_amp.stablehlo.load` gave, a ``jaxlib`` module, what ``jax.jit(f).lower(...)`` or
-            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, text or bytes of any format, or a path.  It is not
+        module: a program from `xla_amp.stablehlo.load`, a ``jaxlib`` module, the result of ``jax.jit(f).lower(...)``,
+            ``jax.export.export(f)(...)`` or `xla_amp.export`, text or bytes of any format, or a path.  It is not
             changed.
         policy: name, path or `Policy`; default ``tpu``.
         dtype: low dtype, ``"bfloat16"`` or ``"float16"``; default the policy's.
         rules: rules on top of the policy, ``{"tanh": "fp32"}``.
-        keep_io: the program takes and gives what it did.  False: float32 arguments that only low operations read are
-            taken low, and results that are low anyway are given low.
+        keep_io: True keeps the dtypes of arguments and results.  False: float32 arguments that only low operations
+            read become low, and so do results that are computed low.
         sample_inputs: arguments of one call, or a list of such tuples: the module runs on them in float32, and
             operations whose values overflow or lose too much in the low dtype stay float32.
-        max_error: with `sample_inputs`, the largest error of one operation that is accepted, relative to its largest
-            result; default 1/32.
+        max_error: with `sample_inputs`, the largest accepted error of one operation, relative to its largest result;
+            default 1/32.
 
     Raises:
         ModuleError: the module cannot be read, or is not valid.
-        PolicyError: the policy cannot be followed.
+        PolicyError: the policy cannot be loaded, or bans an operation.
         UnsupportedDtypeError: the policy does not offer `dtype`.
 
     Example:
@@ -102,39 +102,38 @@ def autocast(
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
     folded = fold_casts(copied)
-    treatments = Treatments(effective)
+    classifier = Classifier(effective)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
-        copies = specialize(copied, treatments)
-        graph = Graph(copied, treatments, _ELEMENTS[low])
+        copies = clone_per_call(copied, classifier)
+        graph = CastGraph(copied, classifier, _ELEMENTS[low])
         keep: Callable[[Node], str] = _keep_none
-        painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
+        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
         if sample_inputs is not None:
             from xla_amp.stablehlo.passes import calibration
 
-            keep = calibration.keeper(copied, painter, low, sample_inputs, max_error)
-            painter = Painter(graph, array_dtype, keep_io=keep_io, keep=keep)
-        decided = tuple(decisions(painter, low, copies))
-        emitter = Emitter(graph, painter, array_dtype)
-        emitter.run()
+            keep = calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
+            propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
+        decided = tuple(decisions(propagation, low, copies))
+        rewriter = Rewriter(graph, propagation, array_dtype)
+        rewriter.run()
         folded += fold_casts(copied)
-        merge(copied, treatments, copies)
+        merge_identical(copied, classifier, copies)
     ir.verify(copied)
-    report = Report(policy=effective.name, low=low, operations=decided, casts=dict(emitter.casts), folded=folded)
-    tell(report)
+    report = Report(policy=effective.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
+    emit_events(report)
     return Converted(program=program.with_module(copied), report=report)
 
 
 def as_program(module: Any) -> Program:
-    """The program in whatever holds one.
+    """Converts every kind of argument that `autocast` takes to a `Program`.
 
     Args:
-        module: a program that was loaded or converted, a ``jaxlib`` module, what ``jax.jit(f).lower(...)``,
-            ``jax.export.export(f)(...)`` or `xla_amp.export` gives, bytes or text of any format, or a path.
+        module: as for `autocast`, or the result of `autocast`.
 
     Raises:
-        ModuleError: it is none of these, or does not hold a valid program.
+        ModuleError: another kind of object, or no valid program.
     """
     if isinstance(module, Program):
         return module

@@ -1,9 +1,9 @@
-"""Value-driven mode: the module runs in float32 on sample inputs, and beside each operation that would run low the same
-operation on rounded operands.
+"""Calibration on sample inputs: find operations that must stay float32 because of their values.
 
-What is measured for one operation, over all of its runs in loops and calls: the largest difference of its result from
-the float32 one, the largest result, the largest operand.  Rounding is written as ``reduce_precision``, which compilers
-keep.  The measurements are one vector that every region and function hands up to the entry function.
+The module runs in float32.  Next to each operation that would run low, the same operation runs on rounded operands.
+Measured for each operation, as maxima over all runs in loops and calls: the rounding error of its result, its result,
+its operands.  Rounding is a ``reduce_precision``, which compilers do not remove.  Every region and function returns its
+measurements as one vector to its caller, up to the entry function.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.cast_graph import Node
-from xla_amp.stablehlo.passes.op_table import Treatments
-from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.stablehlo.passes.op_table import Classifier
+from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import LowDtype
 
 _AT_ONCE: Final = 512
@@ -26,8 +26,6 @@ _AT_ONCE: Final = 512
 _MAX_ERROR: Final = 1 / 32
 _BITS: Final[Mapping[LowDtype, tuple[int, int]]] = {"bfloat16": (8, 7), "float16": (5, 10)}
 """Exponent and mantissa bits."""
-_MEASURED: Final = 3
-
 _MEASURE: Final = """
 func.func private @{name}(%value: {type}, %rounded: {type}) -> tensor<2xf32> {{
   %zero = stablehlo.constant dense<0.0> : tensor<f32>
@@ -52,18 +50,18 @@ func.func private @{name}(%value: {type}, %rounded: {type}) -> tensor<2xf32> {{
 """  # noqa: E501 - one operation of MLIR a line
 
 
-class Measured(NamedTuple):
-    """What one operation did on the sample inputs."""
+class Measurement(NamedTuple):
+    """The measurement of one operation on the sample inputs."""
 
     error: float
-    """Largest difference that rounding made; NaN or infinite where the low dtype overflows."""
+    """Largest rounding error; NaN or infinite if the low dtype overflows."""
     result: float
     """Largest finite result, as an absolute value."""
     operand: float
     """Largest finite operand, as an absolute value."""
 
     def problem(self, low: LowDtype, largest: float, max_error: float) -> str:
-        """Why it must stay float32; empty where it need not."""
+        """Why the operation must stay float32; empty if it may run low."""
         size = max(self.result, self.operand)
         if size > largest:
             return f"sample inputs: values up to {size:.4g} overflow {low} ({largest:.4g})"
@@ -77,36 +75,35 @@ class Measured(NamedTuple):
         return ""
 
 
-def keeper(
-    module: Any, painter: Painter, low: LowDtype, sample_inputs: Sequence[Any], max_error: float | None
+_FIELDS: Final = len(Measurement._fields)
+
+
+def keep_reasons(
+    module: Any, propagation: Propagation, low: LowDtype, sample_inputs: Sequence[Any], max_error: float | None
 ) -> Callable[[Node], str]:
-    """A function that gives the reason for which a node must stay float32, from runs on `sample_inputs`.
+    """Runs `module` on `sample_inputs`; returns a function: node -> why it must stay float32, or empty.
 
     Raises:
-        ModuleError: the inputs do not fit the module, or it cannot run on one device.
+        ModuleError: the inputs do not match the module, or it cannot run on one device.
     """
     samples = _samples(module, sample_inputs)
     order = {operation: number for number, operation in enumerate(ir.operations(module.operation))}
-    wanted = {order[node.operation]: node for node in painter.nodes if _measurable(painter, node)}
+    wanted = {order[node.operation]: node for node in propagation.nodes if _measurable(propagation, node)}
     numbers = sorted(wanted)
     reasons: dict[Any, str] = {}
-    largest = float(_finfo(low).max)
+    import ml_dtypes
+
+    largest = float(ml_dtypes.finfo(low).max)
     for start in range(0, len(numbers), _AT_ONCE):
-        part = {n: not painter.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
-        for number, measured in _measure(module, painter.graph.treatments, part, low, samples).items():
+        part = {n: not propagation.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
+        for number, measured in _measure(module, propagation.graph.classifier, part, low, samples).items():
             why = measured.problem(low, largest, _MAX_ERROR if max_error is None else max_error)
             if why:
                 reasons[wanted[number].operation] = why
-    return lambda node: reasons.get(node.operation, "") if node.lane is None else ""
+    return lambda node: reasons.get(node.operation, "") if node.index is None else ""
 
 
-def _finfo(low: LowDtype) -> Any:
-    import ml_dtypes
-
-    return ml_dtypes.finfo(low)
-
-
-def _measurable(painter: Painter, node: Node) -> bool:
+def _measurable(propagation: Propagation, node: Node) -> bool:
     rounds = node.colour in ("allow", "infer") and node.structure in ("op", "contraction")
     return node.low and rounds and len(node.outputs) == 1 and len(node.operation.results) == 1
 
@@ -136,28 +133,30 @@ def _fits(array: np.ndarray[Any, Any], kind: ir.TensorType | None) -> bool:
 
 
 def _measure(
-    module: Any, treatments: Treatments, wanted: Mapping[int, bool], low: LowDtype, samples: list[list[Any]]
-) -> dict[int, Measured]:
+    module: Any, classifier: Classifier, wanted: Mapping[int, bool], low: LowDtype, samples: list[list[Any]]
+) -> dict[int, Measurement]:
     copied = ir.copy(module)
     with copied.context, ir.mlir().Location.unknown():
-        numbers = _Instrument(copied, treatments, wanted, low).run()
+        numbers = _Instrumentation(copied, classifier, wanted, low).run()
     if not numbers:
         return {}
     executable = ir.compile_module(copied)
-    found: dict[int, Measured] = {}
+    found: dict[int, Measurement] = {}
     for sample in samples:
-        vector = ir.execute(executable, sample)[0].reshape(len(numbers), _MEASURED)
+        vector = ir.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
         for number, row in zip(numbers, vector, strict=True):
-            before = found.get(number, Measured(0.0, 0.0, 0.0))
+            before = found.get(number, Measurement(0.0, 0.0, 0.0))
             # A NaN error stays: it means an overflow.
             error, result, operand = (float(np.maximum(a, b)) for a, b in zip(before, row, strict=True))
-            found[number] = Measured(error, result, operand)
+            found[number] = Measurement(error, result, operand)
     return found
 
 
-class _Instrument:
-    def __init__(self, module: Any, treatments: Treatments, wanted: Mapping[int, bool], low: LowDtype) -> None:
-        self.module, self.treatments, self.wanted = module, treatments, wanted
+class _Instrumentation:
+    """Adds the measurements to a module, in place."""
+
+    def __init__(self, module: Any, classifier: Classifier, wanted: Mapping[int, bool], low: LowDtype) -> None:
+        self.module, self.classifier, self.wanted = module, classifier, wanted
         self.bits = _BITS[low]
         self._helpers: dict[Any, str] = {}
         self._functions = ir.functions(module)
@@ -165,10 +164,10 @@ class _Instrument:
         self._done: dict[str, list[int]] = {}
 
     def run(self) -> list[int]:
-        """Makes the entry function return the measurements only; gives the operations that they are of, in order."""
+        """Makes the entry function return the measurements; returns the numbers of the measured operations in order."""
         main = ir.entry(self.module)
         numbers = self._function(main.attributes["sym_name"].value)
-        for name in ("arg_attrs", "res_attrs"):  # donation and result names are those of the real program
+        for name in ("arg_attrs", "res_attrs"):  # donation and result names do not apply to the measurements
             if name in main.attributes:
                 del main.attributes[name]
         last = _last(main.regions[0].blocks[0])
@@ -177,11 +176,11 @@ class _Instrument:
             self._retype(main)
         return numbers
 
-    # Blocks. Each gives the operations that it measured, in order, and the vector of their measurements.
+    # Blocks and structures return the numbers of the measured operations, in order, and the vector of measurements.
 
     def _function(self, name: str) -> list[int]:
         if name not in self._done:
-            self._done[name] = []  # a function that calls itself is no valid program
+            self._done[name] = []  # ends recursion; a recursive program is not valid
             function = self._functions[name]
             block = function.regions[0].blocks[0]
             numbers, vector = self._block(block)
@@ -209,15 +208,15 @@ class _Instrument:
     def _block(self, block: Any) -> tuple[list[int], Any]:
         numbers: list[int] = []
         vectors: list[Any] = []
-        # Numbered before anything changes: an operation that goes leaves its address to the next one.
+        # Look up all numbers first: a new operation can get the address of an erased one.
         numbered = [(self._number[view.operation], view.operation) for view in list(block.operations)[:-1]]
         for number, operation in numbered:
-            structure = self.treatments.of(operation).structure
+            structure = self.classifier.classify(operation).structure
             found, vector = [], None
             if structure in ("loop", "branch", "inline", "call"):
                 found, vector = getattr(self, f"_{structure}")(operation)
             elif number in self.wanted:
-                found, vector = [number], self._probe(operation, wide=self.wanted[number])
+                found, vector = [number], self._measure(operation, wide=self.wanted[number])
             if vector is not None:
                 numbers += found
                 vectors.append(vector)
@@ -232,7 +231,7 @@ class _Instrument:
         return ir.dialect().concatenate(vectors, 0)
 
     def _zeros(self, count: int) -> Any:
-        kind = ir.mlir().RankedTensorType.get([_MEASURED * count], ir.mlir().F32Type.get())
+        kind = ir.mlir().RankedTensorType.get([_FIELDS * count], ir.mlir().F32Type.get())
         return ir.dialect().constant(ir.constant_attribute(np.zeros(1, np.float32), kind))
 
     # Structures.
@@ -281,13 +280,13 @@ class _Instrument:
         return numbers, self._extended(operation, [], len(numbers))
 
     def _inline(self, operation: Any) -> tuple[list[int], Any]:
-        return [], None  # divided over devices: what one of them sees is not the whole
+        return [], None  # sharded: one device does not see all values
 
     def _extended(self, operation: Any, operands: list[Any], count: int) -> Any:
-        """Writes `operation` again with more operands; gives its added result, a vector of measurements."""
+        """Replaces `operation` by one with more operands and one more result: the vector of measurements, returned."""
         mlir = ir.mlir()
         results = [*(each.type for each in operation.results)]
-        results.append(mlir.RankedTensorType.get([_MEASURED * count], mlir.F32Type.get()))
+        results.append(mlir.RankedTensorType.get([_FIELDS * count], mlir.F32Type.get()))
         with mlir.InsertionPoint(operation):
             made = mlir.Operation.create(
                 operation.name,
@@ -306,7 +305,7 @@ class _Instrument:
 
     # One operation.
 
-    def _probe(self, operation: Any, *, wide: bool) -> Any:
+    def _measure(self, operation: Any, *, wide: bool) -> Any:
         mlir = ir.mlir()
         result = operation.results[0]
         with mlir.InsertionPoint.after(operation):

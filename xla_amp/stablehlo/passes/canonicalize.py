@@ -1,7 +1,7 @@
-"""A contraction whose result is only read transposed is written the other way round.
+"""Canonicalize transpose(dot(a, b)) to dot(b, a).
 
-Differentiation gives weight gradients as ``transpose(dot(dy, x))``.  ``dot(x, dy)`` is the same, and XLA:CPU cannot run
-what it makes of the first form itself where low operands are summed over several dimensions into a float32 result
+Differentiation gives weight gradients as ``transpose(dot(dy, x))``, which equals ``dot(x, dy)``.  XLA:CPU cannot run
+the first form if low operands are summed over several dimensions into a float32 result
 (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32").
 """
 
@@ -16,10 +16,10 @@ _PERMUTATION: Final = "permutation"
 
 
 def untranspose(operation: Any) -> bool:
-    """Swaps the operands of a dot where that saves the transpose behind it; a location must be current.
+    """Swaps the operands of a dot if that saves a transpose of its result; needs a current MLIR location.
 
     Returns:
-        Whether it did.
+        Whether it was changed.
     """
     if _NUMBERS not in operation.attributes:
         return False

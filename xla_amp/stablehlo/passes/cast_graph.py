@@ -1,8 +1,7 @@
-"""A module as the painter sees it: slots, which are float32 values that must share a colour, and the nodes that read
-and write them.
+"""The graph on which colours propagate: slots are float32 values, nodes are the operations that read and write them.
 
-One slot stands for one value, or for several that are the same one: what a loop carries (operand, argument, yield and
-result), what a function is called with by all of its callers.
+Values that must have the same dtype share a slot: a loop carry (operand, region argument, yielded value and result), or
+a function's argument with the operands of all its calls.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.op_table import Colour, Structure, Treatment, Treatments
+from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
 
 
-class Feed(NamedTuple):
-    """An operand that must have the colour of the node that it feeds."""
+class OpOperand(NamedTuple):
+    """One float32 operand of a node; it is cast where its dtype differs from the node's."""
 
     operation: Any
     position: int
@@ -24,37 +23,37 @@ class Feed(NamedTuple):
 
 
 class Node:
-    """What reads slots and writes slots of one colour: an operation, or a join (loop carry, branch result)."""
+    """An operation, or a join: a value that a loop, branch, call or function passes on (loop carry, branch result)."""
 
     __slots__ = (
-        "colour", "edge", "feeds", "function", "inputs", "inside", "kept", "lane", "low", "narrows", "operation",
-        "outputs", "sealed", "structure", "treatment", "upstream", "why", "writes",
+        "boundary", "colour", "function", "in_opaque", "index", "inputs", "keep_reason", "low", "narrows", "op_class",
+        "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
     )  # fmt: skip
 
-    def __init__(self, treatment: Treatment | None, operation: Any, function: str, lane: int | None = None) -> None:
-        self.treatment = treatment
+    def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
+        self.op_class = op_class
         self.operation = operation
         self.function = function
-        self.lane = lane
-        """Which value of the operation, for a join."""
-        self.colour: Colour = treatment.colour if treatment else "clear"
-        self.structure: Structure = treatment.structure if treatment else "op"
-        self.upstream = treatment.upstream if treatment else True
-        self.why = treatment.why if treatment else ""
-        self.kept = ""
-        """Why it must stay float32; empty when it need not."""
-        self.edge = False
-        """Whether it is the module's signature: an argument or a result of the program."""
-        self.sealed = False
-        """Whether its types are those of something that is not in the module."""
-        self.inside = False
+        self.index = index
+        """For a join: which value of the operation."""
+        self.colour: Colour = op_class.colour if op_class else "clear"
+        self.structure: Structure = op_class.structure if op_class else "op"
+        self.upstream = op_class.upstream if op_class else True
+        self.why = op_class.why if op_class else ""
+        self.keep_reason = ""
+        """Why it must stay float32; empty if it may be low."""
+        self.boundary = False
+        """Whether it is an argument or a result of the program."""
+        self.opaque = False
+        """Whether its types are fixed by code outside of the module."""
+        self.in_opaque = False
         """Whether it is in a region that does not change."""
         self.narrows = False
-        """Whether it is the program's own cast to the low dtype."""
+        """Whether it is a cast to the low dtype in the original program."""
         self.low = False
         self.inputs: list[int] = []
         self.outputs: list[int] = []
-        self.feeds: list[Feed] = []
+        self.operands: list[OpOperand] = []
         self.writes: list[Any] = []
         """Values to retype when it is low."""
 
@@ -64,11 +63,11 @@ class _Function:
         self.operation, self.arguments, self.results = operation, arguments, results
 
 
-class Graph:
+class CastGraph:
     """Nodes and slots of a module, for one low dtype."""
 
-    def __init__(self, module: Any, treatments: Treatments, low: str) -> None:
-        self.treatments = treatments
+    def __init__(self, module: Any, classifier: Classifier, low: str) -> None:
+        self.classifier = classifier
         self.low_element = low
         self.nodes: list[Node] = []
         self.producer: list[int] = []
@@ -76,24 +75,24 @@ class Graph:
         self.users: list[list[int]] = []
         """Slot -> nodes."""
         self.exact: set[int] = set()
-        """Slots that the program widened from the low dtype."""
+        """Slots that the original program widened from the low dtype."""
         self.slot_of: dict[Any, int] = {}
         self._index: dict[Node, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
         self._module = module
-        self._structures: dict[Structure, Callable[[Any, Treatment], Any]] = {
+        self._structures: dict[Structure, Callable[[Any, OpClass], Any]] = {
             "op": self._op,
             "contraction": self._op,
             "body": self._body,
-            "lanes": self._lanes,
+            "identity": self._identity,
             "loop": self._loop,
             "branch": self._branch,
             "inline": self._inline,
             "call": self._call,
             "cast": self._cast,
             "constant": self._op,
-            "sealed": self._seal,
+            "opaque": self._opaque,
         }
         self._name = ""
         self._build()
@@ -104,7 +103,7 @@ class Graph:
         for name, operation in functions.items():
             if len(operation.regions[0].blocks):
                 self._name = name
-                self._functions[name] = self._signature(operation, edge=name not in called)
+                self._functions[name] = self._signature(operation, boundary=name not in called)
         for name, function in self._functions.items():
             self._name = name
             block = function.operation.regions[0].blocks[0]
@@ -114,10 +113,10 @@ class Graph:
         called: set[str] = set()
         opaque: set[str] = set()
         for operation in ir.operations(self._module.operation):
-            structure = self.treatments.of(operation).structure
+            structure = self.classifier.classify(operation).structure
             if structure == "call":
                 called.update(_callees(operation))
-            elif structure == "sealed" and operation.name != "func.func":
+            elif structure == "opaque" and operation.name != "func.func":
                 opaque.update(_callees(operation))
         public = {name for name, op in ir.functions(self._module).items() if not ir.is_private(op)}
         return called - opaque - public
@@ -136,8 +135,8 @@ class Graph:
         node.outputs.append(slot)
         return slot
 
-    def _join(self, operation: Any, treatment: Treatment | None, lane: int, values: Iterable[Any]) -> Node:
-        node = self._add(Node(treatment, operation, self._name, lane))
+    def _join(self, operation: Any, op_class: OpClass | None, index: int, values: Iterable[Any]) -> Node:
+        node = self._add(Node(op_class, operation, self._name, index))
         node.colour = "clear"
         slot = self._slot(node)
         for value in values:
@@ -145,9 +144,9 @@ class Graph:
             node.writes.append(value)
         return node
 
-    def _feed(self, node: Node, operation: Any, index: int, value: Any) -> None:
+    def _read(self, node: Node, operation: Any, index: int, value: Any) -> None:
         slot = self.slot_of[value]
-        node.feeds.append(Feed(operation, index, value, slot))
+        node.operands.append(OpOperand(operation, index, value, slot))
         node.inputs.append(slot)
         users = self.users[slot]
         number = self._index[node]
@@ -155,7 +154,7 @@ class Graph:
             users.append(number)
 
     def kind(self, value: Any) -> str:
-        """``wide`` for float32 tensors, ``low`` for tensors of the low dtype, else empty."""
+        """``wide`` for float32 tensors, ``low`` for tensors of the low dtype, otherwise empty."""
         value_type = value.type
         found = self._kinds.get(value_type)
         if found is None:
@@ -167,50 +166,50 @@ class Graph:
 
     # Structures.
 
-    def _signature(self, operation: Any, *, edge: bool) -> _Function:
+    def _signature(self, operation: Any, *, boundary: bool) -> _Function:
         block = operation.regions[0].blocks[0]
         arguments: dict[int, Node] = {}
         for index, argument in enumerate(block.arguments):
             if self.kind(argument) == "wide":
                 arguments[index] = self._join(operation, None, index, [argument])
-                arguments[index].edge = edge
+                arguments[index].boundary = boundary
         results: dict[int, Node] = {}
         terminator = _terminator(block)
         for index, operand in enumerate(terminator.operands):
             if self.kind(operand) == "wide":
                 results[index] = self._join(operation, None, index, [])
-                results[index].edge = edge
+                results[index].boundary = boundary
         return _Function(operation, arguments, results)
 
     def _block(self, block: Any) -> Any:
-        # The terminator is left to whoever owns the block.
+        # The caller handles the terminator.
         views = list(block.operations)
         for view in views[:-1]:
             operation = view.operation
-            treatment = self.treatments.of(operation)
-            self._structures[treatment.structure](operation, treatment)
+            op_class = self.classifier.classify(operation)
+            self._structures[op_class.structure](operation, op_class)
         return views[-1].operation
 
     def _join_terminator(self, terminator: Any, joins: dict[int, Node]) -> None:
         for index, operand in enumerate(terminator.operands):
             if index in joins and self.kind(operand) == "wide":
-                self._feed(joins[index], terminator, index, operand)
+                self._read(joins[index], terminator, index, operand)
 
-    def _op(self, operation: Any, treatment: Treatment) -> Node | None:
+    def _op(self, operation: Any, op_class: OpClass) -> Node | None:
         reads = [(index, value) for index, value in enumerate(operation.operands) if self.kind(value) == "wide"]
         writes = [value for value in operation.results if self.kind(value) == "wide"]
         if not reads and not writes:
             return None
-        node = self._add(Node(treatment, operation, self._name))
+        node = self._add(Node(op_class, operation, self._name))
         for index, value in reads:
-            self._feed(node, operation, index, value)
+            self._read(node, operation, index, value)
         for value in writes:
             self.slot_of[value] = self._slot(node)
             node.writes.append(value)
         return node
 
-    def _cast(self, operation: Any, treatment: Treatment) -> None:
-        node = self._op(operation, treatment)
+    def _cast(self, operation: Any, op_class: OpClass) -> None:
+        node = self._op(operation, op_class)
         if node is None:
             return
         source, target = self.kind(operation.operands[0]), self.kind(operation.results[0])
@@ -219,14 +218,14 @@ class Graph:
         if source == "low" and target == "wide":
             self.exact.add(node.outputs[0])
 
-    def _body(self, operation: Any, treatment: Treatment) -> None:
-        if treatment.colour == "deny" or not self._retypable(operation):
-            self._seal(operation, treatment)
+    def _body(self, operation: Any, op_class: OpClass) -> None:
+        if op_class.colour == "deny" or not self._retypable(operation):
+            self._opaque(operation, op_class)
         else:
-            self._op(operation, treatment)
+            self._op(operation, op_class)
 
     def _retypable(self, operation: Any) -> bool:
-        # Regions that use nothing from outside and whose operations would take another element type.
+        # Whether the regions capture no outside value and all their operations accept the low element type.
         inside: set[Any] = set()
         for region in operation.regions:
             for block in region.blocks:
@@ -235,7 +234,7 @@ class Graph:
                     inner = view.operation
                     if len(inner.regions) or any(operand not in inside for operand in inner.operands):
                         return False
-                    treated = self.treatments.of(inner) if len(inner.results) else None
+                    treated = self.classifier.classify(inner) if len(inner.results) else None
                     if treated and treated.colour == "deny" and any(map(self._touches, inner.results)):
                         return False
                     inside.update(inner.results)
@@ -244,59 +243,59 @@ class Graph:
     def _touches(self, value: Any) -> bool:
         return self.kind(value) == "wide"
 
-    def _seal(self, operation: Any, treatment: Treatment, *, inside: bool = False) -> None:
-        node = self._op(operation, treatment)
+    def _opaque(self, operation: Any, op_class: OpClass, *, in_opaque: bool = False) -> None:
+        node = self._op(operation, op_class)
         for region in operation.regions:
             for block in region.blocks:
                 for argument in block.arguments:
                     if self.kind(argument) == "wide":
-                        join = self._join(operation, treatment, 0, [argument])
-                        join.colour, join.inside = "deny", True
+                        join = self._join(operation, op_class, 0, [argument])
+                        join.colour, join.in_opaque = "deny", True
                 for view in block.operations:
-                    self._seal(view.operation, treatment, inside=True)
+                    self._opaque(view.operation, op_class, in_opaque=True)
         if node is not None:
-            node.colour, node.sealed, node.inside = "deny", treatment.structure == "sealed", inside
+            node.colour, node.opaque, node.in_opaque = "deny", op_class.structure == "opaque", in_opaque
 
-    def _lanes(self, operation: Any, treatment: Treatment) -> None:
+    def _identity(self, operation: Any, op_class: OpClass) -> None:
         for index, (operand, result) in enumerate(zip(operation.operands, operation.results, strict=True)):
             if self.kind(operand) == "wide":
-                self._feed(self._join(operation, treatment, index, [result]), operation, index, operand)
+                self._read(self._join(operation, op_class, index, [result]), operation, index, operand)
 
-    def _loop(self, operation: Any, treatment: Treatment) -> None:
+    def _loop(self, operation: Any, op_class: OpClass) -> None:
         blocks = [region.blocks[0] for region in operation.regions]
         joins: dict[int, Node] = {}
         for index, operand in enumerate(operation.operands):
             if self.kind(operand) == "wide":
                 same = [operation.results[index], *(block.arguments[index] for block in blocks)]
-                joins[index] = self._join(operation, treatment, index, same)
-                self._feed(joins[index], operation, index, operand)
+                joins[index] = self._join(operation, op_class, index, same)
+                self._read(joins[index], operation, index, operand)
         for block in blocks:
             self._join_terminator(self._block(block), joins)
 
-    def _results(self, operation: Any, treatment: Treatment) -> dict[int, Node]:
+    def _results(self, operation: Any, op_class: OpClass) -> dict[int, Node]:
         results = enumerate(operation.results)
-        return {i: self._join(operation, treatment, i, [value]) for i, value in results if self.kind(value) == "wide"}
+        return {i: self._join(operation, op_class, i, [value]) for i, value in results if self.kind(value) == "wide"}
 
-    def _branch(self, operation: Any, treatment: Treatment) -> None:
-        joins = self._results(operation, treatment)
+    def _branch(self, operation: Any, op_class: OpClass) -> None:
+        joins = self._results(operation, op_class)
         for region in operation.regions:
             self._join_terminator(self._block(region.blocks[0]), joins)
 
-    def _inline(self, operation: Any, treatment: Treatment) -> None:
+    def _inline(self, operation: Any, op_class: OpClass) -> None:
         block = operation.regions[0].blocks[0]
         for index, (operand, argument) in enumerate(zip(operation.operands, block.arguments, strict=True)):
             if self.kind(operand) == "wide":
-                self._feed(self._join(operation, treatment, index, [argument]), operation, index, operand)
-        self._join_terminator(self._block(block), self._results(operation, treatment))
+                self._read(self._join(operation, op_class, index, [argument]), operation, index, operand)
+        self._join_terminator(self._block(block), self._results(operation, op_class))
 
-    def _call(self, operation: Any, treatment: Treatment) -> None:
+    def _call(self, operation: Any, op_class: OpClass) -> None:
         callee = self._functions.get(_callees(operation)[0])
         if callee is None:  # declared only
-            self._seal(operation, treatment)
+            self._opaque(operation, op_class)
             return
         for index, operand in enumerate(operation.operands):
             if index in callee.arguments:
-                self._feed(callee.arguments[index], operation, index, operand)
+                self._read(callee.arguments[index], operation, index, operand)
         for index, result in enumerate(operation.results):
             if index in callee.results:
                 node = callee.results[index]
@@ -310,7 +309,7 @@ def _terminator(block: Any) -> Any:
 
 
 def _callees(operation: Any) -> list[str]:
-    """Functions that an operation names in its attributes."""
+    """Names of the functions that an operation refers to in its attributes."""
     symbol = ir.mlir().FlatSymbolRefAttr
     names: list[str] = []
     for named in operation.attributes:

@@ -1,7 +1,7 @@
-"""A copy of each small function for each of its calls, so that one caller's colour is not forced on the others.
+"""Clone small functions for each call, so that callers can have different colours; merge identical clones afterwards.
 
-JAX writes ``relu``, ``where`` or the slicing of a scan's inputs as one function that everybody calls.  With one colour
-for all callers, a loop would cast its whole stacked input at every turn.  Copies that end up alike become one again.
+JAX writes ``relu``, ``where`` or the slicing of a scan's inputs as one function with many callers.  With one colour for
+all callers, a loop would cast its whole stacked input in every iteration.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from __future__ import annotations
 from typing import Any, Final
 
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.op_table import Treatments
+from xla_amp.stablehlo.passes.op_table import Classifier
 
 SMALL: Final = 32
-"""Most operations in a function that is copied: what bounds the growth of the module."""
+"""Largest number of operations in a function that is cloned: bounds the growth of the module."""
 _CALLEE: Final = "callee"
 _NAME: Final = "sym_name"
 
 
-def specialize(module: Any, treatments: Treatments) -> dict[str, str]:
-    """Gives each call of a small private function that calls no other its own copy.
+def clone_per_call(module: Any, classifier: Classifier) -> dict[str, str]:
+    """Clones each small private leaf function for each call but the first.
 
     Returns:
-        Name of a copy -> name of the function.
+        Name of a clone -> name of the function.
     """
     mlir = ir.mlir()
     functions = ir.functions(module)
     calls: dict[str, list[Any]] = {}
     for operation in ir.operations(module.operation):
-        if treatments.of(operation).structure == "call":
+        if classifier.classify(operation).structure == "call":
             calls.setdefault(operation.attributes[_CALLEE].value, []).append(operation)
     copies: dict[str, str] = {}
     taken = set(functions)
     for name, callers in calls.items():
         function = functions.get(name)
-        if function is None or len(callers) < 2 or not ir.is_private(function) or not _small(function, treatments):
+        if function is None or len(callers) < 2 or not ir.is_private(function) or not _small(function, classifier):
             continue
         for number, call in enumerate(callers[1:], 1):
             copied = f"{name}.{number}"
@@ -41,7 +41,7 @@ def specialize(module: Any, treatments: Treatments) -> dict[str, str]:
                 copied += "_"
             taken.add(copied)
             copies[copied] = name
-            # Made where no insertion point is current: the module takes it at its end.
+            # Without a current insertion point the clone is detached; the module appends it.
             clone = function.clone()
             clone.operation.attributes[_NAME] = mlir.StringAttr.get(copied)
             module.body.append(clone)
@@ -49,24 +49,24 @@ def specialize(module: Any, treatments: Treatments) -> dict[str, str]:
     return copies
 
 
-def _small(function: Any, treatments: Treatments) -> bool:
+def _small(function: Any, classifier: Classifier) -> bool:
     count = 0
     for operation in ir.operations(function):
         count += 1
-        if count > SMALL or treatments.of(operation).structure == "call":
+        if count > SMALL or classifier.classify(operation).structure == "call":
             return False
     return count > 0
 
 
-def merge(module: Any, treatments: Treatments, copies: dict[str, str]) -> None:
-    """Makes copies that have become the same function one again, under the function's own name where it is one."""
+def merge_identical(module: Any, classifier: Classifier, copies: dict[str, str]) -> None:
+    """Replaces clones with identical bodies by one, the original function if it is among them."""
     mlir = ir.mlir()
     functions = ir.functions(module)
     first: dict[tuple[str, str], str] = {}
     same: dict[str, str] = {}
     for name in [*dict.fromkeys(copies.values()), *copies]:
         origin = copies.get(name, name)
-        # In its local scope: numbering the whole module for each function would take quadratic time.
+        # Local scope: numbering the whole module for each function would take quadratic time.
         body = functions[name].get_asm(use_local_scope=True)
         body = body.replace(f"@{name}(", "@(", 1).replace(f'@"{name}"(', "@(", 1)
         kept = first.setdefault((origin, body), name)
@@ -75,7 +75,7 @@ def merge(module: Any, treatments: Treatments, copies: dict[str, str]) -> None:
     if not same:
         return
     for operation in ir.operations(module.operation):
-        if treatments.of(operation).structure == "call":
+        if classifier.classify(operation).structure == "call":
             kept = same.get(operation.attributes[_CALLEE].value, "")
             if kept:
                 operation.attributes[_CALLEE] = mlir.FlatSymbolRefAttr.get(kept)

@@ -1,4 +1,8 @@
-"""How one operation is treated: its row in ``operations.toml`` and what the policy says about it."""
+"""Classify each StableHLO operation: its row in ``operations.toml``, overridden by the policy's rule.
+
+The classes are the lists of TensorFlow's grappler (auto_mixed_precision.cc), which calls them colours: allow, infer,
+clear and deny.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,15 @@ from xla_amp.stablehlo import ir
 from xla_amp.types import Cast
 
 Colour: TypeAlias = Literal["allow", "infer", "clear", "deny"]
-"""Grappler's four lists: what runs low, what follows, what does not care, what must not."""
+"""``allow``  runs in the low dtype
+``infer``  follows its neighbours
+``clear``  does not round, so either dtype gives the same values
+``deny``   stays float32"""
 
 Structure: TypeAlias = Literal[
-    "op", "contraction", "body", "lanes", "loop", "branch", "inline", "call", "cast", "constant", "sealed"
+    "op", "contraction", "body", "identity", "loop", "branch", "inline", "call", "cast", "constant", "opaque"
 ]
-"""How operands, regions and results hang together; see ``operations.toml``."""
+"""How operands, regions and results correspond; see ``operations.toml``."""
 
 _TABLE: Final = "operations.toml"
 _DIALECT: Final = "stablehlo."
@@ -31,34 +38,34 @@ _WIDE: Final[frozenset[Cast]] = frozenset({"fp32", "fp32_out", "fp32_append"})
 class Row(NamedTuple):
     """One operation in the table."""
 
-    colour: str
-    """A `Colour`, or ``fixed``: deny whatever the policy says."""
+    colour: Colour | Literal["fixed"]
+    """``fixed`` is deny that no rule of the policy changes."""
     structure: Structure
     upstream: bool
     why: str
 
 
-class Treatment(NamedTuple):
-    """What is done with one kind of operation under one policy."""
+class OpClass(NamedTuple):
+    """The class of one kind of operation under one policy."""
 
     name: str
     """Name in the table, ``reduce.add``."""
     colour: Colour
     structure: Structure
     upstream: bool
-    """Whether a cast behind it may be moved before it."""
+    """Whether a cast of its result may be moved to its operands."""
     why: str
     decision: Decision | None
-    """The policy's, where a rule of the vocabulary corresponds."""
+    """The policy's decision about the corresponding ATen operation, if there is one."""
 
 
 class Table(NamedTuple):
-    """``operations.toml``, read."""
+    """The parsed ``operations.toml``."""
 
     rows: Mapping[str, Row]
     unknown: Row
     narrowed: Mapping[str, str]
-    """Operation -> what its treatment also depends on: body, source or target."""
+    """Operation -> what its class also depends on: body, source or target."""
 
 
 @functools.cache
@@ -66,7 +73,7 @@ def table() -> Table:
     """The shipped table, checked.
 
     Raises:
-        PolicyError: an operation is written twice, or a colour or structure is unknown.
+        PolicyError: an operation has two rows, or a colour or structure is unknown.
     """
     text = importlib.resources.files(__package__).joinpath(_TABLE).read_text(encoding="utf-8")
     data: dict[str, Any] = tomllib.loads(text)
@@ -75,7 +82,7 @@ def table() -> Table:
         row = _row(entry)
         for name in entry["operations"]:
             if name in rows:
-                raise PolicyError(f"{_TABLE}: {name!r} is written twice")
+                raise PolicyError(f"{_TABLE}: {name!r} has two rows")
             rows[name] = row
     narrowed = {name: by for by, names in data["narrowed"].items() for name in names}
     return Table(rows, _row(data["unknown"]), narrowed)
@@ -84,53 +91,53 @@ def table() -> Table:
 def _row(entry: Mapping[str, Any]) -> Row:
     structure = entry.get("structure", "op")
     if structure not in get_args(Structure) or entry["colour"] not in (*get_args(Colour), "fixed"):
-        raise PolicyError(f"{_TABLE}: a row says colour {entry['colour']!r} and structure {structure!r}")
+        raise PolicyError(f"{_TABLE}: unknown colour {entry['colour']!r} or structure {structure!r}")
     return Row(entry["colour"], structure, entry.get("upstream", True), entry["why"])
 
 
-class Treatments:
-    """Treatments under one policy, kept by name and place."""
+class Classifier:
+    """Classes of operations under one policy, cached by name and module path."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._kept: dict[tuple[str, str | None], Treatment] = {}
+        self._cache: dict[tuple[str, str | None], OpClass] = {}
 
-    def of(self, operation: Any) -> Treatment:
-        """How `operation` is treated."""
+    def classify(self, operation: Any) -> OpClass:
+        """The class of `operation`; `PolicyError` if the policy bans it."""
         name = table_name(operation)
-        place = _place(operation) if self.policy.by_module else None
-        found = self._kept.get((name, place))
+        module_path = _module_path(operation) if self.policy.by_module else None
+        found = self._cache.get((name, module_path))
         if found is None:
-            found = self._kept[name, place] = self._decide(name, place)
+            found = self._cache[name, module_path] = self._decide(name, module_path)
         return found
 
-    def _decide(self, name: str, place: str | None) -> Treatment:
+    def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
         aten = equivalent("stablehlo", name) or equivalent("stablehlo", _base(name))
-        decision = self.policy.decide(aten, place) if aten else None
+        decision = self.policy.decide(aten, module_path) if aten else None
         cast: Cast = decision.cast if decision else "keep"
-        colour, why = row.colour, row.why
+        colour: Colour = "deny" if row.colour == "fixed" else row.colour
+        why = row.why
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
-        if row.colour == "fixed":
-            colour = "deny"
-        elif cast == "low":
-            colour = "allow"
-        elif cast in _WIDE:
-            colour = "deny"
-        if decision and colour != row.colour and row.colour != "fixed":
-            why = decision.why
-        return Treatment(name, colour, row.structure, row.upstream, why, decision)  # type: ignore[arg-type]
+        if row.colour != "fixed":
+            if cast == "low":
+                colour = "allow"
+            elif cast in _WIDE:
+                colour = "deny"
+            if decision and colour != row.colour:
+                why = decision.why
+        return OpClass(name, colour, row.structure, row.upstream, why, decision)
 
 
 def _base(name: str) -> str:
-    # "chlo.erf" is a name of its own; "reduce.add" narrows "reduce".
+    # The dot of "chlo.erf" belongs to the name; "reduce.add" narrows "reduce".
     base = name.partition(".")[0]
     return base if base in table().narrowed else name
 
 
 def table_name(operation: Any) -> str:
-    """Name of an operation in the table, narrowed where its treatment depends on more than its name."""
+    """Name of an operation in the table, with a suffix if its class depends on more than its name."""
     name: str = operation.name.removeprefix(_DIALECT)
     by = table().narrowed.get(name)
     if by is None:
@@ -140,7 +147,7 @@ def table_name(operation: Any) -> str:
 
 
 def _body(operation: Any) -> str:
-    # The body ends in a return; a body of nothing else gives back an argument.
+    # The last operation is the return; a body without others returns an argument.
     names = [view.operation.name.removeprefix(_DIALECT) for view in operation.regions[0].blocks[0].operations][:-1]
     if len(names) < 2:
         return names[0] if names else ""
@@ -167,9 +174,11 @@ _NARROW: Final = {"body": _body, "source": _source, "target": _target}
 _WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
 
 
-def _place(operation: Any) -> str | None:
-    """The name scope that JAX wrote into the location, as a module path: ``encoder.layer_0`` of
-    ``jit(step)/jvp(encoder)/layer_0/dot_general``; None where there is none."""
+def _module_path(operation: Any) -> str | None:
+    """JAX's name scope in the location as a module path, or None.
+
+    ``jit(step)/jvp(encoder)/layer_0/dot_general`` -> ``encoder.layer_0``.
+    """
     name = getattr(operation.location, "name_str", None)
     if name is None:
         return None

@@ -1,15 +1,15 @@
-"""Which nodes run low: paint and propagate, as TensorFlow's grappler does for its graphs.
+"""Decide which nodes run low by propagating colours, as TensorFlow's grappler does.
 
-In steps, each linear in the size of the graph:
+The steps, each linear in the size of the graph:
 
-1. deny forward: what follows a deny operation through infer operations stays float32;
+1. deny propagates forward through infer operations;
 2. a value that a loop adds to itself stays float32 (a running sum);
 3. infer and clear operations between two allow operations become low, if every operand is low, a constant that fits,
    or, for infer, a small argument spread over a large value (a bias);
-4. clear operations whose users all read low become low, which moves the cast before them and changes no value;
+4. clear operations whose users all read low become low: the cast moves before them and no value changes;
 5. a contraction whose result no further contraction depends on (a weight gradient, the program's result) gives
-   float32 straight from its accumulator, unless someone reads it low;
-6. clear operations whose operands are all low become low, which moves the cast behind them and changes no value.
+   float32 directly from its accumulator, unless an operation reads it low;
+6. clear operations whose operands are all low become low: the cast moves behind them and no value changes.
 
 References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for step 3's operands, TVM's ToMixedPrecision
 ("follow"); for step 4, XLA's BFloat16Propagation.
@@ -24,19 +24,19 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.cast_graph import Graph, Node
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 
-_FOLLOWING: Final = ("infer", "clear")
+_UNDECIDED: Final = ("infer", "clear")
 
 
-class Range:
-    """Which constants a low dtype can hold."""
+class ConstantRange:
+    """Tests whether a low dtype can represent constants."""
 
     def __init__(self, low: np.dtype[Any]) -> None:
         self.low = low
 
     def problem(self, values: np.ndarray[Any, Any] | None) -> str:
-        """Why `values` (float32) must stay; empty where each one stays finite, or infinite, and nonzero."""
+        """Why `values` (float32) must stay float32; empty if none overflows or becomes zero."""
         if values is None:
             return "a constant whose values cannot be read"
         with np.errstate(over="ignore", under="ignore"):
@@ -55,25 +55,25 @@ class Range:
             return np.array_equal(values.astype(self.low).astype(np.float32), values, equal_nan=True)
 
 
-class Painter:
-    """One painting of one graph; afterwards each `Node.low` says what it runs in and `Node.why` why."""
+class Propagation:
+    """One propagation over a graph: sets `Node.low` and the reason, `Node.why`, of each node."""
 
-    def __init__(self, graph: Graph, low: np.dtype[Any], *, keep_io: bool, keep: Callable[[Node], str]) -> None:
+    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Callable[[Node], str]) -> None:
         self.graph = graph
         self.nodes, self.producer, self.users = graph.nodes, graph.producer, graph.users
-        self.range = Range(low)
+        self.range = ConstantRange(low)
         self.keep_io = keep_io
         self.constant: dict[int, bool] = {}
-        """Slots made of constants only -> whether narrowing them is exact."""
+        """Slots computed from constants only -> whether narrowing them is exact."""
         self.wide: set[int] = set()
         """Results that low contractions give in float32."""
         for node in self.nodes:
-            node.low, node.kept = False, keep(node)
-            if node.kept:
-                node.why = node.kept
-        self._paint()
+            node.low, node.keep_reason = False, keep(node)
+            if node.keep_reason:
+                node.why = node.keep_reason
+        self._run()
 
-    def _paint(self) -> None:
+    def _run(self) -> None:
         self._constants()
         allowed = [number for number, node in enumerate(self.nodes) if self._may_allow(node)]
         for number in allowed:
@@ -84,25 +84,25 @@ class Painter:
         self._spread = self._spread_arguments()
         down = self._reach(allowed, forward=True)
         up = self._reach(allowed, forward=False)
-        self._follow(down & up, "between two low operations", exact=False)
-        self._pull()
-        self._results(allowed)
+        self._make_low(down & up, "between two low operations", exact=False)
+        self._hoist_casts()
+        self._accumulator_results(allowed)
         lows = (n for n, node in enumerate(self.nodes) if any(map(self.is_low, node.outputs)))
-        self._follow(self._reach(lows, forward=True, through=("clear",)), "its operands are low", exact=True)
-        self._say_why(down & up)
+        self._make_low(self._reach(lows, forward=True, through=("clear",)), "its operands are low", exact=True)
+        self._explain(down & up)
 
-    # What a node may do.
+    # Conditions on single nodes.
 
     def _free(self, node: Node) -> bool:
-        """Whether the painter may choose."""
-        if node.edge:
+        """Whether the node's dtype is still undecided."""
+        if node.boundary:
             return not (self.keep_io or node.low)
-        return not (node.low or node.kept or node.sealed) and node.colour in _FOLLOWING
+        return not (node.low or node.keep_reason or node.opaque) and node.colour in _UNDECIDED
 
     def _may_allow(self, node: Node) -> bool:
-        if node.colour != "allow" or node.sealed:
+        if node.colour != "allow" or node.opaque:
             return False
-        return not node.kept
+        return not node.keep_reason
 
     def _narrowing(self) -> None:
         for node in self.nodes:
@@ -113,51 +113,51 @@ class Painter:
 
     def _constants(self) -> None:
         for node in self.nodes:
-            if not node.outputs or node.lane is not None:
+            if not node.outputs or node.index is not None:
                 continue
             if node.structure == "constant":
                 values = ir.constant_array(node.operation.attributes["value"])
-                node.kept = node.kept or self.range.problem(values)
+                node.keep_reason = node.keep_reason or self.range.problem(values)
                 self.constant[node.outputs[0]] = values is not None and self.range.exact(values)
             elif node.inputs and node.colour == "clear" and all(slot in self.constant for slot in node.inputs):
                 exact = all(self.constant[slot] for slot in node.inputs)
                 self.constant.update((slot, exact) for slot in node.outputs)
-        # What reads a constant that does not fit, through whatever moves it, cannot be low.
+        # Operations that read a constant out of range cannot be low, nor can those that read it through clear nodes.
         todo = deque(
-            (slot, node.kept)
+            (slot, node.keep_reason)
             for node in self.nodes
-            if node.structure == "constant" and node.kept
+            if node.structure == "constant" and node.keep_reason
             for slot in node.outputs
         )
         while todo:
             slot, why = todo.popleft()
             for number in self.users[slot]:
                 user = self.nodes[number]
-                if not user.kept:
-                    user.kept = user.why = f"reads {why}"
-                    if user.colour == "clear" and user.lane is None and all(s in self.constant for s in user.inputs):
+                if not user.keep_reason:
+                    user.keep_reason = user.why = f"reads {why}"
+                    if user.colour == "clear" and user.index is None and all(s in self.constant for s in user.inputs):
                         todo.extend((out, why) for out in user.outputs)
 
     # Step 1.
 
     def _deny_forward(self) -> None:
         sources = [number for number, node in enumerate(self.nodes) if node.colour == "deny"]
-        sources += [n for n, node in enumerate(self.nodes) if node.kept and node.structure != "constant"]
+        sources += [n for n, node in enumerate(self.nodes) if node.keep_reason and node.structure != "constant"]
         reached = self._reach(sources, forward=True)
-        # Clear nodes are denied only between a deny and an infer (or deny) node.
+        # Deny a clear node only if it leads from a deny node to a deny or infer node.
         ends = [n for n in range(len(self.nodes)) if self._denies(n, reached)]
         before = self._reach(ends, forward=False, through=("clear",))
         for number in reached:
             node = self.nodes[number]
             if self._free(node) and (node.colour == "infer" or number in before):
-                node.kept = node.why = "follows an operation that stays float32"
+                node.keep_reason = node.why = "follows an operation that stays float32"
 
     def _denies(self, number: int, reached: set[int]) -> bool:
         node = self.nodes[number]
         return node.colour == "deny" or (node.colour == "infer" and number in reached)
 
-    def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _FOLLOWING) -> set[int]:
-        """Free nodes that lie behind (before) `sources` with only free nodes between."""
+    def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
+        """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
         nodes, seen = self.nodes, set[int]()
         todo = list(sources)
         while todo:
@@ -181,48 +181,50 @@ class Painter:
             if any(node.colour in ("infer", "deny") for node in members):
                 for node in members:
                     if self._free(node):
-                        node.kept = node.why = "a loop adds to it: a running sum, which swallows small terms"
+                        node.keep_reason = node.why = "a running sum in a loop: small terms would be lost"
 
     # Steps 3 and 6.
 
     def _spread_arguments(self) -> set[int]:
-        """Slots that hold an argument of the program, moved only, over more elements than it has."""
-        leaf = {n for n, node in enumerate(self.nodes) if node.outputs and (node.edge or _moves(node))}
-        todo = [number for number in leaf if not self._reads_only(number, leaf)]
+        """Slots that hold an argument of the program broadcast to more elements, without arithmetic."""
+        sources = {n for n, node in enumerate(self.nodes) if node.outputs and (node.boundary or _moves(node))}
+        todo = [number for number in sources if not self._reads_only(number, sources)]
         while todo:
             number = todo.pop()
-            if number in leaf:
-                leaf.discard(number)
+            if number in sources:
+                sources.discard(number)
                 users = (user for slot in self.nodes[number].outputs for user in self.users[slot])
-                todo.extend(user for user in users if user in leaf)
+                todo.extend(user for user in users if user in sources)
         spread: set[int] = set()
-        todo = [number for number in leaf if self._grows(self.nodes[number])]
+        todo = [number for number in sources if self._grows(self.nodes[number])]
         while todo:
             for slot in self.nodes[todo.pop()].outputs:
                 if slot not in spread:
                     spread.add(slot)
-                    todo.extend(user for user in self.users[slot] if user in leaf)
+                    todo.extend(user for user in self.users[slot] if user in sources)
         return spread
 
     def _reads_only(self, number: int, sources: set[int]) -> bool:
         return all(self.producer[slot] in sources for slot in self.nodes[number].inputs)
 
     def _grows(self, node: Node) -> bool:
-        return node.lane is None and _elements(node.writes[0]) > _elements(node.feeds[0].value)
+        return node.index is None and _elements(node.writes[0]) > _elements(node.operands[0].value)
 
-    def _follow(self, chosen: set[int], why: str, *, exact: bool) -> None:
-        # The largest part of `chosen` in which every node reads low; with `exact`, what it reads loses nothing by it.
-        todo = [number for number in chosen if not self._follows(number, chosen, exact)]
+    def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
+        # Lowers the largest subset of `chosen` in which every node reads low; with `exact`, without loss of precision.
+        todo = [number for number in chosen if not self._all_operands_low(number, chosen, exact)]
         while todo:
             number = todo.pop()
             if number in chosen:
                 chosen.discard(number)
                 for slot in self.nodes[number].outputs:
-                    todo.extend(n for n in self.users[slot] if n in chosen and not self._follows(n, chosen, exact))
+                    todo.extend(
+                        n for n in self.users[slot] if n in chosen and not self._all_operands_low(n, chosen, exact)
+                    )
         for number in chosen:
             self.nodes[number].low, self.nodes[number].why = True, why
 
-    def _follows(self, number: int, chosen: set[int], exact: bool) -> bool:
+    def _all_operands_low(self, number: int, chosen: set[int], exact: bool) -> bool:
         node = self.nodes[number]
         return all(self._reads_low(slot, node, chosen, exact or not node.outputs) for slot in node.inputs)
 
@@ -231,17 +233,17 @@ class Painter:
         if source in chosen or self.is_low(slot) or slot in self.graph.exact:
             return True
         if slot in self.constant:
-            return not self.nodes[source].kept and (self.constant[slot] or not exact)
+            return not self.nodes[source].keep_reason and (self.constant[slot] or not exact)
         return node.colour == "infer" and slot in self._spread
 
     # Step 4.
 
-    def _pull(self) -> None:
+    def _hoist_casts(self) -> None:
         chosen = {
             n for n, node in enumerate(self.nodes) if node.upstream and node.colour == "clear" and self._free(node)
         }
         chosen = {n for n in chosen if self.nodes[n].outputs}
-        todo = [number for number in chosen if not self._pulled(number, chosen)]
+        todo = [number for number in chosen if not self._all_users_low(number, chosen)]
         while todo:
             number = todo.pop()
             if number not in chosen:
@@ -249,21 +251,21 @@ class Painter:
             chosen.discard(number)
             for slot in self.nodes[number].inputs:
                 source = self.producer[slot]
-                if source in chosen and not self._pulled(source, chosen):
+                if source in chosen and not self._all_users_low(source, chosen):
                     todo.append(source)
-        # A loop that nobody reads would hold itself up.
+        # A loop without outside readers would justify itself.
         rooted = self._reach((n for n, node in enumerate(self.nodes) if node.low), forward=False, through=("clear",))
         for number in chosen & rooted:
             node = self.nodes[number]
             node.low, node.why = True, "only low operations read it"
 
-    def _pulled(self, number: int, chosen: set[int]) -> bool:
+    def _all_users_low(self, number: int, chosen: set[int]) -> bool:
         users = [user for slot in self.nodes[number].outputs for user in self.users[slot]]
         return bool(users) and all(self.nodes[user].low or user in chosen for user in users)
 
     # Step 5.
 
-    def _results(self, allowed: list[int]) -> None:
+    def _accumulator_results(self, allowed: list[int]) -> None:
         feeding = self._before(allowed)
         for number in allowed:
             node = self.nodes[number]
@@ -273,7 +275,7 @@ class Painter:
                         self.wide.add(slot)
 
     def _before(self, targets: list[int]) -> set[int]:
-        """Nodes on which `targets` depend, through anything."""
+        """Nodes on which `targets` depend, directly or through others."""
         seen: set[int] = set()
         todo = list(targets)
         while todo:
@@ -284,13 +286,13 @@ class Painter:
                     todo.append(source)
         return seen
 
-    def _say_why(self, between: set[int]) -> None:
+    def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
-            if self._free(node) and not node.edge:
+            if self._free(node) and not node.boundary:
                 if node.colour == "infer":
                     node.why = "an operand is float32" if number in between else "not between two low operations"
                 elif node.structure != "constant":
-                    node.why = "what it reads or who reads it is float32"
+                    node.why = "its operands or its users are float32"
 
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
@@ -298,8 +300,8 @@ class Painter:
 
 
 def _moves(node: Node) -> bool:
-    """Whether a node gives what it reads, elsewhere or in another shape."""
-    return node.colour == "clear" and bool(node.inputs) and (node.lane is not None or len(node.feeds) == 1)
+    """Whether a node only moves or reshapes its one operand."""
+    return node.colour == "clear" and bool(node.inputs) and (node.index is not None or len(node.operands) == 1)
 
 
 def _elements(value: Any) -> int:
@@ -308,7 +310,7 @@ def _elements(value: Any) -> int:
 
 
 def _cycles(nodes: list[Node], users: list[list[int]]) -> list[list[int]]:
-    """Strongly connected parts of the graph without its allow operations, those of one node that feeds itself included.
+    """Strongly connected components of more than one node, in the graph without its allow operations.
 
     Tarjan 1972, without recursion.
     """

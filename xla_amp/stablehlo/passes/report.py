@@ -1,4 +1,4 @@
-"""What the pass decided, operation by operation."""
+"""The report of the pass: its decision about each operation."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Colour
-from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import Cast, Layer, LowDtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OperationDecision:
-    """One operation that reads or writes float32, or one value that a loop, branch or function passes on."""
+    """The decision about one operation that reads or writes float32, or one value that a loop or branch carries."""
 
     operation: str
-    """``dot_general``, ``reduce.add``; a value that is passed on has its number: ``while#2``."""
+    """``dot_general``, ``reduce.add``; a value that is passed on has its index: ``while#2``."""
     function: str
     location: str
     colour: Colour
     before: str
     after: str
-    """dtype that it computes in."""
+    """dtype of the computation."""
     result: str
-    """dtype of its result; float32 for a low contraction that gives its accumulator."""
+    """dtype of its result; float32 for a low contraction that returns its accumulator."""
     why: str
     cast: Cast
-    """What the policy says; ``keep`` without a rule."""
+    """The policy's cast; ``keep`` without a rule."""
     layer: Layer
     aten: str
-    """Operation whose rule decided; empty where none corresponds."""
+    """ATen operation whose rule decided; empty if none corresponds."""
     origin: str
-    """Where the rule is written; empty without one."""
+    """Location of the rule; empty without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Decisions in program order, and the casts that they took."""
+    """Decisions in program order, and the casts that they needed."""
 
     policy: str
     low: LowDtype
@@ -50,7 +50,7 @@ class Report:
     casts: Mapping[str, int]
     """``f32->bf16`` and ``bf16->f32``: how many casts were inserted."""
     folded: int
-    """Casts of the program that were folded or became unnecessary."""
+    """Casts of the original program that were folded or removed."""
 
     def summary(self) -> dict[str, Any]:
         """Counts by colour and dtype, and the casts."""
@@ -73,31 +73,31 @@ class Report:
         return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
 
     def __str__(self) -> str:
-        """One line for decisions that are alike, most frequent first."""
+        """One line per group of equal decisions, most frequent first."""
         alike = Counter((e.operation.partition("#")[0], e.colour, e.after, e.result, e.why) for e in self.operations)
         lines = [f"{n:6} {op:28} {c:6} {a:9} -> {r:9} {why}" for (op, c, a, r, why), n in alike.most_common()]
         casts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.casts.items())) or "none"
         return "\n".join([*lines, f"{len(self.operations)} operations; casts inserted: {casts}"])
 
 
-def decisions(painter: Painter, low: LowDtype, copies: Mapping[str, str]) -> Iterable[OperationDecision]:
-    """What was decided, before the module is changed; `copies` are functions' copies by name, under their own name."""
-    for node in painter.nodes:
-        if node.treatment is None and not node.edge:
-            continue  # a function's own argument or result: its callers' operations say the same
-        if node.structure == "constant" or node.inside:
+def decisions(propagation: Propagation, low: LowDtype, copies: Mapping[str, str]) -> Iterable[OperationDecision]:
+    """The decisions, taken before the module changes; `copies`: name of a cloned function -> name of the original."""
+    for node in propagation.nodes:
+        if node.op_class is None and not node.boundary:
+            continue  # argument or result of a called function: reported with the callers' operations
+        if node.structure == "constant" or node.in_opaque:
             continue
-        yield _decision(painter, node, low, copies.get(node.function, node.function))
+        yield _decision(propagation, node, low, copies.get(node.function, node.function))
 
 
-def _decision(painter: Painter, node: Node, low: LowDtype, function: str) -> OperationDecision:
-    treatment = node.treatment
-    decision = treatment.decision if treatment else None
-    name = treatment.name if treatment else ("argument" if node.writes else "result")
-    gives = [painter.is_low(slot) for slot in node.outputs] or [node.low]
+def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str) -> OperationDecision:
+    op_class = node.op_class
+    decision = op_class.decision if op_class else None
+    name = op_class.name if op_class else ("argument" if node.writes else "result")
+    gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
     return OperationDecision(
-        operation=name if node.lane is None else f"{name}#{node.lane}",
+        operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
         location=location(node.operation),
         colour=node.colour,
@@ -113,13 +113,13 @@ def _decision(painter: Painter, node: Node, low: LowDtype, function: str) -> Ope
 
 
 def location(operation: Any) -> str:
-    """MLIR's location of an operation, without the word around it; empty where it is unknown."""
+    """MLIR's location of an operation without ``loc()``; empty if unknown."""
     text = str(operation.location).removeprefix("loc(").removesuffix(")")
     return "" if text == "unknown" else text
 
 
-def tell(report: Report) -> None:
-    """Sends the decisions to whoever collects them (`xla_amp.explain`)."""
+def emit_events(report: Report) -> None:
+    """Sends the decisions to the subscribers of `xla_amp.events` (`xla_amp.explain`)."""
     if not events.sinks:
         return
     for each in report.operations:

@@ -1,4 +1,4 @@
-"""Writes a painting into the module: element types, one cast per value and direction, constants, attributes."""
+"""Rewrite the module to the decided dtypes: element types, one cast per value and direction, constants, attributes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.canonicalize import untranspose
-from xla_amp.stablehlo.passes.cast_graph import Graph, Node
-from xla_amp.stablehlo.passes.propagation import Painter
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
+from xla_amp.stablehlo.passes.propagation import Propagation
 
 _CONVERT: Final = "stablehlo.convert"
 _ATTRIBUTES: Final = "arg_attrs"
@@ -20,14 +20,14 @@ _LOSSLESS: Final = {
     ("bf16", "f32"), ("bf16", "f64"), ("f16", "f32"), ("f16", "f64"), ("f32", "f64"), ("f8E4M3FN", "bf16"),
     ("f8E4M3FN", "f16"), ("f8E4M3FN", "f32"), ("f8E5M2", "bf16"), ("f8E5M2", "f16"), ("f8E5M2", "f32"),
 }  # fmt: skip
-"""Casts that every value survives."""
+"""Casts that preserve every value."""
 
 
 def fold_casts(module: Any) -> int:
-    """Makes a cast read what a lossless cast before it reads, so that no rounding is lost or added.
+    """Folds chains of casts whose first one is lossless, so that no rounding is lost or added.
 
     Returns:
-        How many casts changed or went away.
+        How many casts were changed or removed.
     """
     folded = 0
     for operation in ir.operations(module.operation):
@@ -55,12 +55,12 @@ def _unused(operation: Any) -> bool:
     return all(next(iter(result.uses), None) is None for result in operation.results)
 
 
-class Emitter:
-    """Changes the module of `painter.graph` in place; a location must be current."""
+class Rewriter:
+    """Changes the module of `graph` in place; needs a current MLIR location."""
 
-    def __init__(self, graph: Graph, painter: Painter, low: np.dtype[Any]) -> None:
+    def __init__(self, graph: CastGraph, propagation: Propagation, low: np.dtype[Any]) -> None:
         mlir = ir.mlir()
-        self.graph, self.painter = graph, painter
+        self.graph, self.propagation = graph, propagation
         self.low_dtype = low
         self.low, self.wide = mlir.Type.parse(graph.low_element), mlir.F32Type.get()
         self.casts: Counter[str] = Counter()
@@ -68,26 +68,26 @@ class Emitter:
         self._cast: dict[tuple[Any, bool], Any] = {}
         self._types: dict[tuple[Any, bool], Any] = {}
         self._replaced: list[Any] = []
-        """Operations that may be read no more."""
+        """Operations that may have no users left."""
 
     def run(self) -> None:
-        """Emits everything."""
+        """Rewrites the whole module."""
         for node in self.graph.nodes:
             if node.low:
                 self._retype(node)
         reused = {id(node) for node in self.graph.nodes if node.narrows and self._reuse(node)}
         for node in self.graph.nodes:
-            for feed in () if id(node) in reused else node.feeds:
-                have = self.painter.is_low(feed.slot)
+            for operand in () if id(node) in reused else node.operands:
+                have = self.propagation.is_low(operand.slot)
                 if have != node.low:
-                    feed.operation.operands[feed.position] = self._as(feed.value, feed.slot, low=node.low)
+                    operand.operation.operands[operand.position] = self._as(operand.value, operand.slot, low=node.low)
         for node in self.graph.nodes:
             if node.narrows and id(node) not in reused:
                 operation = node.operation
                 operation.results[0].replace_all_uses_with(operation.operands[0])
                 operation.erase()
         for node in self.graph.nodes:
-            if node.low and node.structure == "contraction" and not self.painter.wide.isdisjoint(node.outputs):
+            if node.low and node.structure == "contraction" and not self.propagation.wide.isdisjoint(node.outputs):
                 untranspose(node.operation)
         for function in ir.functions(self.graph._module).values():
             self._function_type(function)
@@ -106,11 +106,11 @@ class Emitter:
         return found
 
     def _retype(self, node: Node) -> None:
-        slots = node.outputs if node.lane is None else node.outputs * len(node.writes)
+        slots = node.outputs if node.index is None else node.outputs * len(node.writes)
         for slot, value in zip(slots, node.writes, strict=True):
-            if slot not in self.painter.wide:
+            if slot not in self.propagation.wide:
                 value.set_type(self.type(value.type, low=True))
-        if node.lane is not None:
+        if node.index is not None:
             return
         if node.structure == "constant":
             node.operation.attributes["value"] = self._constant(node.operation)
@@ -134,14 +134,14 @@ class Emitter:
                         result.set_type(self.type(result.type, low=True))
 
     def _precision(self, node: Node) -> None:
-        # What the program asked of float32 operands means nothing for low ones: their products are exact.
+        # A precision asked for float32 operands has no meaning for low ones: their products are exact.
         attributes = node.operation.attributes
         if "precision_config" in attributes:
             count = len(attributes["precision_config"])
             default = "#stablehlo<precision DEFAULT>"
             attributes["precision_config"] = ir.mlir().Attribute.parse(f"[{', '.join([default] * count)}]")
         if "algorithm" in attributes:
-            if node.outputs and node.outputs[0] in self.painter.wide:
+            if node.outputs and node.outputs[0] in self.propagation.wide:
                 attributes["algorithm"] = ir.mlir().Attribute.parse(
                     f"#stablehlo.dot_algorithm<lhs_precision_type = {self.low}, rhs_precision_type = {self.low}, "
                     "accumulation_type = f32, lhs_component_count = 1, rhs_component_count = 1, "
@@ -165,7 +165,7 @@ class Emitter:
             self._keep_no_alias(function, set(changed))
 
     def _keep_no_alias(self, function: Any, arguments: set[int]) -> None:
-        # An argument whose dtype has changed cannot share its memory with the result that it was donated to.
+        # An argument whose dtype has changed cannot be donated to its result any more.
         mlir = ir.mlir()
         kept = []
         for index, attributes in enumerate(function.attributes[_ATTRIBUTES]):
@@ -177,24 +177,28 @@ class Emitter:
     # Casts.
 
     def _as(self, value: Any, slot: int, *, low: bool) -> Any:
-        """`value` in the other dtype: made once, right behind the value, where it reaches every use."""
+        """`value` in the other dtype, cast once, directly after its definition so that it dominates every use."""
         found = self._cast.get((value, low))
         if found is None:
             found = self._cast[value, low] = self._make(value, slot, low=low)
         return found
 
     def _reuse(self, node: Node) -> bool:
-        """Takes the program's own cast for everyone, moved to where it reaches every use."""
-        feed, operation = node.feeds[0], node.operation
-        known = (feed.value, True) in self._cast or feed.slot in self.graph.exact or feed.slot in self.painter.constant
-        if known or self.painter.is_low(feed.slot):
+        """Uses the original program's cast for all users, moved so that it dominates them; False if it cannot."""
+        operand, operation = node.operands[0], node.operation
+        known = (
+            (operand.value, True) in self._cast
+            or operand.slot in self.graph.exact
+            or operand.slot in self.propagation.constant
+        )
+        if known or self.propagation.is_low(operand.slot):
             return False
-        owner = feed.value.owner
+        owner = operand.value.owner
         if not isinstance(owner, ir.mlir().Block):
             operation.move_after(owner.operation)
         elif (first := owner.operations[0].operation) != operation:
             operation.move_before(first)
-        self._cast[feed.value, True] = operation.results[0]
+        self._cast[operand.value, True] = operation.results[0]
         return True
 
     def _make(self, value: Any, slot: int, *, low: bool) -> Any:
@@ -207,14 +211,14 @@ class Emitter:
             if low and slot in self.graph.exact:
                 self._replaced.append(owner.operation)
                 return owner.operation.operands[0]
-            if low and slot in self.painter.constant:
+            if low and slot in self.propagation.constant:
                 return self._narrow_constant(owner.operation, value, where)
         self.casts[f"f32->{self.low}" if low else f"{self.low}->f32"] += 1
         with where, location:
             return ir.dialect().convert(self.type(value.type, low=low), value)
 
     def _narrow_constant(self, operation: Any, value: Any, where: Any) -> Any:
-        # A second constant, or a second copy of what moves it, instead of a cast.
+        # A second constant, or a copy of the operation that moves it, instead of a cast.
         self._replaced.append(operation)
         narrow = operation.clone(ip=where).operation
         for index, operand in enumerate(operation.operands):
@@ -228,13 +232,13 @@ class Emitter:
 
     def _low(self, value: Any) -> Any:
         slot = self.graph.slot_of[value]
-        return value if self.painter.is_low(slot) else self._as(value, slot, low=True)
+        return value if self.propagation.is_low(slot) else self._as(value, slot, low=True)
 
     def _constant(self, operation: Any) -> Any:
         attribute = operation.attributes["value"]
         values = ir.constant_array(attribute)
-        if values is None:  # the painter reads every constant before it lets one be narrowed
-            raise ModuleError("a constant whose values cannot be read was to be narrowed")
+        if values is None:  # propagation narrows only constants that it could read
+            raise ModuleError("cannot narrow a constant whose values cannot be read")
         with np.errstate(over="ignore"):
             narrowed = values.astype(self.low_dtype)
         return ir.constant_attribute(narrowed, self.type(attribute.type, low=True))

@@ -1,12 +1,12 @@
-"""How far two programs are from the same program in float64, result by result and operation by operation.
+"""Compare two programs with the first one in float64: errors of each result and of each operation.
 
     >>> compare(f32_module, bf16_module).outputs[0].b.relative                # doctest: +SKIP
     0.0031
 
-The first module says what is meant: its float64 version (`reference.widened`) is the truth for both. An operation's
-error is what has come together up to there, not what it adds alone. To see operations, both modules are run so that
-they also return them; a compiler may keep more precision between operations that nobody looks at, so the results' own
-errors come from the programs as they are.
+The float64 version of the first module (`widen.widened`) is the reference for both. The error of an operation is
+accumulated: it includes the errors of its operands. To measure operations, both modules run again with the operations'
+results as additional outputs. That can change how a compiler rounds between operations, so the errors of the program's
+results come from the unchanged programs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from xla_amp.stablehlo.tools import inspection, samples, widen
 from xla_amp.stablehlo.tools.widen import Site
 
 TOLERANCE: Final = 0.05
-"""`Error.relative` up to which `Comparison.agrees` by default."""
+"""Default limit of `Error.relative` for `Comparison.agrees`."""
 
 _CANCELLED: Final = 0.01
-"""Relative error of float32 from which on little but rounding is left."""
+"""Relative error of float32 above which a value is mostly rounding error."""
 
 _EXACT: Final = 3000
-"""Operations up to which all are matched that can be; among more, frequent ones are passed over."""
+"""Largest number of operations that are matched exactly; above it, difflib ignores frequent ones."""
 
-_AT_ONCE: Final = 2**28
+_MAX_BYTES: Final = 2**28
 """Bytes of operations' results that one run returns."""
 
 
 class Error(NamedTuple):
-    """How far an array is from the reference, over the elements that are finite in both."""
+    """The error of an array against the reference, over the elements that are finite in both."""
 
     relative: float
-    """Euclidean norm of the difference over that of the reference; for integers the share of elements that differ."""
+    """Norm of the difference divided by the norm of the reference; for integers the share of elements that differ."""
     largest: float
     """Largest absolute difference."""
     nonfinite: int
-    """Elements that are finite in one of the two only."""
+    """Elements that are finite in only one of the two."""
 
 
 class OutputError(NamedTuple):
@@ -70,7 +70,7 @@ class OperationError(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     outputs: tuple[OutputError, ...]
     operations: tuple[OperationError, ...]
@@ -78,7 +78,7 @@ class Comparison:
     unmatched: tuple[int, int]
     """Operations of A and of B without a counterpart in the other."""
     reference: str
-    """What the errors are measured against."""
+    """Description of the reference."""
 
     def agrees(self, tolerance: float = TOLERANCE) -> bool:
         """Whether each result of B is within `tolerance` of the reference, and finite where A is."""
@@ -88,9 +88,9 @@ class Comparison:
         )
 
     def worst(self, most: int = 10) -> list[OperationError]:
-        """Operations with the largest relative error in B; those that are mostly error in A, too, come last.
+        """Operations with the largest relative error in B; those with a large error in A, too, come last.
 
-        The latter are sums that cancel: next to a reference of nearly zero everything is far away.
+        The latter are sums that cancel: the reference is nearly zero, so any relative error is large.
         """
 
         def order(each: OperationError) -> tuple[int, bool, float]:
@@ -120,13 +120,13 @@ def compare(
     seed: int = 0,
     operations: bool = True,
 ) -> Comparison:
-    """Runs both programs and the first one in float64 on the CPU, on the same arguments.
+    """Runs both programs, and the first one in float64, on the CPU with the same arguments.
 
     Args:
-        a: the program that says what is meant, usually in float32; whatever `autocast` takes.
-        b: the other, with arguments and results of the same shapes.
+        a: the reference program, usually in float32; any kind of program that `autocast` takes.
+        b: the other program, with arguments and results of the same shapes.
         inputs: one array for each argument; default: `samples.random_inputs` of `seed`.
-        operations: whether to compare operations too, which runs each program once more.
+        operations: whether to compare operations too, which runs the programs again.
 
     Raises:
         ModuleError: the programs differ in their arguments or results, or one cannot be run on one device.
@@ -169,8 +169,8 @@ class _Runs:
         own = len(ir.signature(flat_a).outputs)
         found = []
         for group in _groups(pairs, sites_a):
-            open_a = widen.exposing(flat_a, [left for left, _ in group])
-            open_b = widen.exposing(flat_b, [right for _, right in group])
+            open_a = widen.with_added_results(flat_a, [left for left, _ in group])
+            open_b = widen.with_added_results(flat_b, [right for _, right in group])
             values = _run(open_a, self.arrays), _run(open_b, self.narrow), _run_wide(open_a, self.arrays)
             for (left, right), in_a, in_b, exact in zip(group, *(each[own:] for each in values), strict=True):
                 site, other = sites_a[left], sites_b[right]
@@ -183,7 +183,7 @@ class _Runs:
 def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
     import jax
 
-    with jax.enable_x64(True):  # else 64-bit arguments would arrive as 32-bit
+    with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
         return ir.run(module, arrays, ir.devices("cpu")[0])
 
 
@@ -195,11 +195,11 @@ def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
 
 
 def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
-    """Indices of the same operations in both: by name, shape and attributes, in program order."""
+    """Indices of matching operations: by name, shape and attributes, in program order."""
     located = not {site.location for site in a}.isdisjoint({site.location for site in b} - {""})
     left, right = ([site.key(located) for site in each] for each in (a, b))
-    first = _alike(left, right)  # most programs differ in few places, and the matcher takes time in squares
-    last = _alike(left[first:][::-1], right[first:][::-1])
+    first = _common_prefix(left, right)  # shortens the input of the matcher, which takes quadratic time
+    last = _common_prefix(left[first:][::-1], right[first:][::-1])
     yield from ((step, step) for step in range(first))
     left, right = left[first : len(left) - last], right[first : len(right) - last]
     exact = max(len(left), len(right)) <= _EXACT
@@ -208,8 +208,8 @@ def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
     yield from ((len(a) - last + step, len(b) - last + step) for step in range(last))
 
 
-def _alike(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many elements both begin with."""
+def _common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Length of the common prefix."""
     return next((n for n, (one, other) in enumerate(zip(left, right)) if one != other), min(len(left), len(right)))  # noqa: B905
 
 
@@ -217,7 +217,7 @@ def _groups(pairs: Sequence[tuple[int, int]], sites: Sequence[Site]) -> Iterator
     group: list[tuple[int, int]] = []
     size = 0
     for pair in pairs:
-        if group and size + sites[pair[0]].bytes > _AT_ONCE:
+        if group and size + sites[pair[0]].bytes > _MAX_BYTES:
             yield group
             group, size = [], 0
         group.append(pair)
@@ -227,7 +227,7 @@ def _groups(pairs: Sequence[tuple[int, int]], sites: Sequence[Site]) -> Iterator
 
 
 def measure(array: Any, exact: Any) -> Error:
-    """The error of an array; both of one shape."""
+    """The error of `array` against `exact`, which has the same shape."""
     left, right = np.asarray(array), np.asarray(exact)
     if right.dtype.kind in "iub":
         different = int(np.count_nonzero(left != right))

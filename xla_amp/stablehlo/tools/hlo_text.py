@@ -1,6 +1,4 @@
-"""Reading what XLA writes as optimized HLO: which products it computes in which dtypes, and how long it thinks that its
-GPU kernels take.
-"""
+"""Parse the text of optimized HLO: dtypes of contractions, and XLA's time estimates of GPU kernels."""
 
 from __future__ import annotations
 
@@ -31,20 +29,20 @@ class Instruction(NamedTuple):
 
     name: str
     type: str
-    """As it is written, with layout; a tuple in parentheses."""
+    """As in the text, with layout; a tuple in parentheses."""
     operation: str
     rest: str
     """Operands and attributes."""
 
     @property
     def dtype(self) -> str:
-        """Of the result, or of a tuple's first part."""
+        """dtype of the result, or of a tuple's first element."""
         found = _SHAPE.search(self.type)
         return _DTYPES.get(found[1], found[1]) if found else "?"
 
     @property
     def bytes(self) -> int:
-        """Of the result, all parts of a tuple together."""
+        """Bytes of the result, of all elements of a tuple."""
         return sum(
             math.prod(int(size) for size in dimensions.split(",") if size) * _width(dtype)
             for dtype, dimensions in _SHAPE.findall(self.type)
@@ -80,12 +78,12 @@ def contractions(hlo: str) -> collections.Counter[tuple[str, str, str]]:
 
 
 def kernel_seconds(hlo: str, bandwidth: float) -> float | None:
-    """Time of all kernels by the estimates that XLA:GPU leaves in its result; None if there are none.
+    """Time of all kernels by the estimates in XLA:GPU's optimized HLO; None if there are none.
 
-    A kernel with a matrix product takes what the matrix units need for its tiles, or the memory at `bandwidth` (bytes
-    per second) for its operands and result, whichever is longer: XLA's tables of measured products lack many dtypes
-    and batched forms, and what it takes for those is off by tens.  Other kernels take what its speed-of-light model
-    says; row kernels in Triton, for which that says next to nothing, the memory's time.  Loops count once.
+    A kernel with a matrix product takes the longer of two times: the matrix units on its tiles, and the memory at
+    `bandwidth` (bytes per second) for its operands and result.  (XLA's performance tables lack many dtypes and batched
+    forms; its estimates for those are wrong by factors of ten.)  Triton row kernels take the memory's time, because the
+    speed-of-light model underestimates them.  Other kernels take the speed-of-light time.  Loops count once.
     """
     total, sizes, known = 0.0, dict[str, int](), False
     for each in instructions(hlo):

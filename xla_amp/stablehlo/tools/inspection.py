@@ -1,10 +1,10 @@
-"""What a module consists of by dtype, and what XLA expects of it on machines that need not be here.
+"""Count the operations, casts and bytes of a module by dtype; estimate its cost on absent hardware.
 
     >>> inspect(module).contractions                                         # doctest: +SKIP
     {('bf16', 'bf16', 'f32'): 5}
 
-Counts are of the program as it is written: a loop's body and a function count once, however often they run. The scalar
-bodies of reductions, sorts and scatters are left out.
+Counts are static: a loop body or a function counts once. The scalar bodies of reductions, sorts and scatters are not
+counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xla_amp.stablehlo.passes.op_table import table, table_name
 from xla_amp.stablehlo.tools.targets import Compiled, Compilers
 
 _BITS: Final = {"i1": 8, "index": 64}
-"""Bits that one element takes in memory, where its name does not say."""
+"""Bits of one element in memory, for types whose name does not contain them."""
 
 
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -50,7 +50,7 @@ class Value(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What `inspect` found. Element types are written as MLIR does: ``f32``, ``bf16``, ``i1``."""
+    """The result of `inspect`. Element types have MLIR's names: ``f32``, ``bf16``, ``i1``."""
 
     dtypes: Mapping[str, Tally]
     """By the element type of the first result."""
@@ -59,20 +59,20 @@ class Inspection:
     contractions: Mapping[tuple[str, str, str], int]
     """Matrix products and convolutions by (left, right, result)."""
     casts: Mapping[tuple[str, str], Tally]
-    """Conversions by (from, to); bytes are those written."""
+    """Conversions by (from, to), with the bytes of their results."""
     largest: tuple[Value, ...]
     """Arguments and results with the most bytes."""
     arguments: int
     """Bytes of the program's arguments."""
     results: int
     constants: int
-    """Bytes of the constants as they are stored: one element where all are equal."""
+    """Bytes of the constants as stored: one element for a splat."""
     targets: Mapping[str, Compiled | str]
-    """Target -> what XLA made of the module there, or why it could not."""
+    """Target -> the compiled module, or the compiler's error."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON, without the targets' HLO."""
-        targets = {name: _told(found) for name, found in self.targets.items()}
+        targets = {name: _plain(found) for name, found in self.targets.items()}
         return {
             "dtypes": {dtype: {"count": tally.number, "bytes": tally.bytes} for dtype, tally in self.dtypes.items()},
             "operations": {name: dict(by) for name, by in self.operations.items()},
@@ -92,7 +92,7 @@ class Inspection:
         }
 
 
-def _told(found: Compiled | str) -> dict[str, Any]:
+def _plain(found: Compiled | str) -> dict[str, Any]:
     if isinstance(found, str):
         return {"error": found}
     fields = dataclasses.asdict(found)
@@ -111,13 +111,13 @@ def inspect(
     largest: int = 10,
     compilers: Compilers | None = None,
 ) -> Inspection:
-    """Counts what a module consists of; with `targets` also compiles it for each of them.
+    """Counts the operations of a module by dtype; with `targets` also compiles it for each of them.
 
     Args:
-        program: whatever `autocast` takes: what `load` gave, a module, text, bytes, a path.
-        targets: names of `targets.names()`. One that cannot be compiled for has its reason in the result.
+        program: any kind of program that `autocast` takes: the result of `load`, a module, text, bytes, a path.
+        targets: names of `targets.names()`. If compilation fails, the result has the error.
         largest: how many of the largest values to list.
-        compilers: running compilers to use; default: those that are needed, until this function returns.
+        compilers: running compilers to use; default: new ones, ended on return.
     """
     module = as_program(program).module
     dtypes: dict[str, Tally] = {}
@@ -130,13 +130,13 @@ def inspect(
             continue
         element, size = _element(operation.results[0].type), sum(bytes_of(each.type) for each in operation.results)
         name, structure = short_name(operation), structure_of(operation)
-        dtypes[element] = _more(dtypes.get(element), size)
+        dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "constant":
             constants += _stored(operation, size)
         elif structure == "cast":
             pair = _element(operation.operands[0].type), element
-            casts[pair] = _more(casts.get(pair), size)
+            casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
             left, right = (_element(operand.type) for operand in list(operation.operands)[:2])
             contractions[left, right, element] += 1
@@ -160,7 +160,7 @@ def _most_bytes_first(tallies: dict[Any, Tally]) -> dict[Any, Tally]:
     return dict(sorted(tallies.items(), key=lambda item: -item[1].bytes))
 
 
-def _more(tally: Tally | None, size: int) -> Tally:
+def _increased(tally: Tally | None, size: int) -> Tally:
     return Tally(1, size) if tally is None else Tally(tally.number + 1, tally.bytes + size)
 
 
@@ -185,7 +185,7 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
 
 
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
-    """Operations of all functions with the function's name, in program order; scalar bodies are left out."""
+    """Operations of all functions with the function's name, in program order; without scalar bodies."""
     for name, function in ir.functions(module).items():
         for operation in _inside(function):
             yield operation, name
@@ -208,7 +208,7 @@ def values(module: ir.MlirModule) -> Iterator[Value]:
     for operation, function in walk(module):
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(short_name(operation), type_text(kind), _size(kind), function, place(operation))
+            yield Value(short_name(operation), type_text(kind), _size(kind), function, source_name(operation))
 
 
 def device_count(module: ir.MlirModule) -> int:
@@ -219,12 +219,12 @@ def device_count(module: ir.MlirModule) -> int:
 
 
 def short_name(operation: Any) -> str:
-    """``dot_general`` of ``stablehlo.dot_general``; other dialects stay in full."""
+    """``stablehlo.dot_general`` -> ``dot_general``; names of other dialects are unchanged."""
     return str(operation.name).removeprefix("stablehlo.")
 
 
 def structure_of(operation: Any) -> str:
-    """How the table of the pass says that operands, regions and results hang together; any conversion is a ``cast``."""
+    """The `Structure` of an operation in the table of the pass; every conversion is a ``cast``."""
     name, rows = table_name(operation), table().rows
     base = name.partition(".")[0]
     if table().narrowed.get(base) == "source":
@@ -232,11 +232,11 @@ def structure_of(operation: Any) -> str:
     return (rows.get(name) or rows.get(base) or table().unknown).structure
 
 
-def place(operation: Any) -> str:
-    """Where an operation comes from: the innermost name that its location gives, else the location; may be empty."""
+def source_name(operation: Any) -> str:
+    """The first name in an operation's location, otherwise the location; may be empty."""
     text = str(operation.location)
     if found := _QUOTED.search(text):
-        return "" if found[1] == "-" else found[1]  # "-" is a text without a name
+        return "" if found[1] == "-" else found[1]  # "-" is the name of text without one
     text = text.removeprefix("loc(").removesuffix(")")
     return "" if text == "unknown" else text
 
@@ -249,7 +249,7 @@ def type_text(kind: ir.TensorType | None) -> str:
 
 
 def bytes_of(value_type: Any) -> int:
-    """Bytes of one value; 0 for what is not a tensor. A dynamic dimension counts as 1."""
+    """Bytes of one value; 0 for other types than tensors. A dynamic dimension counts as 1."""
     return _size(ir.tensor_type(value_type))
 
 

@@ -1,4 +1,4 @@
-"""Arguments to run a module on: from an ``.npz`` file, or random ones."""
+"""Sample arguments of a module: random, or from an ``.npz`` file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from xla_amp.stablehlo import ir
 
 
 def random_inputs(module: ir.MlirModule, seed: int = 0) -> list[np.ndarray[Any, Any]]:
-    """Normal floats, integers 0 and 1 (which index everything), random truth values.
+    """Random arguments: normal floats, integers 0 and 1 (valid as any index), random booleans.
 
-    Floats of two or more dimensions have the standard deviation of fresh weights, one over the root of the last but one
-    dimension, so that what several layers make of them stays of order one; others have 1.
+    Floats of two or more dimensions have the standard deviation of initial weights, 1 / sqrt(shape[-2]), so that values
+    stay of order one through several layers.  Other floats have standard deviation 1.
 
     Raises:
         ModuleError: an argument has no fixed shape.
@@ -43,11 +43,11 @@ def _deviation(shape: Sequence[int]) -> float:
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:
-    """The arrays of an ``.npz`` in the order in which they were saved, whatever their names.
+    """The arrays of an ``.npz`` file in the order in which they were saved; names are ignored.
 
     Raises:
-        FileError: it cannot be read.
-        ModuleError: it is no such file.
+        FileError: the file cannot be read.
+        ModuleError: not an ``.npz`` file.
     """
     try:
         archive = np.load(path, allow_pickle=False)
@@ -62,10 +62,10 @@ def read_samples(path: str | os.PathLike[str]) -> list[np.ndarray[Any, Any]]:
 
 
 def fitted(arrays: Sequence[Any], module: ir.MlirModule, name: str = "module") -> list[np.ndarray[Any, Any]]:
-    """`arrays` in the dtypes of the module's arguments; floats may become narrower, integers other integers.
+    """`arrays` cast to the dtypes of the module's arguments, within floats, integers, booleans or complex numbers.
 
     Raises:
-        ModuleError: another number, shape or kind.
+        ModuleError: the number, a shape or a kind of dtype differs.
     """
     inputs = ir.signature(module).inputs
     if len(arrays) != len(inputs):
@@ -79,15 +79,15 @@ def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) 
         raise ModuleError(f"{name}: not a tensor")
     dtype = ir.numpy_dtype(kind.element)
     if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
-        array = array.view(dtype)  # NumPy's files forget the name of bfloat16
+        array = array.view(dtype)  # NumPy files do not store the dtype bfloat16
     expected = f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
     fits = len(array.shape) == len(kind.shape) and all(
         size is None or size == given for size, given in zip(kind.shape, array.shape, strict=True)
     )
-    if not fits or _sort(array.dtype) != _sort(dtype):
+    if not fits or _kind(array.dtype) != _kind(dtype):
         raise ModuleError(f"{name}: expected {expected}, the sample is {array.dtype}{list(array.shape)}")
     return array.astype(dtype)
 
 
-def _sort(dtype: np.dtype[Any]) -> str:
+def _kind(dtype: np.dtype[Any]) -> str:
     return {"u": "integer", "i": "integer", "b": "bool", "c": "complex"}.get(dtype.kind, "float")

@@ -1,9 +1,9 @@
 """Worker process that compiles StableHLO for absent hardware: ``python -m xla_amp.stablehlo.tools.target_worker``.
 
-It is a process of its own because compilers read environment variables when they are loaded, take a lock, print to the
-terminal, and abort where a library would raise.  `xla_amp.stablehlo.tools.targets` starts it: a question is
-``{"target": row of targets.toml, "options": XLA's, by name}`` with a module as its data, a reply holds the fields of
-`targets.Compiled`.  Everything private of JAX that compiling needs stands in this file.
+A separate process, because compilers read environment variables when they are loaded, take a lock, print to the
+terminal, and can abort.  `xla_amp.stablehlo.tools.targets` starts it.  A question is ``{"target": row of targets.toml,
+"options": XLA's options by name}`` with a module as its data; a reply has the fields of `targets.Compiled`.  The
+private APIs of JAX that compiling needs are confined to this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 from xla_amp.stablehlo import workers
 from xla_amp.stablehlo.tools import hlo_text
 
-# PrimitiveType of xla_data.proto, by which XLA's description of a GPU keys the rates of its units.
+# PrimitiveType of xla_data.proto: the key of a unit's rate in XLA's description of a GPU.
 _PRIMITIVE: Final = {"float16": 10, "float32": 11, "float64": 12, "bfloat16": 16}
 
 _MATRIX_UNITS: Final = 4  # per multiprocessor, on every architecture from Volta to Blackwell
@@ -37,7 +37,7 @@ _ROWS: Final = {
         "iota_transpose_perm: 0 } } network_throughput_bytes_per_sec: 300000000000"
     ),
 }
-"""Compile option -> one row of the table that it names."""
+"""Compile option -> one row of the performance table that it names."""
 
 
 def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def _count(module: Any, name: str) -> int:
 
 
 def _cpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
-    from jaxlib import xla_client
+    from jaxlib import _jax
 
     if (devices := options.num_replicas * options.num_partitions) > 1:
         raise ValueError(f"the module is for {devices} devices; the target is one CPU")
-    compiled = client.compile_and_load(module, xla_client._xla.DeviceList((client.local_devices()[0],)), options)
+    compiled = client.compile_and_load(module, _jax.DeviceList((client.local_devices()[0],)), options)
     return _read(compiled, compiled.cost_analysis(), None, "XLA:CPU estimates no time")
 
 
@@ -85,8 +85,7 @@ def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
     costs = compiled.cost_analysis()
     seconds = costs.get("optimal_seconds")
     if seconds is None or seconds < 0:
-        # Every operation that the estimator cannot judge takes one second off the sum, so the rest is not the time
-        # of the program either.
+        # Each operation without an estimate subtracts one second from the sum, so the sum is meaningless.
         why = "XLA's cost analysis has no estimate for some operations on this target"
         return _read(compiled, costs, None, f"{why} (its sum is {seconds})")
     return _read(compiled, costs, seconds, "XLA's cost analysis")
@@ -94,7 +93,7 @@ def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
 
 def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
     from jax._src import xla_bridge
-    from jaxlib import xla_client
+    from jaxlib import _jax
 
     devices = options.num_replicas * options.num_partitions
     topology = xla_bridge.make_pjrt_topology(
@@ -105,7 +104,7 @@ def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
         options.env_option_overrides = [*ours.items(), *options.env_option_overrides]
         compiled = client.compile(module, topology, options)
     (optimized,) = compiled.hlo_modules()
-    costs = xla_client._xla.hlo_module_cost_analysis(client, optimized)
+    costs = _jax.hlo_module_cost_analysis(client, optimized)
     seconds = hlo_text.kernel_seconds(optimized.to_string(), target["bandwidth"])
     why = "XLA's cost models, kernel by kernel" if seconds is not None else "XLA wrote no estimate into its result"
     return _read(compiled, costs, seconds, why)
@@ -113,10 +112,10 @@ def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
 
 @contextlib.contextmanager
 def _tables(target: Mapping[str, Any], devices: int) -> Iterator[dict[str, str]]:
-    """Files for the speed-of-light model where XLA has none of its own for this architecture.
+    """Performance tables for the speed-of-light model, for architectures that XLA has none for.
 
-    It refuses to judge anything without them.  The numbers, from the data sheet, are never read: `kernel_seconds` takes
-    products from another model, and programs for several devices, which communicate, get no files.
+    Without tables the model estimates nothing.  Their values are never used: `kernel_seconds` takes matrix products
+    from another model, and programs for several devices, which communicate, get no tables.
     """
     key = target.get("table")
     if key is None or devices > 1:
@@ -149,7 +148,7 @@ def _read(compiled: Any, costs: Mapping[str, float], seconds: float | None, why:
 
 
 def _whole(number: float | None) -> int | None:
-    """XLA counts in floats; below zero it does not know."""
+    """XLA counts in floats; a negative count means unknown."""
     return None if number is None or number < 0 else round(number)
 
 
@@ -157,7 +156,7 @@ def device_description(target: Mapping[str, Any]) -> str:
     """A row of ``targets.toml`` as the text of XLA's ``GpuTargetConfigProto``."""
     lanes = {key: (target["clock_ghz"], rate, 1) for key, rate in target["scalar"].items()}
     clocks = target["multiprocessors"] * _MATRIX_UNITS * target["clock_ghz"] * 1e9
-    # XLA counts a multiply-add as one operation, data sheets count it as two.
+    # XLA counts a multiply-add as one operation, data sheets as two.
     matrix = {
         key: (target["clock_ghz"], _MATRIX_UNITS, max(1, round(peak / clocks / 2)))
         for key, peak in target["matrix"].items()

@@ -1,11 +1,11 @@
-"""Compiling a StableHLO module for a machine that is not here: its optimized HLO, and what XLA expects it to cost.
+"""Compile a StableHLO module for absent hardware: optimized HLO and XLA's cost estimates.
 
     >>> with Compilers() as compilers:                                      # doctest: +SKIP
     ...     compilers.compile(module, "v6e").seconds
     8.9e-06
 
-The compilers run in separate processes (`xla_amp.stablehlo.tools.target_worker`), one for each platform, so that
-neither the environment nor the devices of this process change, and an abort of a compiler is an error here.
+The compilers run in one worker process per platform (`xla_amp.stablehlo.tools.target_worker`), so the environment and
+devices of this process do not change, and an abort of a compiler becomes an exception.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEEDS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = MappingProxyType(
         "gpu": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "JAX's CUDA plugin"),
     }
 )
-"""Platform -> modules of which one must be installed, and what that is."""
+"""Platform -> modules of which one must be installed, and their description."""
 
 _ENVIRONMENT: Final = MappingProxyType(
     {
@@ -45,30 +45,30 @@ _ADVICE: Final = (
     ("libdevice", "CUDA's libdevice was not found: install xla-amp[targets] or a CUDA toolkit"),
     ("ptxas too old", "the ptxas that was found does not know this GPU: install xla-amp[targets] or another toolkit"),
 )
-"""What a compiler says -> what to do."""
+"""Text in a compiler's error -> advice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What XLA made of a module for one target; sizes in bytes of one device."""
+    """The result of compiling a module for one target; sizes in bytes per device."""
 
     target: str
     hlo: str = dataclasses.field(repr=False)
     """The optimized HLO text."""
     seconds: float | None
-    """XLA's estimate of one execution, never a measurement; None where XLA has none. Bodies of loops count once."""
+    """XLA's estimate of one execution, never a measurement; None if XLA has none. Loop bodies count once."""
     seconds_why: str
-    """Where `seconds` comes from, or why it is None."""
+    """Source of `seconds`, or why it is None."""
     bytes_accessed: int | None
     """By XLA's cost analysis."""
     flops: int | None
-    """By XLA's cost analysis, in which calls of libraries count nothing."""
+    """By XLA's cost analysis, which does not count library calls."""
     peak_memory: int
-    """Most bytes alive at a time, arguments and results included."""
+    """Peak of live bytes, arguments and results included."""
     argument_memory: int
     temporary_memory: int
     memory_seconds: float | None
-    """`bytes_accessed` at the bandwidth of the data sheet: a lower bound that can be compared between modules."""
+    """`bytes_accessed` at the bandwidth of the data sheet: a lower bound, comparable between modules."""
 
     def contractions(self) -> collections.Counter[tuple[str, str, str]]:
         """Number of matrix products and convolutions in the optimized HLO by (left, right, result) dtype."""
@@ -76,7 +76,7 @@ class Compiled:
 
 
 class Compilers:
-    """Compiles for any target, and keeps the compilers running between calls until `close` (or the block's end)."""
+    """Compiles for any target; keeps the compiler processes running until `close` or the end of the ``with`` block."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -85,12 +85,12 @@ class Compilers:
         """The module as XLA compiles it for `target`.
 
         Args:
-            module: MLIR text, bytecode, a ``jaxlib.mlir.ir.Module``, or what ``jax.jit(f).lower(...)`` returns.
+            module: MLIR text, bytecode, a ``jaxlib.mlir.ir.Module``, or the result of ``jax.jit(f).lower(...)``.
             target: a name of `names()`.
             options: XLA's options by name, as ``compiler_options`` of `jax.jit`; XLA's defaults for the rest.
 
         Raises:
-            DeviceError: the target is unknown, its compiler is not installed, or it refuses the module or an option.
+            DeviceError: the target is unknown, its compiler is not installed, or it rejects the module or an option.
         """
         row = specification(target)
         _require(target, row["platform"])
@@ -129,7 +129,7 @@ def compile_for(module: Any, target: str, options: Mapping[str, str] | None = No
 
 
 def lower(function: Callable[..., Any], *args: Any, target: str, **kwargs: Any) -> str:
-    """StableHLO text of a JAX function as JAX writes it for `target`; arguments may be ``jax.ShapeDtypeStruct``."""
+    """StableHLO text of a JAX function, lowered for `target`; arguments may be ``jax.ShapeDtypeStruct``."""
     import jax
 
     platform = {"gpu": "cuda"}.get(row := specification(target)["platform"], row)
@@ -138,7 +138,7 @@ def lower(function: Callable[..., Any], *args: Any, target: str, **kwargs: Any) 
 
 
 def names() -> tuple[str, ...]:
-    """The targets that are described, whether or not their compilers are installed."""
+    """All known targets, whether or not their compilers are installed."""
     return tuple(_specifications())
 
 
@@ -146,7 +146,7 @@ def available(target: str) -> bool:
     """Whether the compiler for `target` is installed.
 
     Raises:
-        DeviceError: no target of that name is described.
+        DeviceError: unknown target.
     """
     modules, _ = _NEEDS[specification(target)["platform"]]
     return not modules or any(_installed(module) for module in modules)
@@ -156,7 +156,7 @@ def specification(target: str) -> Mapping[str, Any]:
     """The row of ``targets.toml``.
 
     Raises:
-        DeviceError: no target of that name is described.
+        DeviceError: unknown target.
     """
     rows = _specifications()
     if target not in rows:

@@ -1,4 +1,4 @@
-"""A module in float64, and a module that also returns what it computes on the way: what `compare` measures with."""
+"""Transform modules for `compare`: widen to float64, inline functions, return intermediate results."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.tools import inspection
 
-KEPT: Final[Mapping[str, str]] = MappingProxyType(
+NOT_WIDENED: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "bitcast_convert": "bits of another width are another number",
-        "constant": "the constant of the program, widened behind it",
+        "bitcast_convert": "the bits of another width mean another number",
+        "constant": "keeps the value of the program; the cast after it widens",
         "rng": "another width draws other numbers",
         "uniform_dequantize": "its parameters are part of its type",
         "uniform_quantize": "its parameters are part of its type",
     }
 )
-"""Operations that stay as they are between casts, as do those that the pass calls sealed -> why."""
+"""Operations that keep their types, between casts -> why. Opaque operations of the pass do the same."""
 
 _PRECISION: Final = ("algorithm", "precision_config")
 
@@ -32,14 +32,14 @@ class Site(NamedTuple):
     """Without the element type, ``[8,128]``."""
     element: str
     attributes: str
-    """Dimensions, directions and the like, but not how precisely it computes."""
+    """Dimensions, directions etc., without the precision."""
     sources: tuple[tuple[str, str], ...]
-    """Name and location of what the operands of a contraction come from: with operands swapped it is another one."""
+    """Name and location of the producers of a contraction's operands, which tell swapped operands apart."""
     location: str
     bytes: int
 
     def key(self, located: bool) -> tuple[object, ...]:
-        """What two modules' sites have in common when they are the same operation."""
+        """The key by which sites of two modules match."""
         sources = self.sources if located else tuple(name for name, _ in self.sources)
         return self.name, self.type, self.attributes, sources
 
@@ -47,8 +47,8 @@ class Site(NamedTuple):
 def widened(module: ir.MlirModule) -> ir.MlirModule:
     """The same program with every float32, float16 and bfloat16 value in float64, arguments and results included.
 
-    Casts between these become no-ops. Where an operation means something else in float64 (`KEPT`, library calls) it
-    computes in its own type between casts. An ``algorithm`` of a product is dropped: it asks for low precision.
+    Casts between these become no-ops. An operation whose meaning would change in float64 (`NOT_WIDENED`, library calls)
+    keeps its type, between casts. The ``algorithm`` of a contraction is dropped, because it requests low precision.
 
     Raises:
         ModuleError: the result is not a valid module.
@@ -57,31 +57,35 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
     ir_ = ir.mlir()
     with wide.context, ir_.Location.unknown():
         functions = list(ir.functions(wide).values())
-        operations = [operation for function in functions for operation in _open(function)]
-        kept = [(operation, [each.type for each in operation.operands]) for operation in operations if _kept(operation)]
-        for operation in [*functions, *(each for each in operations if not _kept(each))]:
+        operations = [operation for function in functions for operation in _walk(function)]
+        unwidened = [
+            (operation, [each.type for each in operation.operands])
+            for operation in operations
+            if _keeps_types(operation)
+        ]
+        for operation in [*functions, *(each for each in operations if not _keeps_types(each))]:
             _retype(operation)
-        for operation, types in kept:
-            _fence(operation, types)
+        for operation, types in unwidened:
+            _cast_around(operation, types)
         for function in functions:
-            _sign(function)
+            _update_signature(function)
     ir.verify(wide, "the float64 version")
     return wide
 
 
-def _open(root: Any) -> Iterator[Any]:
+def _walk(root: Any) -> Iterator[Any]:
     for region in root.regions:
         for block in region.blocks:
             for view in block.operations:
                 yield view.operation
-                if not _kept(view.operation):
-                    yield from _open(view.operation)
+                if not _keeps_types(view.operation):
+                    yield from _walk(view.operation)
 
 
-def _kept(operation: Any) -> bool:
+def _keeps_types(operation: Any) -> bool:
     if not len(operation.results):
-        return False  # the end of a block
-    return inspection.short_name(operation) in KEPT or inspection.structure_of(operation) == "sealed"
+        return False  # the terminator of a block
+    return inspection.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
 
 
 def _retype(operation: Any) -> None:
@@ -95,8 +99,8 @@ def _retype(operation: Any) -> None:
                 argument.set_type(_wide(argument.type))
 
 
-def _fence(operation: Any, types: Sequence[Any]) -> None:
-    """Casts operands back to what the operation was written for, and its results to float64."""
+def _cast_around(operation: Any, types: Sequence[Any]) -> None:
+    """Casts the operands back to the types that the operation had, and its results to float64."""
     ir_, stablehlo = ir.mlir(), ir.dialect()
     for index, (operand, narrow) in enumerate(zip(list(operation.operands), types, strict=True)):
         if operand.type != narrow:
@@ -110,8 +114,8 @@ def _fence(operation: Any, types: Sequence[Any]) -> None:
             result.replace_all_uses_except(cast, cast.owner.operation)
 
 
-def _sign(function: Any) -> None:
-    """Makes the function's type follow its body's."""
+def _update_signature(function: Any) -> None:
+    """Updates the function's type from its body."""
     ir_ = ir.mlir()
     if not len(function.regions[0].blocks):
         raise ModuleError(f"the float64 version: function {function.attributes['sym_name'].value} has no body")
@@ -138,7 +142,7 @@ def _wide(value_type: Any) -> Any:
 
 
 def inlined(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program with the bodies of the functions that its entry function calls in their places.
+    """The same program with all calls in the entry function inlined.
 
     Raises:
         ModuleError: a function calls itself.
@@ -161,7 +165,7 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
 
 
 def _inline(call: Any, function: Any) -> list[Any]:
-    """Puts the function's operations where it is called; returns them."""
+    """Replaces a call by copies of the function's operations; returns them."""
     if not len(function.regions[0].blocks):
         return []
     block, copies = _block(function), []
@@ -186,30 +190,30 @@ def _block(function: Any) -> Any:
 
 
 def sites(module: ir.MlirModule) -> list[Site]:
-    """Operations of the entry function whose results can be compared; casts and constants are not among them."""
-    return [_site(result) for result in _visible(module)]
+    """Results of the entry function's operations that can be compared, without casts and constants."""
+    return [_site(result) for result in _comparable(module)]
 
 
-def exposing(module: ir.MlirModule, chosen: Sequence[int]) -> ir.MlirModule:
-    """The same program that also returns, behind its own results, the results of the chosen `sites`."""
+def with_added_results(module: ir.MlirModule, chosen: Sequence[int]) -> ir.MlirModule:
+    """The same program with the chosen `sites` as additional results after its own."""
     ir_ = ir.mlir()
-    open_ = ir.copy(module)
-    with open_.context, ir_.Location.unknown():
-        function = ir.entry(open_)
-        visible = list(_visible(open_))
+    copied = ir.copy(module)
+    with copied.context, ir_.Location.unknown():
+        function = ir.entry(copied)
+        comparable = list(_comparable(copied))
         last = _last(_block(function))
-        added = [visible[index] for index in chosen]
+        added = [comparable[index] for index in chosen]
         with ir_.InsertionPoint(last):
             ir_.Operation.create(last.name, operands=[*last.operands, *added])
         last.erase()
         if "res_attrs" in function.attributes:
             del function.attributes["res_attrs"]
-        _sign(function)
-    ir.verify(open_, "the version that shows what happens inside")
-    return open_
+        _update_signature(function)
+    ir.verify(copied, "the version with intermediate results")
+    return copied
 
 
-def _visible(module: ir.MlirModule) -> Iterator[Any]:
+def _comparable(module: ir.MlirModule) -> Iterator[Any]:
     for view in _block(ir.entry(module)).operations:
         if inspection.structure_of(view.operation) in ("cast", "constant"):
             continue
@@ -228,7 +232,7 @@ def _site(result: Any) -> Site:
         element=element,
         attributes=_attributes(operation),
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
-        location=inspection.place(operation),
+        location=inspection.source_name(operation),
         bytes=inspection.bytes_of(result.type),
     )
 
@@ -240,11 +244,11 @@ def _attributes(operation: Any) -> str:
 
 
 def _source(value: Any) -> tuple[str, str]:
-    """What a value comes from, casts aside."""
+    """Name and location of the producer of a value, ignoring casts."""
     ir_ = ir.mlir()
     while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
         value = value.owner.operation.operands[0]
     if isinstance(value.owner, ir_.Block):
         return f"argument {ir_.BlockArgument(value).arg_number}", ""
     operation = value.owner.operation
-    return inspection.short_name(operation), inspection.place(operation)
+    return inspection.short_name(operation), inspection.source_name(operation)
