@@ -264,7 +264,7 @@ def test_without_torch_only_other_fronts_are_heard(monkeypatch):
 
 
 def test_off_it_is_one_branch(monkeypatch):
-    """A kernel with nobody listening reads the list of listeners and nothing else of the recorder."""
+    """A kernel without listeners only reads the list of listeners."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("recorded")

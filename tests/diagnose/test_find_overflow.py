@@ -229,7 +229,7 @@ def test_gradients_that_underflow(device):
 
 def test_a_step_that_is_not_the_same_twice():
     lengths = iter([1, 2, 3])
-    with pytest.raises(overflow.StepError, match=r"did not do the same twice \(\d+ operations, then \d+\)"):
+    with pytest.raises(overflow.StepError, match=r"two runs of the step differ \(\d+ operations, then \d+\)"):
         find_overflow(lambda: [torch.log(torch.zeros(1)) for _ in range(next(lengths))])
 
 

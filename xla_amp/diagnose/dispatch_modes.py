@@ -1,14 +1,14 @@
-"""Watching the operations of a step, forward and backward, below autograd and autocast.
+"""Dispatch modes that `find_overflow` runs a step under: they see every ATen operation, forward and backward.
 
-Each kind of watcher is for one run of the step: `Magnitudes` notes the largest magnitude of every result, without
-waiting for the device; `Inputs` looks closely at a few operations; `Widened` has casts to half precision not done.
+`NonfiniteResults` finds the operations with an inf or NaN in their results, `OperandStatistics` examines their
+operands, `SkipHalfCasts` runs the step in float32.  `GradientRecorder` records gradients with hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from xla_amp import events
-from xla_amp.diagnose.state_restore import written
+from xla_amp.diagnose.state_restore import written_tensors
 from xla_amp.pytorch.autocast import module_paths
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
 )
-"""Operations whose results hold whatever was in memory."""
+"""Operations whose results are uninitialized memory."""
 
 _CHUNK = 512
-"""Magnitudes read at a time: what waits to be read is part of one program."""
+"""Magnitudes read at a time; on the lazy device this bounds the size of one program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,28 +33,28 @@ class Place:
     """Where an operation ran."""
 
     operation: str
-    """ATen name, with an overload that is not the default."""
+    """ATen name, with the overload unless it is the default."""
     phase: str
     """``forward``, ``backward`` or ``update``."""
     module: str
-    """Path of the module, of the forward operation for a backward one; empty for the model itself and outside."""
+    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
     location: str
-    """The user's ``file:line``, of the forward operation for a backward one."""
+    """The user's ``file:line``; for a backward operation that of its forward operation."""
     gradient_of: str = ""
-    """The forward operation whose gradient it was computing."""
+    """For a backward operation: the forward operation."""
 
 
-class _Watcher(TorchDispatchMode):
-    """Counts operations and knows where they are."""
+class _LocatingMode(TorchDispatchMode):
+    """Counts operations and locates them in the user's program."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
         self._forward: dict[int, Place] = {}
-        """By autograd's sequence number of the node that an operation made."""
+        """By the sequence number of the operation's autograd node."""
         self._backward_seen = False
 
-    def _place(self, func: Any) -> Place:
+    def _locate(self, func: Any) -> Place:
         name = str(func).removeprefix("aten.").removesuffix(".default")
         module, location = module_paths.current(), events.user_location()
         if torch._C._current_graph_task_id() != -1 and module is None:
@@ -72,28 +72,28 @@ class _Watcher(TorchDispatchMode):
             )
         phase = "update" if self._backward_seen and not torch.is_grad_enabled() and module is None else "forward"
         place = Place(operation=name, phase=phase, module=module or "", location=location)
-        # An autograd node is made, and numbered, before the operation comes here.
+        # Autograd creates and numbers its node before the operation reaches this mode.
         self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return place
 
 
-class Magnitudes(_Watcher):
-    """Which operations had a result with an inf or a NaN in it."""
+class NonfiniteResults(_LocatingMode):
+    """Finds operations with an inf or NaN in their results, without waiting for the device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bad: dict[int, tuple[Place, float]] = {}
-        """By number of the operation: where it was, and inf or NaN."""
+        self.nonfinite: dict[int, tuple[Place, float]] = {}
+        """Number of the operation -> its place, and inf or NaN."""
         self._pending: list[tuple[int, Place, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        number, place = self.count, self._place(func)
+        number, place = self.count, self._locate(func)
         self.count += 1
         result = func(*args, **kwargs)
         if not _computes(func):
             return result
-        for tensor in (*tree_leaves(result), *written(func, args, kwargs)):
+        for tensor in (*tree_leaves(result), *written_tensors(func, args, kwargs)):
             if _is_floating(tensor):
                 self._pending.append((number, place, _magnitude(tensor)))
         if len(self._pending) >= _CHUNK:
@@ -101,25 +101,25 @@ class Magnitudes(_Watcher):
         return result
 
     def read(self) -> None:
-        """Brings `bad` up to date."""
+        """Updates `nonfinite` from the pending device values."""
         pending, self._pending = self._pending, []
-        for (number, place, _), value in zip(pending, _read([m for _, _, m in pending]), strict=True):
+        for (number, place, _), value in zip(pending, _to_host([m for _, _, m in pending]), strict=True):
             if value - value != 0:
-                before = self.bad.get(number, (place, 0.0))[1]
-                self.bad[number] = place, (before if before != before else value)
-        self.bad = dict(sorted(self.bad.items()))
+                before = self.nonfinite.get(number, (place, 0.0))[1]
+                self.nonfinite[number] = place, (before if before != before else value)
+        self.nonfinite = dict(sorted(self.nonfinite.items()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Operand:
-    """One tensor that an operation was given, as it was before the operation."""
+    """One tensor operand, with its values before the operation."""
 
     name: str
-    """The argument's name in the operation's schema, with a number for a list's."""
+    """The argument's name in the operation's schema, with an index for list elements."""
     dtype: str
     shape: tuple[int, ...]
     smallest: float
-    """Least magnitude of its finite values that are not zero; 0 if there is none."""
+    """Smallest nonzero magnitude of its finite values; 0 if there is none."""
     largest: float
     """Largest magnitude of its finite values."""
     infinities: int
@@ -128,7 +128,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Producer:
-    """An operation that made an inf or a NaN of values without it."""
+    """An operation whose result has an inf or NaN that its operands do not have."""
 
     place: Place
     made: str
@@ -137,7 +137,7 @@ class Producer:
     result: str
     """dtype of the result."""
     step: int
-    """Which operation of the step it was, from 0."""
+    """Index of the operation in the step, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,37 +146,37 @@ class _Suspect:
     place: Place
     value: float
     tensors: list[tuple[str, torch.Tensor, torch.Tensor]]
-    """Of each operand: its name, the tensor without its values, and its `_numbers`."""
-    meant: bool
+    """For each operand: its name, a meta tensor, and its `_statistics`."""
+    intended: bool
     result: str
 
 
-class Inputs(_Watcher):
-    """Looks at the inputs of operations whose results were not finite, to find those that made it so.
+class OperandStatistics(_LocatingMode):
+    """Records the operands of operations with nonfinite results, to find those that produced an inf or NaN.
 
-    Like `Magnitudes` it waits for the device only in the end (`producers`).
+    Waits for the device only in `producers`.
     """
 
-    def __init__(self, bad: Mapping[int, tuple[Place, float]]) -> None:
+    def __init__(self, nonfinite: Mapping[int, tuple[Place, float]]) -> None:
         super().__init__()
         self.diverged: Place | None = None
-        """The first operation that was another one than in the run before, so that nothing can be said."""
-        self._bad = bad
+        """The first operation that differs from the run before; the run is not usable then."""
+        self._nonfinite = nonfinite
         self._suspects: list[_Suspect] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        number, place = self.count, self._place(func)
+        number, place = self.count, self._locate(func)
         self.count += 1
-        wanted = self._bad.get(number)
+        wanted = self._nonfinite.get(number)
         if wanted is None:
             return func(*args, **kwargs)
         if wanted[0].operation != place.operation:
             self.diverged = self.diverged or place
             return func(*args, **kwargs)
-        tensors = [(name, _shape_of(tensor), _numbers(tensor)) for name, tensor in _named(func, args, kwargs)]
+        tensors = [(name, _meta(tensor), _statistics(tensor)) for name, tensor in _named_operands(func, args, kwargs)]
         result = func(*args, **kwargs)
-        results = (*tree_leaves(result), *written(func, args, kwargs))
+        results = (*tree_leaves(result), *written_tensors(func, args, kwargs))
         dtype = next((str(tensor.dtype) for tensor in results if _is_floating(tensor)), "")
         self._suspects.append(
             _Suspect(
@@ -184,27 +184,27 @@ class Inputs(_Watcher):
                 place=wanted[0],
                 value=wanted[1],
                 tensors=tensors,
-                meant=_has_infinite_number(args, kwargs),
+                intended=_has_infinite_number(args, kwargs),
                 result=dtype.removeprefix("torch."),
             )
         )
         return result
 
     def producers(self) -> list[Producer]:
-        """Those of the operations that made an inf or a NaN themselves."""
-        values = iter(_read([numbers for suspect in self._suspects for _, _, numbers in suspect.tensors]))
+        """The operations that produced an inf or NaN from operands without it."""
+        values = iter(_to_host([numbers for suspect in self._suspects for _, _, numbers in suspect.tensors]))
         found = []
         for suspect in self._suspects:
             operands = [_operand(name, tensor, next(values)) for name, tensor, _ in suspect.tensors]
-            made = _made(suspect.value, operands, suspect.meant)
+            made = _produced(suspect.value, operands, suspect.intended)
             if made:
                 place, result, step = suspect.place, suspect.result, suspect.number
                 found.append(Producer(place=place, made=made, inputs=tuple(operands), result=result, step=step))
         return found
 
 
-class Widened(TorchDispatchMode):
-    """Leaves out casts to float16 and bfloat16, so that a step under autocast runs in float32."""
+class SkipHalfCasts(TorchDispatchMode):
+    """Skips casts to float16 and bfloat16, so that a step under autocast runs in float32."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,22 +215,22 @@ class Widened(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Gradients:
-    """What came to the gradients of some parameters in one run: taken when a backward pass has added to them."""
+class GradientRecorder:
+    """Statistics of parameters' gradients in one run, recorded after each accumulation."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self.zero: dict[str, torch.Tensor] = {}
         self.nonzero: dict[str, torch.Tensor] = {}
-        """bool: where the gradient is finite and not zero."""
-        self.bad: dict[str, torch.Tensor] = {}
-        """int64 (): how many values are not finite."""
+        """bool: the gradient is finite and not zero."""
+        self.nonfinite: dict[str, torch.Tensor] = {}
+        """int64 (): number of values that are not finite."""
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Takes note while the block runs."""
+    def recording(self) -> Iterator[None]:
+        """Records while the block runs."""
         handles = [
-            parameter.register_post_accumulate_grad_hook(self._taker(name))
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
@@ -240,8 +240,8 @@ class Gradients:
             for handle in handles:
                 handle.remove()
 
-    def _taker(self, name: str) -> Any:
-        def take(parameter: torch.Tensor) -> None:
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def record(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.is_sparse:
                 return
@@ -249,13 +249,13 @@ class Gradients:
                 finite = torch.isfinite(gradient)
                 self.zero[name] = gradient == 0
                 self.nonzero[name] = finite & (gradient != 0)
-                self.bad[name] = (~finite).sum()
+                self.nonfinite[name] = (~finite).sum()
 
-        return take
+        return record
 
 
 def _computes(func: Any) -> bool:
-    """Whether results are new values, neither views nor uninitialized memory."""
+    """Whether the results are computed values, neither views nor uninitialized memory."""
     if func._schema.name.removeprefix("aten::") in UNINITIALIZED:
         return False
     return not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
@@ -277,8 +277,8 @@ def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().abs().reshape(-1).amax(0).to(torch.float64)
 
 
-def _read(values: Sequence[torch.Tensor]) -> list[Any]:
-    """Values of tensors of one shape, with one wait for each device."""
+def _to_host(values: Sequence[torch.Tensor]) -> list[Any]:
+    """Values of tensors of one shape, with one transfer per device."""
     found: list[Any] = [None] * len(values)
     by_device: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
@@ -289,7 +289,7 @@ def _read(values: Sequence[torch.Tensor]) -> list[Any]:
     return found
 
 
-def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_operands(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         for index, tensor in enumerate(tree_leaves(value)):
@@ -297,13 +297,13 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterato
                 yield f"{argument.name}[{index}]" if isinstance(value, list | tuple) else argument.name, tensor
 
 
-def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @torch.no_grad()
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 (4): least magnitude that is not zero (inf: none), largest finite one, how many inf, how many NaN."""
+def _statistics(tensor: torch.Tensor) -> torch.Tensor:
+    """float64 (4): smallest nonzero magnitude (inf: none), largest finite one, number of inf, number of NaN."""
     size = tensor.detach().abs().reshape(-1)
     finite = torch.isfinite(size)
     return torch.stack(
@@ -329,11 +329,11 @@ def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> Opera
     )
 
 
-def _made(value: float, operands: Sequence[Operand], meant: bool) -> str:
-    """What of inf and NaN the result has and no operand had; an infinity that the call says itself is meant."""
+def _produced(value: float, operands: Sequence[Operand], intended: bool) -> str:
+    """``inf`` or ``nan`` if the operation produced it, otherwise empty; an infinite scalar argument is intended."""
     if value != value:
         return "" if any(operand.nans for operand in operands) else "nan"
-    return "" if meant or any(operand.nans or operand.infinities for operand in operands) else "inf"
+    return "" if intended or any(operand.nans or operand.infinities for operand in operands) else "inf"
 
 
 def _has_infinite_number(args: Any, kwargs: Any) -> bool:

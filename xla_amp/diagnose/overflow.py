@@ -1,4 +1,4 @@
-"""`find_overflow`: which operation of a training step made the first inf or NaN, and which gradients become zero."""
+"""`find_overflow`: find the operation of a training step that produces the first inf or NaN, and gradient underflow."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from xla_amp.diagnose import tables
-from xla_amp.diagnose.dispatch_modes import Gradients, Inputs, Magnitudes, Operand, Place, Producer, Widened
-from xla_amp.diagnose.state_restore import reachable, unchanged
+from xla_amp.diagnose.dispatch_modes import (
+    GradientRecorder,
+    NonfiniteResults,
+    Operand,
+    OperandStatistics,
+    Place,
+    Producer,
+    SkipHalfCasts,
+)
+from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch.autocast import module_paths
 
@@ -20,42 +28,42 @@ __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Under
 
 
 class StepError(XlaAmpError, RuntimeError):
-    """A step that cannot be examined: it does something else each time that it is called."""
+    """A step that cannot be examined, because two runs of it differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Underflow:
-    """A parameter with gradients that are zero at the present scale and would not be in float32."""
+    """A parameter with gradient values that are zero at the current loss scale and nonzero in float32."""
 
     parameter: str
     lost: int
-    """How many values."""
+    """Number of such values."""
     of: int
-    """How many are not zero in float32."""
+    """Number of values that are nonzero in float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OverflowReport:
-    """What `find_overflow` found; ``print(report)`` says it in words, `to_json` for programs."""
+    """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
 
     producers: tuple[Producer, ...]
-    """Operations that made an inf or a NaN from values without it, in order; at most five."""
+    """Operations that produced an inf or NaN from operands without it, in order; at most five."""
     nonfinite_gradients: tuple[str, ...]
     """Parameters whose gradients were not finite."""
     underflow: tuple[Underflow, ...]
-    """Those with gradients that became zero, most of them first."""
+    """Parameters with underflowing gradients, largest share first."""
     underflow_note: str
-    """Why nothing can be said about underflow, or empty."""
+    """Why underflow is unknown, or empty."""
     scale: float | None
     """The loss scale; None without a scaler."""
     operations: int
-    """How many operations the step ran."""
+    """Number of operations that the step ran."""
     protected: tuple[str, ...]
-    """What was put back besides tensors: classes of the objects that the step reaches."""
+    """Classes of the objects that were restored besides tensors."""
 
     @property
     def first(self) -> Producer | None:
-        """The operation that made the first inf or NaN; None for a finite step."""
+        """The operation that produced the first inf or NaN; None for a finite step."""
         return self.producers[0] if self.producers else None
 
     def to_json(self, indent: int | None = None) -> str:
@@ -70,12 +78,12 @@ class OverflowReport:
         else:
             lines += ["first inf or NaN:", *(f"  {line}" for line in _described(self.first))]
             if len(self.producers) > 1:
-                lines.append("later ones that did not come of it alone:")
+                lines.append("later operations that produced another inf or NaN:")
                 lines += [f"  {_headline(producer)}" for producer in self.producers[1:]]
         if self.nonfinite_gradients:
             lines.append(f"gradients that were not finite ({len(self.nonfinite_gradients)}): " + _some(self))
         if self.underflow:
-            lines.append("gradients that are zero at this scale and not in float32:")
+            lines.append("gradients that are zero at this scale and nonzero in float32:")
             rows = [(u.parameter, f"{u.lost:,}", f"{u.of:,}", f"{u.lost / u.of:.1%}") for u in self.underflow[:20]]
             table = tables.plain(("parameter", "lost", "of", "share"), rows, numeric=("lost", "of", "share"))
             lines += [f"  {line}" for line in table.splitlines()]
@@ -84,24 +92,24 @@ class OverflowReport:
 
 
 def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] = (), **kwargs: Any) -> OverflowReport:
-    """Runs a training step three times or so and tells where its first inf or NaN came from.  Changes nothing.
+    """Finds the operation that produces the first inf or NaN of a training step.  Leaves all state restoring.
 
-    The first run notes the largest magnitude of every operation's result, forward, backward and update; the second
-    looks at the inputs of the suspects; the third, in float32, tells which gradients are zero only for want of range.
-    After each, everything is put back: tensors that operations wrote to, `.grad`, random generators, and the
-    attributes of modules, optimizers, schedulers and scalers that `step` reaches through its arguments, its closure,
-    the globals that it names, or the object whose method it is.
+    Runs the step about three times.  The first run finds operations with nonfinite results, forward, backward and
+    update; the second examines their operands; the third, in float32, finds gradients that underflow to zero.  Each
+    run is undone: tensors that operations wrote to, `.grad`, random generators, and the attributes of modules,
+    optimizers, schedulers and scalers that `step` reaches through its arguments, its closure, the globals that it
+    names, or the object whose method it is.
 
-    An infinity that the program asks for (a mask filled with ``-inf``) is no find; a NaN made of it is.
+    An infinity that the program requests (a mask filled with ``-inf``) is not reported; a NaN computed from it is.
 
     Args:
-        step: what a training loop does in one iteration: forward, backward, and the optimizer if you like.  It must
-            do the same each time, so give it its batch as an argument and do not let it draw from an iterator.
+        step: one iteration of a training loop: forward, backward, and optionally the optimizer.  Every call must do
+            the same, so pass the batch as an argument; do not let it draw from an iterator.
         args, kwargs: for `step`.
-        objects: more modules, optimizers, schedulers and scalers that it changes, where it reaches them otherwise.
+        objects: further modules, optimizers, schedulers and scalers that the step changes.
 
     Raises:
-        StepError: the second run did something else than the first.
+        StepError: the second run differs from the first.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([300.0]))
@@ -111,69 +119,69 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
         ('mul.Tensor', 'inf', 300.0)
     """
-    step = _recorded(step)
+    step = _uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
     parameters = _parameters(found)
-    low, wide = Gradients(parameters), Gradients(parameters)
-    magnitudes = Magnitudes()
+    low, wide = GradientRecorder(parameters), GradientRecorder(parameters)
+    results = NonfiniteResults()
     scale = _scale(found)
     modules = module_paths.acquire()
     try:
-        with unchanged(found), low.watched(), magnitudes:
+        with restoring(found), low.recording(), results:
             step(*args, **kwargs)
-        magnitudes.read()
+        results.read()
         producers: list[Producer] = []
-        suspects = list(magnitudes.bad.items())
+        suspects = list(results.nonfinite.items())
         while suspects and not producers:
-            inputs = Inputs(dict(suspects[:_AT_A_TIME]))
-            with unchanged(found), Gradients(parameters).watched(), inputs:
+            inputs = OperandStatistics(dict(suspects[:_SUSPECTS_PER_RUN]))
+            with restoring(found), GradientRecorder(parameters).recording(), inputs:
                 step(*args, **kwargs)
-            if inputs.diverged is not None or inputs.count != magnitudes.count:
-                raise StepError(_DIVERGED.format(magnitudes.count, inputs.count))
-            producers, suspects = inputs.producers(), suspects[_AT_A_TIME:]
+            if inputs.diverged is not None or inputs.count != results.count:
+                raise StepError(_DIVERGED.format(results.count, inputs.count))
+            producers, suspects = inputs.producers(), suspects[_SUSPECTS_PER_RUN:]
         note = ""
         try:
-            with unchanged(found), wide.watched(), Widened():
+            with restoring(found), wide.recording(), SkipHalfCasts():  # type: ignore[no-untyped-call]
                 step(*args, **kwargs)
-        except Exception as error:  # whatever a model does in another dtype than it was written for
-            note = f"underflow is not known: the step in float32 failed with {type(error).__name__}: {error}"
+        except Exception as error:  # a model can raise anything in another dtype
+            note = f"underflow is unknown: the step in float32 failed with {type(error).__name__}: {error}"
     finally:
         module_paths.release(modules)
     if not parameters:
-        note = "underflow is not known: the step reaches no module and no optimizer; name them with objects="
+        note = "underflow is unknown: the step reaches no module and no optimizer; pass them as objects="
     return OverflowReport(
         producers=tuple(producers[:5]),
-        nonfinite_gradients=tuple(name for name, count in low.bad.items() if int(count)),
+        nonfinite_gradients=tuple(name for name, count in low.nonfinite.items() if int(count)),
         underflow=() if note else _underflow(low, wide),
         underflow_note=note,
         scale=scale,
-        operations=magnitudes.count,
+        operations=results.count,
         protected=tuple(type(value).__name__ for value in found),
     )
 
 
-def _recorded(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step behind `xla_amp.compile`, whose replays show no operations."""
+def _uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind `xla_amp.compile`, whose replays dispatch no operations."""
     if isinstance(step, functools.partial):
-        return functools.partial(_recorded(step.func), *step.args, **step.keywords)
+        return functools.partial(_uncompiled(step.func), *step.args, **step.keywords)
     return step.__wrapped__ if getattr(step, "replays_without_operations", False) else step  # type: ignore[attr-defined]
 
 
-_AT_A_TIME = 16
-"""Operations looked at closely in one run.  What comes after the first inf is mostly its consequence, so one run does,
-but for models with many infinities that are meant."""
+_SUSPECTS_PER_RUN = 16
+"""Operations examined in one run.  Most operations after the first inf only propagate it, so one run suffices unless a
+model has many intended infinities."""
 _DIVERGED = (
-    "find_overflow: the step did not do the same twice ({} operations, then {}). Give it its batch as an argument "
-    "instead of letting it draw from an iterator, and pass what it changes besides tensors as objects="
+    "find_overflow: two runs of the step differ ({} operations, then {}). Pass the batch as an argument instead of "
+    "drawing it from an iterator, and pass objects that the step changes as objects="
 )
 
 
 def _parameters(found: Iterable[Any]) -> dict[str, torch.nn.Parameter]:
-    """By the names that modules give them, else by their place in an optimizer."""
+    """Parameters by their names in modules, otherwise by their position in an optimizer."""
     named: dict[int, tuple[str, torch.nn.Parameter]] = {}
     found = list(found)
     modules = [value for value in found if isinstance(value, torch.nn.Module)]
-    # A model comes before its parts: they may be reachable too.
+    # Largest module first: submodules may be reachable too.
     for module in sorted(modules, key=lambda value: -sum(1 for _ in value.modules())):
         for name, parameter in module.named_parameters():
             named.setdefault(id(parameter), (name, parameter))
@@ -194,14 +202,14 @@ def _scale(found: Iterable[Any]) -> float | None:
     return float(scalers[0].get_scale()) if scalers else None
 
 
-def _underflow(low: Gradients, wide: Gradients) -> tuple[Underflow, ...]:
+def _underflow(low: GradientRecorder, wide: GradientRecorder) -> tuple[Underflow, ...]:
     counts = []
     for name, zero in low.zero.items():
         nonzero = wide.nonzero.get(name)
         if nonzero is not None:
-            lost, of = torch.stack([(zero & nonzero).sum(), nonzero.sum()]).tolist()
+            lost, total = torch.stack([(zero & nonzero).sum(), nonzero.sum()]).tolist()
             if lost:
-                counts.append(Underflow(parameter=name, lost=lost, of=of))
+                counts.append(Underflow(parameter=name, lost=lost, of=total))
     return tuple(sorted(counts, key=lambda entry: -entry.lost / entry.of))
 
 

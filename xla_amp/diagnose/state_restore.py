@@ -1,8 +1,7 @@
-"""Running a training step and taking back everything that it did.
+"""Run a training step and restore the state from before it.
 
-Tensors: the operations of the step are watched, and what one of them writes to that was there before the step is
-copied first.  Python: attributes of modules, optimizers, schedulers and scalers, the groups' options, `.grad`, and the
-state of the random generators.
+Tensors: a dispatch mode copies each existing tensor before an operation writes to it.  Python objects: attributes of
+modules, optimizers, schedulers and scalers, options of parameter groups, `.grad`, and random generator states.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from xla_amp.backends import base
 
-Kinds = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+STATEFUL = (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 
 
 def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-    """Modules, optimizers, schedulers and scalers among `arguments`, what `step` closes over or names, and its object.
+    """Modules, optimizers, schedulers and scalers that `step` reaches: arguments, closure, globals, its bound object.
 
-    In the objects that hold them (a trainer) one level of attributes is looked at.
+    Objects that hold them (a trainer) are searched one attribute level deep.
     """
     plain = inspect.unwrap(step)
     while hasattr(plain, "func"):  # functools.partial
@@ -35,7 +34,7 @@ def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     values = [*tree_leaves(list(arguments))]
     owner = getattr(plain, "__self__", None)
     if owner is None and not inspect.isfunction(plain):
-        owner = plain  # an object that can be called
+        owner = plain  # a callable object
     function = getattr(plain, "__func__", plain)
     if not inspect.isfunction(function):
         function = vars(type(plain)).get("__call__")
@@ -50,48 +49,48 @@ def reachable(step: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
         if inspect.ismodule(value) or isinstance(value, type):
             inner = ()
         for candidate in (value, *tree_leaves(list(inner))):
-            if isinstance(candidate, Kinds):
+            if isinstance(candidate, STATEFUL):
                 found[id(candidate)] = candidate
     return list(found.values())
 
 
 UNDECLARED = frozenset({"running_mean", "running_var"})
-"""Arguments that batch normalization updates in place without its schema saying so."""
+"""Arguments that batch normalization updates in place although its schema does not declare it."""
 
 
-class _Keep(TorchDispatchMode):
-    """Copies what an operation is about to write to, unless the step itself made it."""
+class _BackupMode(TorchDispatchMode):
+    """Copies tensors before operations write to them, except tensors that the step created."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, Any] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._created: dict[int, Any] = {}
         self.saved: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in written(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             key = _storage(tensor)
-            if key not in self._made:
-                # Detached, of the same storage: the original may be a parameter, which does not take a copy.
-                place = (key, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
-                if place not in self.saved:
-                    self.saved[place] = tensor.detach(), tensor.detach().clone()
+            if key not in self._created:
+                # Keep a detached alias: `copy_` into a parameter itself is an error.
+                view = (key, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+                if view not in self.saved:
+                    self.saved[view] = tensor.detach(), tensor.detach().clone()
         known = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not t.is_sparse}
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not tensor.is_sparse and _storage(tensor) not in known:
-                # A weak reference keeps the number from being given out again, and no memory.
-                self._made[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                # A weak reference prevents reuse of the address without keeping the memory.
+                self._created[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return result
 
     def restore(self) -> None:
-        # The last copy taken may overlap an earlier one, which is older.
+        # In reverse order: an earlier copy may overlap a later one and has the older values.
         for tensor, value in reversed(self.saved.values()):
             tensor.copy_(value)
 
 
-def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The dense tensors that an ATen operation writes to, by its schema, and by name where that does not say it."""
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The dense tensors that an ATen operation writes to, by its schema and by `UNDECLARED`."""
     for position, argument in enumerate(func._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if not declared and argument.name not in UNDECLARED:
@@ -103,12 +102,12 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 @contextlib.contextmanager
-def unchanged(objects: Iterable[Any]) -> Iterator[None]:
-    """Takes back, on the way out, what the block does to tensors, to `objects` and to random generators."""
+def restoring(objects: Iterable[Any]) -> Iterator[None]:
+    """On exit, restores tensors, `objects` and random generators to their state on entry."""
     undo: list[Callable[[], None]] = [_random_state()]
     modules: dict[int, torch.nn.Module] = {}
     for value in objects:
@@ -122,29 +121,29 @@ def unchanged(objects: Iterable[Any]) -> Iterator[None]:
     for part in modules.values():
         undo.append(_attributes(part, deep=True))
         undo += [_gradient(parameter) for parameter in part.parameters(recurse=False)]
-    keep = _Keep()
+    backup = _BackupMode()
     try:
-        with keep:
+        with backup:
             yield
     finally:
-        for back in reversed(undo):
-            back()
+        for restore in reversed(undo):
+            restore()
         with torch.no_grad():
-            keep.restore()
+            backup.restore()
 
 
 def _attributes(value: Any, deep: bool) -> Callable[[], None]:
-    """Attributes, and with `deep` the entries of those that are dicts or lists, and of dicts in them."""
+    """Restores attributes; with `deep` also the entries of dicts and lists among them, and of dicts in those dicts."""
     attributes = dict(vars(value))
     inside = [(item, _copied(item)) for item in attributes.values() if deep and isinstance(item, dict | list)]
 
-    def back() -> None:
+    def restore() -> None:
         vars(value).clear()
         vars(value).update(attributes)
         for item, entries in inside:
             _refill(item, entries)
 
-    return back
+    return restore
 
 
 def _copied(item: Any) -> Any:
@@ -168,21 +167,21 @@ def _refill(item: Any, entries: Any) -> None:
 def _groups(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     groups = [(group, dict(group)) for group in optimizer.param_groups]
 
-    def back() -> None:
+    def restore() -> None:
         for group, options in groups:
             group.clear()
             group.update(options)
 
-    return back
+    return restore
 
 
 def _gradient(parameter: torch.Tensor) -> Callable[[], None]:
     gradient = parameter.grad
 
-    def back() -> None:
+    def restore() -> None:
         parameter.grad = gradient
 
-    return back
+    return restore
 
 
 def _random_state() -> Callable[[], None]:
@@ -191,7 +190,7 @@ def _random_state() -> Callable[[], None]:
     states = random.getstate(), torch.get_rng_state(), engine.get_rng_state() if engine else None
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
-    def back() -> None:
+    def restore() -> None:
         random.setstate(states[0])
         torch.set_rng_state(states[1])
         if engine is not None:
@@ -199,4 +198,4 @@ def _random_state() -> Callable[[], None]:
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
 
-    return back
+    return restore

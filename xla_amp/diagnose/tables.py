@@ -1,4 +1,4 @@
-"""Tables for the terminal, with rich where it is installed and without it."""
+"""Format tables for the terminal, with or without rich."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rich(
 
 
 def for_terminal(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> str:
-    """`rich` where standard output is a terminal and rich is installed, else `plain`: a pipe gets no escapes."""
+    """`rich` if standard output is a terminal and rich is installed, otherwise `plain`, without escape codes."""
     lines = list(lines)
     if not sys.stdout.isatty():
         return plain(columns, lines, numeric=numeric)
