@@ -245,8 +245,8 @@ def test_text_in_a_report_is_escaped(folder):
 
 
 def test_a_large_graph_is_cut_and_says_so(monkeypatch, folder):
-    monkeypatch.setattr(graph_drawing, "MOST", 2)
-    graph = graph_drawing.painted_graph(io.load(folder / "net.mlir").module)
+    monkeypatch.setattr(graph_drawing, "MAX_OPERATIONS", 2)
+    graph = graph_drawing.draw_graph(io.load(folder / "net.mlir").module)
     assert graph.svg.count("<rect") == 2 + 2  # two operations and the arguments that they read
     assert "The first 4 operations; 2 more are not drawn." in graph.note or "more are not drawn" in graph.note
 
@@ -286,7 +286,7 @@ def test_completion_needs_shtab(run, monkeypatch):
         (("inspect", "net.mlir", "--target", "v9"), 2, "invalid choice: 'v9'"),
         (("inspect", "net.mlir", "--largest", "-1"), 2, "invalid count value: '-1'"),
         (("convert", "net.mlir"), 2, "required: -o/--output"),
-        (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: there is no folder no"),
+        (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: no folder no"),
         (("convert", "net.mlir", "-o", "no/such/out"), 2, "writing no/such/out: No such file or directory"),
         (("convert", "net.mlir", "-o", "out", "--policy", "none"), 2, "unknown policy 'none'"),
         (("convert", "net.mlir", "-o", "out", "--override", "tanh"), 2, "'tanh': expected OP=CAST with one of low, "),

@@ -81,7 +81,7 @@ def test_check_of_good_files(run, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(GOOD)
     casts = len(load(file).operations())
-    expected = f"{file}: ok, policy 'mine', low = bfloat16, 1 rule of its own, casts {casts} operations\n"
+    expected = f"{file}: ok, policy 'mine', low = bfloat16, 1 rule in the file, casts {casts} operations\n"
     assert run("check", str(file)) == (0, expected, "")
     file.write_text('[[rule]]\noperations = ["softmax", "class:fourier"]\ncast = "low"\n')
     status, out, _ = run("check", str(file))

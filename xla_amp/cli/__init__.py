@@ -1,6 +1,6 @@
 """The command ``xla-amp``; ``python -m xla_amp.cli`` is the same.
 
-Exit status: 0 yes or done, 1 no (a file that is malformed, programs or policies that differ), 2 a mistake in the call.
+Exit status: 0 success; 1 negative answer (malformed file, programs or policies that differ); 2 usage error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from xla_amp.errors import ModuleError, XlaAmpError
 
@@ -24,25 +24,18 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "completion": "xla_amp.cli.completion_command",
     }
 )
-"""Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: parsed arguments -> `Answer`.
+"""Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: arguments -> (text, exit status).
 
-The modules are loaded for every call, so they load torch and jax only when they run."""
+Every call imports all of these modules, so they import torch and jax only in ``run``."""
 
 _LONGEST: Final = 1000
-"""Characters of an error; MLIR's may quote a whole call stack."""
-
-
-class Answer(NamedTuple):
-    """What a command has to say."""
-
-    text: str
-    status: int = 0
+"""Largest length of an error message; MLIR's can contain a whole call stack."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
-    top.set_defaults(top=top)  # for a command that is about the others: completion
+    top.set_defaults(top=top)  # for `completion`
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
@@ -51,19 +44,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; `argv` is without the program's name. Returns the exit status."""
+    """Runs one command; `argv` excludes the program's name. Returns the exit status."""
     arguments = parser().parse_args(argv)
     try:
-        answer = arguments.run(arguments)
+        answer: tuple[str, int] = arguments.run(arguments)
     except XlaAmpError as error:
         print(textwrap.shorten(f"xla-amp: {error}", _LONGEST, placeholder=" ..."), file=sys.stderr)
         return 1 if isinstance(error, ModuleError) else 2
     except KeyboardInterrupt:
         print("xla-amp: interrupted", file=sys.stderr)
         return 130
+    text, status = answer
     try:
-        print(answer[0], flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # `xla-amp ... | head`
         sys.stderr.close()
-    status: int = answer[1]
     return status

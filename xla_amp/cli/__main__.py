@@ -1,4 +1,4 @@
-"""``python -m xla_amp.cli``."""
+"""Run the command ``xla-amp`` as ``python -m xla_amp.cli``."""
 
 import sys
 

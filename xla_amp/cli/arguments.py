@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""Command-line arguments and output helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from xla_amp.cli.documents import Document
 
 FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""shtab's mark for arguments that are completed with file names; it asks for a dict."""
+"""The value by which shtab completes an argument with file names."""
 
 
 def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
@@ -35,22 +35,22 @@ def report(parser: argparse.ArgumentParser) -> None:
 
 
 def check_report(arguments: argparse.Namespace) -> None:
-    """Before any work: whether ``--report`` can be followed.
+    """Checks ``--report`` before any work.
 
     Raises:
         MissingLibraryError: jinja2 is not installed.
-        FileError: its folder is not there.
+        FileError: the folder does not exist.
     """
     if arguments.report is None:
         return
     if importlib.util.find_spec("jinja2") is None:
         raise MissingLibraryError("--report: jinja2 is not installed: pip install 'xla-amp[cli]'")
     if not arguments.report.parent.is_dir():
-        raise FileError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
+        raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
 
 
 def report_page(arguments: argparse.Namespace, document: Document, module: Any = None, why: Any = None) -> str | None:
-    """The page that ``--report`` asks for, with the graph of `module`; None without it."""
+    """The HTML page for ``--report``, with the graph of `module`; None without ``--report``."""
     if arguments.report is None:
         return None
     from xla_amp.cli import html_report
@@ -59,7 +59,7 @@ def report_page(arguments: argparse.Namespace, document: Document, module: Any =
 
 
 def write_report(arguments: argparse.Namespace, page: str | None) -> None:
-    """Writes what `report_page` gave."""
+    """Writes the result of `report_page`."""
     if page is not None:
         from xla_amp.stablehlo import io
 

@@ -1,4 +1,4 @@
-"""Run two StableHLO programs on the same values and tell how far each is from the first one in float64."""
+"""Run two StableHLO programs on the same inputs and report their errors against the first one in float64."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``compare``."""
     common.program(parser, "a", "A")
     common.program(parser, "b", "B")
-    sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="arguments, one array each, in their order")
+    sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
     sample.complete = common.FILE  # type: ignore[attr-defined]
-    parser.add_argument("--seed", type=int, default=0, help="of random arguments, without --inputs (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
     parser.add_argument(
         "--tolerance",
         type=common.positive,
         default=TOLERANCE,
-        help=f"largest relative error of a result of B that is agreement (default {TOLERANCE})",
+        help=f"largest accepted relative error of a result of B (default {TOLERANCE})",
     )
     parser.add_argument("--no-operations", action="store_true", help="compare results only")
     parser.add_argument("--worst", type=common.count, default=10, metavar="N", help="operations to list (default 10)")

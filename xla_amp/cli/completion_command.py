@@ -1,4 +1,4 @@
-"""Print a script that completes xla-amp's commands, options and files: eval "$(xla-amp completion bash)"."""
+"""Print a shell script that completes commands, options and files: eval "$(xla-amp completion bash)"."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 from xla_amp.errors import MissingLibraryError
 
-HELP = "completion for bash, zsh or tcsh"
+HELP = "shell completion for bash, zsh or tcsh"
 
 SHELLS = ("bash", "zsh", "tcsh")
 

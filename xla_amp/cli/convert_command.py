@@ -1,4 +1,4 @@
-"""Put a StableHLO program into mixed precision. IN and OUT are MLIR text, bytecode, artifacts or jax.export blobs."""
+"""Convert a StableHLO program to mixed precision. IN and OUT are MLIR text, bytecode, artifacts or jax.export blobs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
     from xla_amp.cli.documents import Document
+    from xla_amp.cli.module_tables import States
     from xla_amp.stablehlo.passes.autocast import Converted
 
-HELP = "put a program into mixed precision"
+HELP = "convert a program to mixed precision"
 
 FORMATS = ("text", "bytecode", "artifact", "export")
 
@@ -23,12 +24,14 @@ FORMATS = ("text", "bytecode", "artifact", "export")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``convert``."""
     common.program(parser, "source", "IN")
-    out = parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="where to write it")
+    out = parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="file to write")
     out.complete = common.FILE  # type: ignore[attr-defined]
-    parser.add_argument("--format", choices=FORMATS, help="of OUT; default: its suffix says, else the format of IN")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format of OUT; default: by its suffix, otherwise the format of IN"
+    )
     known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
     parser.add_argument("--policy", default="tpu", help=f"{known}; default tpu")
-    parser.add_argument("--dtype", choices=get_args(LowDtype), help="the low dtype; default: the policy's")
+    parser.add_argument("--dtype", choices=get_args(LowDtype), help="low dtype; default: the policy's")
     parser.add_argument(
         "--override",
         action="append",
@@ -45,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--narrow-parameters",
         dest="keep_io",
         action="store_false",
-        help="take low what only low operations read, give low what is low anyway",
+        help="use the low dtype for arguments that only low operations read and for results computed low",
     )
     sample = parser.add_argument(
         "--inputs",
@@ -53,10 +56,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="NPZ",
-        help="arguments to run it on: what overflows or loses too much stays float32; may be repeated",
+        help="sample inputs: operations that overflow or lose too much on them stay float32; may be repeated",
     )
     sample.complete = common.FILE  # type: ignore[attr-defined]
-    parser.add_argument("--max-error", type=common.positive, help="with --inputs: error of one operation to accept")
+    parser.add_argument(
+        "--max-error", type=common.positive, help="with --inputs: largest accepted error of one operation"
+    )
     common.report(parser)
     common.json_instead(parser)
     parser.set_defaults(run=_run)
@@ -91,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     document = _document(arguments, converted, states, program.format, kind)
     page = common.report_page(arguments, document, converted.module, html_report.reasons(converted.report))
-    io.save(converted.program, arguments.output, kind)  # with everything at hand that may fail
+    io.save(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
     common.write_report(arguments, page)
     if not arguments.json:
         return document.text(), 0
@@ -106,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     return common.as_json(plain), 0
 
 
-def _document(arguments: argparse.Namespace, converted: Converted, states: dict, before: str, after: str) -> Document:
+def _document(arguments: argparse.Namespace, converted: Converted, states: States, before: str, after: str) -> Document:
     from xla_amp.cli import module_tables
     from xla_amp.cli.documents import Document, Table
 

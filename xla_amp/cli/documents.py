@@ -1,4 +1,4 @@
-"""What a command found, as facts, tables and bars: shown on a terminal or as HTML from the same rows."""
+"""A command's result as facts, tables and charts, rendered as terminal text or, by `html_report`, as HTML."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from xla_amp.diagnose import tables
 
-_MOST = 25
-"""Rows of a table that a terminal is given."""
+_MAX_ROWS = 25
+"""Rows of a table that are printed on a terminal."""
 
 
 class Bar(NamedTuple):
@@ -18,20 +18,20 @@ class Bar(NamedTuple):
     label: str
     value: float
     shown: str
-    """The value as it is read."""
+    """The value as text."""
     kind: str = ""
-    """``low``, ``wide`` or nothing: its colour."""
+    """CSS class of the colour: ``low``, ``wide`` or empty."""
 
 
 class Chart(NamedTuple):
-    """Bars of one unit."""
+    """A bar chart; all bars have the same unit."""
 
     title: str
     bars: tuple[Bar, ...]
 
 
 class Table(NamedTuple):
-    """Rows under a title."""
+    """A table with a title."""
 
     title: str
     columns: tuple[str, ...]
@@ -42,26 +42,24 @@ class Table(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A command's answer for people."""
+    """A command's result in human-readable form."""
 
     title: str
     facts: tuple[tuple[str, str], ...] = ()
     tables: tuple[Table, ...] = ()
     charts: tuple[Chart, ...] = ()
     """In HTML only."""
-    graph: str = ""
-    """SVG, in HTML only."""
 
     def text(self) -> str:
-        """For the terminal."""
+        """The document as terminal text."""
         parts = [self.title]
         if self.facts:
             width = max(len(name) for name, _ in self.facts)
             parts.append("\n".join(f"{name.ljust(width)}  {value}" for name, value in self.facts))
         for table in self.tables:
             if table.rows:
-                shown = tables.for_terminal(table.columns, table.rows[:_MOST], numeric=table.numeric)
-                left = len(table.rows) - _MOST
+                shown = tables.for_terminal(table.columns, table.rows[:_MAX_ROWS], numeric=table.numeric)
+                left = len(table.rows) - _MAX_ROWS
                 note = f"and {left} more rows: --json lists all" if left > 0 else table.note
                 parts.append("\n".join(filter(None, (f"{table.title}:", shown, note))))
         return "\n\n".join(parts)
@@ -94,7 +92,7 @@ def error(number: float) -> str:
 
 
 def dtype_kind(element: str) -> str:
-    """Colour of an element type: ``low`` for 16 bits and fewer of floating point, ``wide`` for more."""
+    """``low`` for floating-point types of at most 16 bits, ``wide`` for wider ones, otherwise empty."""
     if element in ("bf16", "f16", "bfloat16", "float16") or element.startswith(("f8", "f4", "f6")):
         return "low"
     return "wide" if element in ("f32", "f64", "float32", "float64") else ""

@@ -1,4 +1,4 @@
-"""Tell what a StableHLO program consists of by dtype, and what XLA expects of it on machines that need not be here."""
+"""Count a StableHLO program's operations, casts and bytes by dtype; estimate its cost on absent hardware."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         choices=[*targets.names(), EVERY],
-        help="also compile it for this machine and give XLA's estimates; may be repeated",
+        help="also compile for this target and print XLA's estimates; may be repeated",
     )
-    parser.add_argument("--largest", type=common.count, default=10, metavar="N", help="values to list (default 10)")
+    parser.add_argument(
+        "--largest", type=common.count, default=10, metavar="N", help="number of largest values to list (default 10)"
+    )
     common.report(parser)
     common.json_instead(parser)
     parser.set_defaults(run=_run)

@@ -1,4 +1,4 @@
-"""Tables and charts of what `xla_amp.stablehlo.inspect` found, for one module or before and after."""
+"""Tables and charts of `xla_amp.stablehlo.inspect` results: one module, or before and after a conversion."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from xla_amp.stablehlo.tools.inspection import Inspection
 from xla_amp.stablehlo.tools.targets import Compiled
 
 States = Mapping[str, Inspection]
-"""What the columns are called -> what was found: one module has one, without a name; a change has two."""
+"""Column title -> inspection: ``{"": ...}`` for one module, ``{"before": ..., "after": ...}`` for a conversion."""
 
 
 def by_dtype(states: States) -> Table:
-    """Operations and bytes of their results."""
+    """Operations and the bytes of their results, by dtype."""
     dtypes = _keys(found.dtypes for found in states.values())
     columns, rows, names = ["dtype"], [[dtype] for dtype in dtypes], []
     for state, found in states.items():
@@ -69,7 +69,7 @@ def largest(found: Inspection) -> Table:
 
 
 def targets(states: States) -> Table:
-    """What XLA expects of the modules on each target."""
+    """XLA's estimates for the modules on each target."""
     rows = []
     for target in _keys(found.targets for found in states.values()):
         for state, found in states.items():

@@ -1,4 +1,4 @@
-"""Show, check and compare policies: built-in ones by name, your own by the path of their TOML file."""
+"""Show, check and compare policies: built-in ones by name, custom ones by the path of a TOML file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(metavar="ACTION", required=True)
     known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
 
-    show = kinds.add_parser("show", help="the rules in force, or what they say about one operation")
+    show = kinds.add_parser("show", help="the rules in force, or the decision about one operation")
     show.add_argument("name", metavar="POLICY", help=known)
-    show.add_argument("--operation", metavar="OP", help="an ATen name, e.g. softmax or pow.Tensor_Scalar")
-    show.add_argument("--module", metavar="PATH", help="with --operation: inside the module of that path")
+    show.add_argument("--operation", metavar="OP", help="ATen name, e.g. softmax or pow.Tensor_Scalar")
+    show.add_argument("--module", metavar="PATH", help="with --operation: inside the module of this path")
     show.add_argument("--json", action="store_true", help="JSON instead of a table")
     show.set_defaults(run=_show)
 
-    check = kinds.add_parser("check", help="whether a file can be followed; names file, line and fix if not")
+    check = kinds.add_parser("check", help="whether a policy file is valid; prints file, line and fix if not")
     check.add_argument("file", metavar="FILE", type=Path, help="a policy, or rows for XLA_AMP_POLICY")
     check.set_defaults(run=_check)
 
@@ -42,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     diff.set_defaults(run=_diff)
 
 
-def _torchs_names() -> Iterable[str]:
-    """Every operation of torch, for names that the catalogue lacks; torch is loaded only then."""
+def _torch_operations() -> Iterable[str]:
+    """All operations of torch, for names that are not in the catalogue; imports torch only then."""
     try:
         import torch
     except ImportError:
@@ -51,7 +51,7 @@ def _torchs_names() -> Iterable[str]:
     return torch._C._dispatch_get_all_op_names()
 
 
-extend_known_operations(_torchs_names)
+extend_known_operations(_torch_operations)
 
 
 def _show(arguments: argparse.Namespace) -> Answer:
@@ -76,13 +76,13 @@ def _show(arguments: argparse.Namespace) -> Answer:
         return _json({**document, "source": policy.source, "rules": rows}), 0
     head = f"{policy.name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
     lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
-    listed = [_listed(rule.operations) for rule in policy.rules]
+    listed = [_shortened(rule.operations) for rule in policy.rules]
     lines = [[*line[:3], operations, line[3]] for line, operations in zip(lines, listed, strict=True)]
     table = tables.plain(("cast", "layer", "rule", "operations", "why"), lines)
     return f"{head}\nA later row wins over an earlier one of another layer.\n\n{table}", 0
 
 
-def _listed(operations: Sequence[str], *, most: int = 4) -> str:
+def _shortened(operations: Sequence[str], *, most: int = 4) -> str:
     more = len(operations) - most
     return ", ".join(operations[:most]) + (f" and {more} more" if more > 0 else "")
 
@@ -95,7 +95,7 @@ def _decisions(policy: Policy, arguments: argparse.Namespace) -> Answer:
     decided = [policy.decide(name, arguments.module) for name in known]
     if arguments.json:
         return _json([_fields(decision) for decision in decided]), 0
-    return "\n\n".join(_told(decision) for decision in decided), 0
+    return "\n\n".join(_text(decision) for decision in decided), 0
 
 
 def _fields(decision: Decision) -> dict[str, str]:
@@ -111,7 +111,7 @@ def _fields(decision: Decision) -> dict[str, str]:
     }
 
 
-def _told(decision: Decision) -> str:
+def _text(decision: Decision) -> str:
     fields = _fields(decision)
     lines = [f"{fields.pop('operation')}: {fields.pop('cast')}"]
     return "\n".join(lines + [f"  {name:<7}{text}" for name, text in fields.items() if text])
@@ -129,11 +129,11 @@ def _check(arguments: argparse.Namespace) -> Answer:
         return str(error), 1
     own = [rule for layer in policy.layers if layer.layer == "file" for rule in layer.rules]
     named = f"policy {policy.name!r}, low = {policy.low}"
-    return f"{file}: ok, {named}, {_count(own)} of its own, casts {len(policy.operations())} operations", 0
+    return f"{file}: ok, {named}, {_count(own)} in the file, casts {len(policy.operations())} operations", 0
 
 
 def _is_policy(file: Path) -> bool:
-    """Whether the file has a low dtype, its own or another policy's; without one it holds rows for XLA_AMP_POLICY."""
+    """Whether the file is a policy (it has a low dtype, or extends one); otherwise it holds rows for XLA_AMP_POLICY."""
     try:
         header = tomllib.loads(read_file(file))
     except tomllib.TOMLDecodeError:
