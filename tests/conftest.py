@@ -43,4 +43,4 @@ def _programs_of_other_files_are_dropped() -> Iterator[None]:
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
     if "xla_amp.lazy.runtime.execute" in sys.modules:
-        sys.modules["xla_amp.lazy.runtime.execute"].forget_programs()
+        sys.modules["xla_amp.lazy.runtime.execute"].clear_programs()

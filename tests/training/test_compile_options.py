@@ -12,8 +12,8 @@ from torch import nn
 
 import xla_amp
 from xla_amp.errors import StepFailedError
-from xla_amp.lazy.interop.bridge import functional
 from xla_amp.lazy.interop.export import export
+from xla_amp.lazy.interop.functional import functional
 from xla_amp.lazy.runtime import compile_options, execute, pjrt
 from xla_amp.stablehlo.tools import targets
 
@@ -23,9 +23,9 @@ VARIABLE = "XLA_AMP_COMPILER_OPTIONS"
 
 @pytest.fixture
 def device():
-    execute.forget_programs()
+    execute.clear_programs()
     yield xla_amp.xla_device()
-    execute.forget_programs()
+    execute.clear_programs()
 
 
 @pytest.mark.parametrize("platform", compile_options.OPTIONS)
@@ -35,7 +35,7 @@ def test_rows_have_a_reason_and_are_the_default(monkeypatch, platform):
     rows = compile_options.OPTIONS[platform]
     assert list(rows) == sorted(rows)
     assert all(row.why.endswith(".") and row.source for row in rows.values())
-    assert compile_options.of(platform) == {name: row.value for name, row in rows.items()}
+    assert compile_options.for_platform(platform) == {name: row.value for name, row in rows.items()}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_users_replace_and_add(monkeypatch, flags, ours, expected):
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setenv(VARIABLE, ours)
     monkeypatch.setattr(pjrt, "platform", lambda: "gpu")
-    assert compile_options.of("gpu") == expected
+    assert compile_options.for_platform("gpu") == expected
     # The host computes beside the device, and knows none of its options.
-    assert compile_options.of("cpu") == {}
+    assert compile_options.for_platform("cpu") == {}
 
 
 class Block(nn.Module):
@@ -92,7 +92,7 @@ def test_a_gpu_keeps_what_the_policy_made_low_low_between_kernels(device):
     text = text_for("gpu")
     with targets.Compilers() as compilers:
         wide = compilers.compile(text, "h100")
-        low = compilers.compile(text, "h100", compile_options.of("gpu"))
+        low = compilers.compile(text, "h100", compile_options.for_platform("gpu"))
     # What stays float32 is inside the gradients of batch norm; the stream between the blocks is not.
     assert between_kernels(low.hlo, SHAPE)["f32"] < between_kernels(wide.hlo, SHAPE)["f32"]
     assert low.bytes_accessed < 0.8 * wide.bytes_accessed
@@ -109,7 +109,7 @@ def test_a_step_is_compiled_with_them(monkeypatch, device):
     monkeypatch.setenv(VARIABLE, "xla_backend_optimization_level=0 xla_allow_excess_precision=false")
     x = torch.ones(3, device=device) + 1
     assert x.tolist() == [2, 2, 2]
-    execute.forget_programs()
+    execute.clear_programs()
     monkeypatch.setenv(VARIABLE, "xla_nothing=1")
     y = x + 1
     with pytest.raises(StepFailedError, match="No such compile option: 'xla_nothing'"):

@@ -69,7 +69,7 @@ def test_updates_are_in_place_and_move_little(name):
         pytest.skip(
             "bytes are counted for a GPU: XLA:CPU has no fusions with several results; no compiler for one here"
         )
-    compiled = targets.compile_for(text_for("gpu"), "h100", compile_options.of("gpu"))
+    compiled = targets.compile_for(text_for("gpu"), "h100", compile_options.for_platform("gpu"))
     moved = compiled.bytes_accessed
     # The least there is: every buffer read and written once, and every gradient read once to know whether it is finite
     # (all of them, before anything may be written) and once more to step with.

@@ -16,7 +16,7 @@ SHAPE = (8, 64, 28, 28)
 
 @pytest.mark.skipif(not targets.available("v6e"), reason="no compiler for a TPU here")
 def test_a_normalized_relu_is_made_again_and_not_kept():
-    execute.forget_programs()
+    execute.clear_programs()
     device = xla_amp.xla_device()
     first, second = (nn.Conv2d(SHAPE[1], SHAPE[1], 3, padding=1, bias=False) for _ in range(2))
     model = nn.Sequential(first, nn.BatchNorm2d(SHAPE[1]), nn.ReLU(), second).to(device)
@@ -33,7 +33,7 @@ def test_a_normalized_relu_is_made_again_and_not_kept():
 
 @pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
 def test_no_weight_is_copied():
-    execute.forget_programs()
+    execute.clear_programs()
     device = xla_amp.xla_device()
     model = nn.Sequential(nn.Conv2d(256, 256, 1, bias=False), nn.ReLU(), nn.Conv2d(256, 256, 3, bias=False)).to(device)
     optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -68,7 +68,7 @@ def outcome(device, warm):
 
 def test_warming_up_compiles_everything_and_changes_nothing(device):
     xla_amp.sync()  # what other tests recorded and did not ask for
-    xla_amp.lazy.runtime.execute.forget_programs()
+    xla_amp.lazy.runtime.execute.clear_programs()
     warm, compiled, later, fresh, replays = outcome(device, warm=True)
     assert (compiled, later, fresh) == (1, 0, {})  # the first step is no program of its own
     cold, _, _, _, cold_replays = outcome(device, warm=False)

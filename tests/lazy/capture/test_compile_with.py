@@ -86,7 +86,7 @@ def accumulate(device, how):
 
 def test_accumulation_inside_the_step(device):
     losses, weights, _ = accumulate(device, "recorded")
-    execute.forget_programs()
+    execute.clear_programs()
     replayed, after, (step,) = accumulate(device, "one")
     text = max(execute.programs(), key=lambda program: program.operations).optimized_hlo()
     # The weight itself is cast once for all parts; gradients of its shape are cast too.

@@ -23,9 +23,9 @@ def as_on_tpu(monkeypatch):
     """Orders that are wanted on a TPU, here."""
     real = memory_layout.orders
     monkeypatch.setattr(memory_layout, "orders", lambda operations, platform: real(operations, "tpu"))
-    execute.forget_programs()
+    execute.clear_programs()
     yield
-    execute.forget_programs()
+    execute.clear_programs()
 
 
 def order(tensor):
@@ -85,7 +85,7 @@ def test_steps_are_torchs_and_one_executable(pair):
 
 
 def test_without_the_wish_nothing_is_moved():
-    execute.forget_programs()
+    execute.clear_programs()
     there = Trainer(xla_amp.xla_device())
     there.step(images(1)[0])
     assert order(there.model[0].weight) == (0, 1, 2, 3)
@@ -151,7 +151,7 @@ def scaled_losses(wanted):
 
 def test_half_precision_with_a_scaler(as_on_tpu, monkeypatch):
     arranged = scaled_losses(wanted=True)
-    execute.forget_programs()
+    execute.clear_programs()
     monkeypatch.setattr(memory_layout, "orders", lambda *_: {})
     assert arranged == pytest.approx(scaled_losses(wanted=False), rel=1e-3)
 

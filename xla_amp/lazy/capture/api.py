@@ -262,7 +262,7 @@ def _signature(flat_args: list[Any]) -> Iterator[Any]:
             ) from None
         yield (
             buffer.spec, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
-            first_uses.setdefault(id(buffer), index), mesh.active and mesh.layout_of(buffer),
+            first_uses.setdefault(id(buffer), index), mesh.active and mesh.sharding_of(buffer),
         )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ class Replay:
             self._classify(slot, parameter, earlier, later, argument_of)
         self._connect(argument_of)
         self._layouts = [struct.sharding for part in program.abstract[:2] for struct in part]
-        self._formats = {each.place: each.format for each in program.arranged}
+        self._formats = {each.position: each.format for each in program.input_formats}
         self._inputs: list[Any] | None = None
         """The arrays of the inputs, None for arguments; None as a whole while the state is in its buffers."""
         self._mesh: Any = None
@@ -186,7 +186,7 @@ class Replay:
             StepFailedError: a value that it needs was lost in a failed step.
         """
         if mesh.active is not None:
-            mesh.bring_home(arguments)
+            mesh.move_to_mesh(arguments)
         given = list(map(_array, arguments))  # first: this may bring the state back
         if not _all_written(given) or not self._collect():
             return None
@@ -220,7 +220,7 @@ class Replay:
         for slot, index in self._overwritten:
             arguments[index].array = results[slot]
         self._new_arrays = [weakref.ref(results[slot]) for slot, _ in (*self._others, *self._overwritten)]
-        execute.note(self._newest)
+        execute.set_newest(self._newest)
         return results
 
     def _collect(self) -> bool:
@@ -236,7 +236,7 @@ class Replay:
         if None in buffers:
             return False
         if mesh.active is not None:
-            mesh.bring_home(buffers)  # type: ignore[arg-type]
+            mesh.move_to_mesh(buffers)  # type: ignore[arg-type]
         arrays = list(map(_array, buffers))
         if not _all_written(arrays):
             return False

@@ -110,7 +110,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             where: Any = keys
             layout = layouts.get(where[0].key, _nowhere)(where[1:], leaf)
-            home = mesh.home()
+            home = mesh.default_placement()
             sharding = layout or (SingleDeviceSharding(home) if isinstance(home, jax.Device) else home)
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
@@ -126,7 +126,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             leaf = transfer.wrap(arrays.pop(str(number)))
             if (layout := marked[number]) is not None:
-                mesh.lay_out(tensor_io.buffer_of(leaf), layout)
+                mesh.set_sharding(tensor_io.buffer_of(leaf), layout)
             number += 1
         values.append(leaf)
     loaded: dict[str, Any] = _pytree.tree_unflatten(values, tree)
@@ -166,11 +166,11 @@ def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
             parameter = numbered[where[1].key] if where[0].key == "state" else None
             if parameter is None or not _here(parameter) or parameter.shape != leaf.shape:
                 return None
-            return mesh.layout_of(tensor_io.buffer_of(parameter))
+            return mesh.sharding_of(tensor_io.buffer_of(parameter))
 
         return of_parameter
     present, _ = _pytree.tree_flatten_with_path(_state_of(value))
-    layouts = {where: mesh.layout_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _here(tensor)}
+    layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _here(tensor)}
     return lambda where, leaf: layouts.get(where)
 
 

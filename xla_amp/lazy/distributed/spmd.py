@@ -85,7 +85,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
     if meshes.active is None:
         register_optimizer_step_post_hook(_lay_out_state)
     meshes.use(mesh)
-    meshes.lay_out(buffer, layout)
+    meshes.set_sharding(buffer, layout)
     return tensor
 
 
@@ -115,7 +115,7 @@ def _partition(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> Partit
 def sharding_of(tensor: torch.Tensor) -> PartitionSpec | None:
     """What `mark_sharding` said of the tensor, or None."""
     base.require_lazy("sharding_of()")
-    layout = meshes.layout_of(tensor_io.buffer_of(tensor))
+    layout = meshes.sharding_of(tensor_io.buffer_of(tensor))
     return None if layout is None else layout.spec
 
 
@@ -123,11 +123,11 @@ def _lay_out_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or parameter.device.type != DEVICE_TYPE:
             continue
-        layout = meshes.layout_of(tensor_io.buffer_of(parameter))
+        layout = meshes.sharding_of(tensor_io.buffer_of(parameter))
         if layout is None:
             continue
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.device.type == DEVICE_TYPE:
                 buffer = tensor_io.buffer_of(value)
-                if meshes.layout_of(buffer) is None:
-                    meshes.lay_out(buffer, layout)
+                if meshes.sharding_of(buffer) is None:
+                    meshes.set_sharding(buffer, layout)

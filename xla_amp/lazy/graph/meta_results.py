@@ -119,8 +119,10 @@ def _attention_backward(
     *rest: Any,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    of = (query, key, value, bias)
-    return tuple(torch.empty_like(x) if want and x is not None else None for x, want in zip(of, wanted, strict=True))
+    operands = (query, key, value, bias)
+    return tuple(
+        torch.empty_like(x) if want and x is not None else None for x, want in zip(operands, wanted, strict=True)
+    )
 
 
 @_of("_native_multi_head_attention")

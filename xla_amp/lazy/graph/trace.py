@@ -124,7 +124,7 @@ class Instruction:
         self.collective = collective
         """Whether processes that train together meet here."""
         self.minor = minor
-        """Platform -> place among the inputs -> dimensions that lie closest together in memory (`arrangement`)."""
+        """Platform -> position among the inputs -> dimensions that lie closest together in memory (`arrangement`)."""
         with _interning:
             self.id = len(instructions)
             instructions.append(self)

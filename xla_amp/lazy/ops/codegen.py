@@ -106,7 +106,7 @@ class _Operation:
         plan = _Plan()
         slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         outs = fresh + written
-        places = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
+        positions = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
         return Instruction(
             self.name,
             self._emitter(slots, outs, shape_inference.common_dtype(values)),
@@ -118,7 +118,7 @@ class _Operation:
             takes=self.lowering.takes,
             collective="replicas" in self.lowering.supplies,
             minor={
-                platform: {places[name]: dims for name, dims in wanted.items() if name in places}
+                platform: {positions[name]: dims for name, dims in wanted.items() if name in positions}
                 for platform, wanted in self.lowering.minor.items()
             },
         )
@@ -451,9 +451,9 @@ class _Source:
             return
         if fresh:
             self.lines.append("_outs = _i.outs")
-            for place in range(len(fresh)):
-                self.lines += [f"if (_s := _outs[{place}]) is None: _r{place} = None", "else:"]
-                self.lines += [f"    {line}" for line in _new_tensor(f"_r{place}", f"_n + {place}")]
+            for position in range(len(fresh)):
+                self.lines += [f"if (_s := _outs[{position}]) is None: _r{position} = None", "else:"]
+                self.lines += [f"    {line}" for line in _new_tensor(f"_r{position}", f"_n + {position}")]
             self.lines.append(f"_n += {len(fresh)}")
         for argument in operation.mutated:
             index = operation.arguments.index(argument)
@@ -476,7 +476,7 @@ class _Source:
         if aliased:
             self.lines.append(f"return {operation.arguments[0].variable}")
         elif fresh:
-            self.lines.append(f"return {', '.join(f'_r{place}' for place in range(len(fresh)))}")
+            self.lines.append(f"return {', '.join(f'_r{position}' for position in range(len(fresh)))}")
         else:
             self.lines.append("return None")
 

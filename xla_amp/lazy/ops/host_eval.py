@@ -41,7 +41,7 @@ class _Step(NamedTuple):
     """Number of its first result."""
     inputs: tuple[int, ...]
     parameter: int
-    """Its place among the parameters, -1 for an operation."""
+    """Its position among the parameters, -1 for an operation."""
     floats: tuple[float, ...]
     ints: tuple[int, ...]
 
@@ -58,9 +58,9 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
         elif buffer.number > _FAR and tensor.is_floating_point():
             result = None
         elif any(id(parameter.array) in copies for parameter in trace.parameters):
-            number, of = tensor_io.read(tensor)
+            number, value_spec = tensor_io.read(tensor)
             chosen = _needed(number)
-            result = None if chosen is None else _tensor(_evaluate(chosen, number, host)).view(of.shape)
+            result = None if chosen is None else _tensor(_evaluate(chosen, number, host)).view(value_spec.shape)
         else:
             result = None
     if result is not None:
@@ -126,8 +126,8 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
     ints: list[int] = []
     count = 0
     for step in chosen:
-        for place in range(len(step.instruction.outs)):
-            renumbered[step.first + place] = count + place
+        for position in range(len(step.instruction.outs)):
+            renumbered[step.first + position] = count + position
         if step.parameter >= 0:
             parameter = trace.parameters[step.parameter]
             parameter_numbers.append(count)
@@ -147,10 +147,10 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
                 key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu"
             )
             metrics.compilations += 1
-        (place,) = program.outputs
-        if place < 0:
-            return arrays[~place]
-        return program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[place]
+        (position,) = program.outputs
+        if position < 0:
+            return arrays[~position]
+        return program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[position]
 
 
 @functools.cache

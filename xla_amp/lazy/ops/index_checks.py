@@ -29,11 +29,11 @@ def on_host(index: Any) -> torch.Tensor | None:
 
 
 def _checked(
-    operation: str, name: str, place: int, extent: Callable[..., int], but: Callable[..., int | None]
+    operation: str, name: str, position: int, extent: Callable[..., int], but: Callable[..., int | None]
 ) -> Callable[[Kernel], Kernel]:
     def around(kernel: Kernel) -> Kernel:
         def checked(*args: Any, **kwargs: Any) -> Any:
-            index = args[place] if place < len(args) else kwargs.get(name)
+            index = args[position] if position < len(args) else kwargs.get(name)
             values = on_host(index)
             if values is not None:
                 _compare(operation, name, values, extent(*args, **kwargs), but(*args, **kwargs))

@@ -46,9 +46,9 @@ def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @_kernel("empty.memory_format")
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     tensor_io.require_here(device)
-    of = spec(tuple(size), dtype or torch.get_default_dtype())
-    tensor = private_api.create_tensor(of.shape, of.dtype)
-    tensor.untyped_storage()._xla_amp = Buffer(of)
+    value_spec = spec(tuple(size), dtype or torch.get_default_dtype())
+    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(value_spec)
     return tensor
 
 
@@ -75,6 +75,7 @@ def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any
     if buffer is not None and buffer.raw:
         # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
         buffer.raw = False
+        del source.data_ptr  # set when the checkpoint was read (`monkeypatches`)
         raw = transfer.download(buffer.array)
         values = raw.view(self.dtype) if raw.numel() else torch.empty(0, dtype=self.dtype)
         buffer.array = transfer.upload(values)
@@ -169,8 +170,8 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with trace.lock:
         flush_if_full()
-        number, of = tensor_io.read(self)
-        return tensor_io.new_tensor(of, number)  # values in the trace never change: sharing one is copying it
+        number, value_spec = tensor_io.read(self)
+        return tensor_io.new_tensor(value_spec, number)  # values in the trace never change: sharing one is copying it
 
 
 @_kernel("_to_copy")
@@ -187,9 +188,14 @@ def _to_copy(
     # Four of ten operations of a mixed-precision step are casts of whole tensors, so that case has a short way.
     if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
         with trace.lock:
-            of = buffer.spec
-            found = conversions.get((of, dtype))
-            if found is not None and self.shape == of.shape and self.is_contiguous() and self.dtype is of.dtype:
+            value_spec = buffer.spec
+            found = conversions.get((value_spec, dtype))
+            if (
+                found is not None
+                and self.shape == value_spec.shape
+                and self.is_contiguous()
+                and self.dtype is value_spec.dtype
+            ):
                 flush_if_full()
                 number = record(found, buffer.number if buffer.number >= 0 else add_parameter(buffer))
                 return tensor_io.new_tensor(found.outs[0], number)  # type: ignore[arg-type]
@@ -206,9 +212,9 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return transfer.wrap(dlpack.arrive(self, dtype))
     with trace.lock:
         flush_if_full()
-        number, of = tensor_io.read(self)
-        number, of = cast(number, of, dtype)
-        return tensor_io.new_tensor(of, number)
+        number, value_spec = tensor_io.read(self)
+        number, value_spec = cast(number, value_spec, dtype)
+        return tensor_io.new_tensor(value_spec, number)
 
 
 @_kernel("copy_")

@@ -82,7 +82,7 @@ def _recorded(
 def _new(name: str, emit: Callable[..., Any], outs: tuple[Spec, ...], *tensors: torch.Tensor, fixed: Any = None) -> Any:
     with trace.lock:
         first = _recorded(name, emit, outs, *tensors, fixed=fixed)
-        made = [tensor_io.new_tensor(of, first + place) for place, of in enumerate(outs)]
+        made = [tensor_io.new_tensor(value_spec, first + place) for place, value_spec in enumerate(outs)]
     return made[0] if len(made) == 1 else made
 
 
@@ -232,9 +232,12 @@ def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     def emit(dense: jax.Array, places: jax.Array) -> tuple[jax.Array]:
         return (dense.at[tuple(places)].get(mode="fill", fill_value=0),)
 
-    of = spec(tuple(mask._values().shape), self.dtype)
+    value_spec = spec(tuple(mask._values().shape), self.dtype)
     return _make(
-        mask._indices(), _new("sparse_mask", emit, (of,), self, mask._indices()), mask.shape, mask.is_coalesced()
+        mask._indices(),
+        _new("sparse_mask", emit, (value_spec,), self, mask._indices()),
+        mask.shape,
+        mask.is_coalesced(),
     )
 
 

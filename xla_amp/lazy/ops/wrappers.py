@@ -1,8 +1,8 @@
-"""What stands around the generated kernel of an operation whose lowering alone is not all of it.
+"""Wrappers for generated kernels that need host-side work, and kernels that call other operations.
 
-An adapter takes the kernel, its lowering and its operator and returns the kernel to install.  The reasons are few: a
-flag asks for an error that only the host can raise; the memory of an operand decides what is computed; a result is a
-number; a result's size depends on data.
+A wrapper gets the kernel, its lowering and its operator and returns the kernel to install.  Reasons: a flag asks for an
+error that only the host can raise; the memory of an operand decides what is computed; a result is a Python number; the
+size of a result depends on data; arguments are checked or moved first.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import Any
 import torch
 
 from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.graph.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.codegen import make_kernel
+from xla_amp.lazy.ops.index_checks import CHECKED
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import Lowering
 
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
-Adapter = Callable[[Kernel, Lowering, Any], Kernel]
+Wrapper = Callable[[Kernel, Lowering, Any], Kernel]
 KERNELS: dict[str, Kernel] = {}
-"""ATen name -> kernel, for operations that are wholly other operations."""
+"""ATen name -> kernel, for operations that are composed of other operations."""
 
 
 def _kernel(name: str) -> Callable[[Kernel], Kernel]:
@@ -46,10 +48,10 @@ def _check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None
     aten._linalg_check_errors(tensor_io.to_host(info), api_name, is_matrix=is_matrix)
 
 
-def _checked(api_name: str) -> Adapter:
+def _checked(api_name: str) -> Wrapper:
     """`check_errors=True` waits for ``info``, the last result, and raises as torch does."""
 
-    def adapt(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+    def wrap_kernel(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
         def checked(self: torch.Tensor, *args: Any, check_errors: bool = False, **kwargs: Any) -> Any:
             results = kernel(self, *args, **kwargs)
             if check_errors:
@@ -58,7 +60,7 @@ def _checked(api_name: str) -> Adapter:
 
         return checked
 
-    return adapt
+    return wrap_kernel
 
 
 # -- factorizations that autograd keeps -------------------------------------------------------------------------------
@@ -161,9 +163,9 @@ def _ctc_operands(
         if batch and targets.shape[0] != int(ends[-1]):
             raise RuntimeError(f"ctc_loss expects {int(ends[-1])} targets in all, got {targets.shape[0]}")
         starts = ends - torch.tensor(target_lengths, dtype=torch.int64)
-        places = (starts[:, None] + torch.arange(max(longest, 1))).clamp(max=max(targets.shape[0] - 1, 0))
+        positions = (starts[:, None] + torch.arange(max(longest, 1))).clamp(max=max(targets.shape[0] - 1, 0))
         targets = targets if targets.shape[0] else targets.new_zeros((1,))
-        targets = targets.index_select(0, transfer.to_device(places.reshape(-1))).view(places.shape)
+        targets = targets.index_select(0, transfer.to_device(positions.reshape(-1))).view(positions.shape)
     elif longest > targets.shape[1]:
         raise RuntimeError(f"ctc_loss expects targets of at least {longest} columns, got {list(targets.shape)}")
     lengths = (transfer.to_device(torch.tensor(list(ls), dtype=torch.int64)) for ls in (input_lengths, target_lengths))
@@ -213,7 +215,7 @@ def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims
     return zeros.as_strided([*batch, *other.shape], [*strides, *other.stride()], other.storage_offset())
 
 
-# -- what the device does not have ------------------------------------------------------------------------------------
+# -- unsupported operations --------------------------------------------------------------------------------------
 
 
 def _no_conversion_to_sparse(*args: Any, **kwargs: Any) -> None:
@@ -233,7 +235,65 @@ def _is_left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
     return False
 
 
-ADAPTERS: dict[str, Adapter] = {
+# -- arguments checked or changed before anything is recorded ---------------------------------------------------------
+
+
+def _move_indices(kernel: Kernel) -> Kernel:
+    """``x[i] = v`` accepts indices on the CPU, as on every torch device."""
+
+    def index_put(self: torch.Tensor, indices: Any, *rest: Any, **options: Any) -> Any:
+        moved = [i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device) for i in indices]
+        return kernel(self, moved, *rest, **options)
+
+    return index_put
+
+
+def _clear_poison(tensor: torch.Tensor) -> None:
+    buffer = tensor.untyped_storage()._xla_amp  # type: ignore[attr-defined]
+    whole = buffer is not None and tensor.shape == buffer.spec.shape and tensor.is_contiguous()
+    if whole and buffer.number < 0 and type(buffer.array) is Poisoned:
+        buffer.array = None  # memory never written
+
+
+def _overwrite(kernel: Kernel) -> Kernel:
+    """For operations that ignore the old value: they may write a tensor that a failed step has poisoned."""
+
+    def overwriting(self: Any, *rest: Any, **options: Any) -> Any:
+        for tensor in self if isinstance(self, (list, tuple)) else (self,):
+            _clear_poison(tensor)
+        return kernel(self, *rest, **options)
+
+    return overwriting
+
+
+ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
+    **CHECKED,
+    **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
+    **dict.fromkeys(
+        (
+            "_foreach_zero_",
+            "bernoulli_.Tensor",
+            "bernoulli_.float",
+            "cauchy_",
+            "exponential_",
+            "fill_.Scalar",
+            "fill_.Tensor",
+            "geometric_",
+            "log_normal_",
+            "normal_",
+            "random_",
+            "random_.from",
+            "random_.to",
+            "uniform_",
+            "zero_",
+        ),
+        _overwrite,
+    ),
+}
+"""ATen name -> wrapper that checks or changes the arguments of its kernel."""
+
+
+LOWERING_WRAPPERS: dict[str, Wrapper] = {
     "_linalg_det": _oriented,
     "_linalg_slogdet": _oriented,
     "_linalg_solve_ex": _solve,
@@ -245,10 +305,10 @@ ADAPTERS: dict[str, Adapter] = {
     "linalg_lu_factor_ex": _checked("torch.linalg.lu_factor_ex"),
     "repeat_interleave.Tensor": lambda kernel, lowering, operator: dynamic_shape.find_length(kernel),
 }
-"""Name of the lowering -> what its functional kernel needs around it."""
+"""Name of the lowering -> wrapper of its functional kernel."""
 
 
-def adapted(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
+def wrap(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
     """The kernel to install for `operator`."""
-    adapter = ADAPTERS.get(lowering.name)
-    return kernel if adapter is None else adapter(kernel, lowering, operator)
+    wrapper = LOWERING_WRAPPERS.get(lowering.name)
+    return kernel if wrapper is None else wrapper(kernel, lowering, operator)

@@ -14,11 +14,11 @@ from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Instruction, Spec, instructions
 from xla_amp.lazy.runtime import compile_options, memory_layout, mesh
-from xla_amp.lazy.runtime.memory_layout import Arranged
+from xla_amp.lazy.runtime.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
 
 
-class Layouts(NamedTuple):
+class Shardings(NamedTuple):
     """Where on a mesh values are; empty without one."""
 
     parameters: tuple[Any, ...] = ()
@@ -27,7 +27,7 @@ class Layouts(NamedTuple):
     """The same of each wanted value, None where XLA may choose."""
 
 
-NO_LAYOUTS = Layouts()
+NO_SHARDINGS = Shardings()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Key:
     """Numbers of the values that live buffers need, in buffer order."""
     spent: tuple[int, ...]
     """Parameters whose array nobody will read again."""
-    layouts: Layouts = NO_LAYOUTS
+    shardings: Shardings = NO_SHARDINGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ class Program:
     """Parameters handed over for the outputs to live in."""
     kept: tuple[int, ...]
     outputs: tuple[int, ...]
-    """Per wanted value: its place among the outputs, or ``~parameter`` when it is a parameter unchanged."""
+    """Per wanted value: its position among the outputs, or ``~parameter`` when it is a parameter unchanged."""
     operations: int
     abstract: tuple[Any, ...]
     """What `call` takes, as `jax.ShapeDtypeStruct`."""
-    arranged: tuple[Arranged, ...] = ()
+    input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `call` that must lie in memory in an order of their own."""
 
     def lower(self) -> Any:
@@ -120,16 +120,16 @@ def build(
     donated = _pair(
         [i for i in key.spent if i not in unchanged], parameter_specs, [specs[number] for number in computed]
     )
-    place = {number: index for index, number in enumerate(computed)}
+    position = {number: index for index, number in enumerate(computed)}
     kept = tuple(sorted(set(range(len(parameter_specs))).difference(donated)))
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
-    if key.layouts.parameters:
-        wish = dict(zip(reversed(key.wanted), reversed(key.layouts.wanted), strict=True))
+    if key.shardings.parameters:
+        wish = dict(zip(reversed(key.wanted), reversed(key.shardings.wanted), strict=True))
         options["out_shardings"] = [wish[number] for number in computed]
     structs = [
         jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=layout)
-        for spec, layout in zip(parameter_specs, key.layouts.parameters or [None] * len(parameter_specs), strict=True)
+        for spec, layout in zip(parameter_specs, key.shardings.parameters or [None] * len(parameter_specs), strict=True)
     ]
 
     def lazy_step(
@@ -144,19 +144,19 @@ def build(
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
-    chosen = compile_options.of(platform)
+    chosen = compile_options.for_platform(platform)
     # Over several devices the order is left to XLA.
     orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
-    arranged: list[Arranged] = []
+    input_formats: list[InputFormat] = []
     if orders:
         given = list(memory_layout.shardings(parameter_specs, orders))
         taken, others = ([given[index] for index in part] for part in (donated, kept))
         options["in_shardings"] = taken, others, None, None
         options["out_shardings"] = list(memory_layout.shardings((specs[number] for number in computed), orders))
-        places = enumerate((*donated, *kept))
-        arranged = [
-            Arranged(parameter, place, given[parameter])
-            for place, parameter in places
+        positions = enumerate((*donated, *kept))
+        input_formats = [
+            InputFormat(parameter, position, given[parameter])
+            for position, parameter in positions
             if parameter_specs[parameter] in orders
         ]
     alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
@@ -165,7 +165,7 @@ def build(
         nested=nested,
         donated=tuple(donated),
         kept=kept,
-        outputs=tuple(~parameter_of[number] if number in parameter_of else place[number] for number in key.wanted),
+        outputs=tuple(~parameter_of[number] if number in parameter_of else position[number] for number in key.wanted),
         operations=operations,
         abstract=(
             [structs[index] for index in donated],
@@ -173,7 +173,7 @@ def build(
             jax.ShapeDtypeStruct((numbers[0],), np.float64),
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),
-        arranged=tuple(arranged),
+        input_formats=tuple(input_formats),
     )
 
 

@@ -43,7 +43,7 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
 """Platform -> name of XLA's option -> what we ask for."""
 
 
-def of(platform: str) -> dict[str, str]:
+def for_platform(platform: str) -> dict[str, str]:
     """Options for a program on `platform`, as `jax.jit` takes them (``compiler_options``).
 
     The user's are for the device: what the host computes beside a TPU would not know TPU's options.

@@ -18,7 +18,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import generator, memory_layout, mesh, pjrt, progress
-from xla_amp.lazy.runtime.compile import NO_LAYOUTS, Key, Layouts, Program, build
+from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
 
 _programs: OrderedDict[Key, Program] = OrderedDict()
@@ -81,7 +81,7 @@ def programs() -> list[Program]:
     return list(_programs.values())
 
 
-def forget_programs() -> None:
+def clear_programs() -> None:
     """Drops all compiled programs; the next steps compile anew."""
     with trace.lock:
         _programs.clear()
@@ -89,7 +89,7 @@ def forget_programs() -> None:
 
 def _run() -> None:
     if mesh.active is not None:
-        mesh.bring_home(trace.parameters)
+        mesh.move_to_mesh(trace.parameters)
     parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
     held = [count > ALONE for count in reference_counts(parameters)]  # by a storage: somebody can still read the buffer
     computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
@@ -105,13 +105,15 @@ def _run() -> None:
     targets = overwritten + computed
     try:
         spent = _spent(arrays, held)
-        layouts = NO_LAYOUTS
+        shardings = NO_SHARDINGS
         if mesh.is_partitioned():
             # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
             spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
-            layouts = Layouts(tuple(array.sharding for array in arrays), mesh.output_layouts(targets, len(overwritten)))
+            shardings = Shardings(
+                tuple(array.sharding for array in arrays), mesh.output_shardings(targets, len(overwritten))
+            )
         wanted = tuple(buffer.number for buffer in targets)
-        key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, layouts=layouts)
+        key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
         # A step is mostly the one before it once more, and comparing thousands of numbers costs less than hashing them.
         before, program = next(reversed(_programs.items()), (None, None))
         again = before == key
@@ -126,7 +128,7 @@ def _run() -> None:
                 program = build(key, trace.parameter_numbers, specs, numbers, len(streams), pjrt.platform())
             floats = np.array(trace.floats, np.float64)
             ints = np.array([*(word for stream in streams for word in stream), *trace.ints], np.int64)
-            for parameter, _, order in program.arranged:
+            for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if admit is not None and is_new:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
@@ -135,7 +137,7 @@ def _run() -> None:
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
                 outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
-        told = f"{type(error).__name__}: {error}{mesh.blame() if isinstance(error, Exception) else ''}"
+        told = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(told)
         _restore(targets, arrays, reason)
         if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
@@ -153,13 +155,13 @@ def _run() -> None:
     if observer is not None:
         observer.after(program, key.code, targets)
     generator.advance(trace.draws)
-    for buffer, place in zip(targets, program.outputs, strict=True):
-        buffer.array = outputs[place] if place >= 0 else arrays[~place]
-    note(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
+    for buffer, position in zip(targets, program.outputs, strict=True):
+        buffer.array = outputs[position] if position >= 0 else arrays[~position]
+    set_newest(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
 
 
-def note(newest: Callable[[], list[Any]]) -> None:
+def set_newest(newest: Callable[[], list[Any]]) -> None:
     """Remembers how to get at what the newest program computed, for ``sync(wait=True)``."""
     global _newest
     _newest = newest

@@ -18,11 +18,11 @@ from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec
 from xla_amp.lazy.runtime import pjrt
 
 
-class Arranged(NamedTuple):
+class InputFormat(NamedTuple):
     """An input of a program that has an order of its own."""
 
     parameter: int
-    place: int
+    position: int
     """Among the inputs of the call, those handed over first."""
     format: Format
 
@@ -46,8 +46,8 @@ def orders(operations: Iterable[tuple[Instruction, Any, Sequence[int]]], platfor
             origins[number] = instruction.outs[0]  # type: ignore[assignment]
         elif len(inputs) == 1 and inputs[0] in origins and _alike(instruction.outs, specs[inputs[0]]):
             origins[number] = origins[inputs[0]]
-        for place, minor in instruction.minor.get(platform, {}).items():
-            if (parameter := origins.get(inputs[place])) is not None:
+        for position, minor in instruction.minor.get(platform, {}).items():
+            if (parameter := origins.get(inputs[position])) is not None:
                 outer = (dim for dim in range(len(parameter.shape)) if dim not in minor)
                 found[parameter] = (*outer, *minor)
     return found

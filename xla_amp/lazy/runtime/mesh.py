@@ -1,8 +1,8 @@
 """Several devices as one: values laid out over a mesh, one program for all of them (SPMD).
 
 While a mesh is in use every array lives on all its devices, whole on each unless its buffer asks for something else.
-XLA partitions the program after the layouts of its inputs and puts the collectives in; what overwrites a value gets
-that value's layout, so that a training step leaves everything where it was.
+XLA partitions the program after the shardings of its inputs and puts the collectives in; what overwrites a value gets
+that value's sharding, so that a training step leaves everything where it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ended: Callable[[], Sequence[str]] | None = None
 """Names the processes that are known to have ended, where there are several (`processes`)."""
 _CERTAINTY = 1.0
 """Seconds until the system shows that a process whose connections are closed has ended."""
-_layouts: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
+_shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
 def use(mesh: Mesh) -> None:
@@ -74,21 +74,21 @@ def describe(mesh: Mesh) -> str:
 def put(value: np.ndarray | jax.Array) -> jax.Array:
     """A value of this process on the device or the mesh (with 64-bit types enabled)."""
     if not replicas:
-        return jax.device_put(value, home())
+        return jax.device_put(value, default_placement())
     local = jax.device_put(value, pjrt.jax_device())
-    return jax.make_array_from_single_device_arrays(local.shape, home(), [local])  # type: ignore[arg-type]
+    return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])  # type: ignore[arg-type]
 
 
-def home() -> jax.Device | NamedSharding:
+def default_placement() -> jax.Device | NamedSharding:
     """Where a value goes that nobody has laid out."""
     return pjrt.jax_device() if active is None else NamedSharding(active, PartitionSpec())
 
 
-def lay_out(buffer: Buffer, layout: NamedSharding) -> None:
-    """Gives a buffer a layout: its array now, and whatever it gets later."""
-    _layouts[buffer] = layout
+def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
+    """Gives a buffer a sharding: its array now, and whatever it gets later."""
+    _shardings[buffer] = sharding
     if isinstance(buffer.array, jax.Array):
-        buffer.array = _moved(buffer.array, layout)
+        buffer.array = _moved(buffer.array, sharding)
 
 
 def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
@@ -96,29 +96,29 @@ def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
         return jax.device_put(array, where)
 
 
-def layout_of(buffer: Buffer) -> NamedSharding | None:
-    """What `lay_out` said, or None."""
-    return _layouts.get(buffer)
+def sharding_of(buffer: Buffer) -> NamedSharding | None:
+    """The sharding of the buffer (`set_sharding`), or None."""
+    return _shardings.get(buffer)
 
 
-def bring_home(buffers: Iterable[Buffer]) -> None:
+def move_to_mesh(buffers: Iterable[Buffer]) -> None:
     """Puts values from before the mesh on it."""
-    devices = home().device_set  # type: ignore[union-attr]  # called with a mesh only
+    devices = default_placement().device_set  # type: ignore[union-attr]  # called with a mesh only
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
             with private_api.x64():
                 buffer.array = put(buffer.array)
 
 
-def output_layouts(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
-    """The layout of each target, None where XLA may choose; the first `overwritten` ones keep what they have."""
+def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
+    """The sharding of each target, None where XLA may choose; the first `overwritten` ones keep what they have."""
     return tuple(
-        layout_of(buffer) or (buffer.array.sharding if index < overwritten else None)
+        sharding_of(buffer) or (buffer.array.sharding if index < overwritten else None)
         for index, buffer in enumerate(targets)
     )
 
 
-def blame() -> str:
+def ended_peers() -> str:
     """To be said after an error of the device: which other processes have ended; empty for one process."""
     if ended is None:
         return ""

@@ -28,8 +28,8 @@ class Snapshot:
             """Keeps the tensors alive, so that their ids stay theirs."""
             self._buffers: dict[int, Buffer] = {}
             for tensor in self._tensors:
-                number, of = tensor_io.read(tensor)
-                self._buffers[id(tensor)] = buffer = Buffer(of, number)
+                number, value_spec = tensor_io.read(tensor)
+                self._buffers[id(tensor)] = buffer = Buffer(value_spec, number)
                 trace.computed.append(weakref.ref(buffer))
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -62,7 +62,7 @@ def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], befo
         flag, flag_spec = tensor_io.read(condition)
         now = [tensor_io.read(tensor) for tensor in tensors]
         old = [before.number(tensor) for tensor in tensors]
-        specs = tuple(of for _, of in now)
+        specs = tuple(value_spec for _, value_spec in now)
         known = tuple(number >= 0 for number in old)
         key = (flag_spec, specs, known)
         instruction = _selects.get(key)

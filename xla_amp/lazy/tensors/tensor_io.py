@@ -105,9 +105,9 @@ def _foreign(tensor: torch.Tensor) -> DeviceError:
 def read(tensor: torch.Tensor) -> tuple[int, Spec]:
     """(number, spec) of the tensor's value."""
     buffer = buffer_of(tensor)
-    of = buffer.spec
-    if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
-        return (buffer.number if buffer.number >= 0 else add_parameter(buffer)), of
+    value_spec = buffer.spec
+    if tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype:
+        return (buffer.number if buffer.number >= 0 else add_parameter(buffer)), value_spec
     return read_view(tensor, buffer)
 
 
@@ -124,20 +124,20 @@ def operands(
     for tensor in tensors:
         whole = None
         if type(tensor) in PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
-            of = buffer.spec
-            if tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype:
+            value_spec = buffer.spec
+            if tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype:
                 number = buffer.number
                 if number < 0:
                     number = add_parameter(buffer)
                 whole = buffer
             else:
-                number, of = read_view(tensor, buffer)
+                number, value_spec = read_view(tensor, buffer)
         elif tensor is None:
-            number, of = -1, None
+            number, value_spec = -1, None
         else:
-            number, of = operand(tensor)
+            number, value_spec = operand(tensor)
         numbers.append(number)
-        keys.append(of)
+        keys.append(value_spec)
         if wholes is not None:
             wholes.append(whole)
     return numbers, tuple(keys)
@@ -217,7 +217,7 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
     """Gives `tensor` the value `number` (of its shape and dtype), through its storage.
 
     Args:
-        repeatedly: several elements of `tensor` may share one place, because all are equal.
+        repeatedly: several elements of `tensor` may share one position, because all are equal.
 
     Raises:
         RuntimeError: they share one and need not be equal.
@@ -271,11 +271,11 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
     return Instruction(_REPEATS if repeats else "write_view", emit, (base,), 2)
 
 
-def write_out(tensor: torch.Tensor, of: Spec, number: int) -> None:
+def write_out(tensor: torch.Tensor, value_spec: Spec, number: int) -> None:
     """Writes a result into an ``out=`` tensor, resized and converted as torch does."""
-    if tuple(tensor.shape) != of.shape:
-        resize(tensor, of.shape)
-    number, _ = cast(number, of, tensor.dtype)
+    if tuple(tensor.shape) != value_spec.shape:
+        resize(tensor, value_spec.shape)
+    number, _ = cast(number, value_spec, tensor.dtype)
     write(tensor, number)
 
 
@@ -289,7 +289,7 @@ def set_geometry(tensor: torch.Tensor, store: Any, offset: int, shape: Any, stri
 
 
 def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-    """`tensor` with another shape, row-major; elements that were in its storage keep their places."""
+    """`tensor` with another shape, row-major; elements that were in its storage keep their positions."""
     buffer = buffer_of(tensor)
     shape = tuple(shape)
     size = spec(shape, tensor.dtype).size
@@ -317,10 +317,10 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     tensor.untyped_storage()._xla_amp = grown
 
 
-def new_tensor(of: Spec, number: int) -> torch.Tensor:
+def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
     """A fresh tensor holding the value `number`."""
-    tensor = private_api.create_tensor(of.shape, of.dtype)
-    tensor.untyped_storage()._xla_amp = buffer = Buffer(of, number)
+    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+    tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, number)
     trace.computed.append(weakref.ref(buffer))
     return tensor
 
@@ -331,8 +331,8 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
         buffer = buffer_of(tensor)
         whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
         if not whole:
-            number, of = read(tensor)
-            buffer = Buffer(of, number)
+            number, value_spec = read(tensor)
+            buffer = Buffer(value_spec, number)
             trace.computed.append(weakref.ref(buffer))
         elif buffer.array is None and buffer.number < 0:
             add_parameter(buffer)  # memory never written reads as zeros
@@ -351,10 +351,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's value as a CPU tensor (counted as one host sync)."""
     with trace.lock:
         buffer = buffer_of(tensor)
-        of = buffer.spec
+        value_spec = buffer.spec
         settled = buffer.number < 0 and isinstance(buffer.array, jax.Array)
-        whole = tensor.shape == of.shape and tensor.is_contiguous() and tensor.dtype is of.dtype
-        on_host = settled and not whole and of.size * of.numpy_dtype.itemsize <= _SMALL
+        whole = tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype
+        on_host = settled and not whole and value_spec.size * value_spec.numpy_dtype.itemsize <= _SMALL
         array = buffer.array if on_host else array_of(tensor)
     # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
     value = transfer.download(array)  # type: ignore[arg-type]
@@ -372,16 +372,20 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.device.type != DEVICE_TYPE:
         array = dlpack.arrive(source, target.dtype)
         buffer = buffer_of(target)
-        of = buffer.spec
-        whole = source.shape == target.shape == of.shape and target.is_contiguous() and target.dtype is of.dtype
+        value_spec = buffer.spec
+        whole = (
+            source.shape == target.shape == value_spec.shape
+            and target.is_contiguous()
+            and target.dtype is value_spec.dtype
+        )
         if whole and (buffer.number < 0 or not _is_parameter(buffer)):
             # A whole upload replaces the array; what was recorded before keeps the number it read.
             buffer.array, buffer.number = array, -1
             return
         source = transfer.wrap(array)
-    number, of = read(source)
-    number, of = cast(number, of, target.dtype)
-    number, of = broadcast(number, of, target.shape)
+    number, value_spec = read(source)
+    number, value_spec = cast(number, value_spec, target.dtype)
+    number, value_spec = broadcast(number, value_spec, target.shape)
     write(target, number)
 
 

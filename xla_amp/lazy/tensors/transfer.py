@@ -52,16 +52,16 @@ def download(array: jax.Array) -> torch.Tensor:
     except jax.errors.JaxRuntimeError as error:
         if mesh.ended is None:
             raise
-        raise StepFailedError(f"{error}{mesh.blame()}") from error
+        raise StepFailedError(f"{error}{mesh.ended_peers()}") from error
     return to_torch(value)
 
 
-def wrap(array: jax.Array, of: Spec | None = None) -> torch.Tensor:
-    """A device array as a tensor on the lazy device, without a copy; `of` spares a caller who knows the question."""
-    if of is None:
-        of = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
-    tensor = private_api.create_tensor(of.shape, of.dtype)
-    tensor.untyped_storage()._xla_amp = Buffer(of, array=array)
+def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
+    """A device array as a tensor on the lazy device, without a copy.  `value_spec` saves a look-up if the caller knows it."""
+    if value_spec is None:
+        value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
+    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+    tensor.untyped_storage()._xla_amp = Buffer(value_spec, array=array)
     return tensor
 
 

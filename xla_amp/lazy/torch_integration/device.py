@@ -17,7 +17,6 @@ from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import c10d_stubs, composites, dynamic_shape, memory, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
-from xla_amp.lazy.ops.prepared import PREPARED
 from xla_amp.lazy.runtime import generator, mesh, pjrt
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
@@ -120,7 +119,6 @@ def device() -> torch.device:
             pjrt.jax_device()
             if processes.world_size() > 1:
                 mesh.use_processes()
-            monkeypatches.mark_storages()
             private_api.register_device(DEVICE_TYPE, BackendModule())
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
@@ -159,8 +157,8 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
     if dispatch_key != "PrivateUse1":
         library.impl(name, kernel)
         return
-    if namespace == "aten" and name in PREPARED:
-        kernel = PREPARED[name](kernel)
+    if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
+        kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replacing our own kernel (override=True) is meant
         library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
@@ -177,7 +175,7 @@ def _install(lowering: Lowering) -> None:
     if operator is None:
         return  # an operation of another torch version, or of a library that is not imported
     kernel = make_kernel(lowering, operator, "functional")
-    _implement(namespace, name, wrappers.adapted(kernel, lowering, operator))
+    _implement(namespace, name, wrappers.wrap(kernel, lowering, operator))
     if not lowering.mutates:
         for form, derived in _derived(namespace, base, overload, operator):
             key = f"{namespace}::{derived}"
