@@ -23,12 +23,15 @@ from xla_amp.lowering.nn import (
     activation,
     convolution,
     ctc,
+    embedding_bag,
     fractional_pooling,
     loss,
     normalization,
+    padding,
     pooling,
     quantization,
     recurrent,
+    resampling,
 )
 from xla_amp.lowering.operand import OneHot, Permuted
 from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table

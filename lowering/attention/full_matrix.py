@@ -78,7 +78,7 @@ def _token_major(x: jax.Array, call: Attention) -> jax.Array:
         return x
     batch, heads, rows, features = x.shape
     tokens = lax.transpose(as_dtype(x, call.dtype), _TOKEN_MAJOR).reshape(batch, rows, heads * features)
-    tokens = lax.optimization_barrier(tokens)  # type: ignore[no-untyped-call]
+    tokens = lax.optimization_barrier(tokens)
     return lax.transpose(tokens.reshape(batch, rows, heads, features), _TOKEN_MAJOR)
 
 

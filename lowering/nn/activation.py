@@ -1,7 +1,7 @@
 """Activations and their gradients.
 
-The formulas are torch's (ATen/native/cpu/Activation.cpp), written on values in the opmath dtype: `_define` converts
-the tensors and numbers that come in.  At a kink they take the side that torch takes; NaN stays NaN.
+The formulas are torch's (ATen/native/cpu/Activation.cpp), on values in the opmath dtype; `_define` converts tensor and
+number arguments to it.  At a kink they take the same side as torch; NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ _TANH_CUBIC = 0.044715  # D. Hendrycks, K. Gimpel: Gaussian Error Linear Units (
 
 
 def _define(
-    name: str, tensors: int = 1, *, compared: bool = False
+    name: str, tensors: int = 1, *, compare_only: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a formula whose first `tensors` arguments are tensors and whose numbers are data.
+    """Register a formula whose first `tensors` arguments are tensors and whose numbers are data.
 
-    Of a gradient's arguments the first is the gradient that arrives; other tensors were kept by the forward pass.
-    Where they are only `compared`, XLA:TPU may make them again, from what a convolution wrote, instead of keeping them.
+    In a backward formula the first argument is the incoming gradient; the other tensors are saved by the forward pass.
+    If it only compares them (`compare_only`), XLA:TPU may recompute them, from a convolution's output, instead of
+    storing them.
     """
-    fresh = 1 if name.endswith("_backward") else tensors
+    not_saved = 1 if name.endswith("_backward") else tensors
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Any]:
         def lowering(*args: Any, platform: str = "cpu", **options: Any) -> Any:
-            if not (compared and platform == "tpu"):
-                args = (*args[:fresh], *(stored(x, platform) if hasattr(x, "dtype") else x for x in args[fresh:]))
+            if not (compare_only and platform == "tpu"):
+                saved = (stored(x, platform) if hasattr(x, "dtype") else x for x in args[not_saved:])
+                args = (*args[:not_saved], *saved)
             values = [up(x) for x in args[:tensors]]
             numbers = [
                 x if x is None or isinstance(x, (bool, str)) else as_dtype(x, values[0].dtype) for x in args[tensors:]
             ]
             return formula(*values, *numbers, **options)
 
-        # No `functools.wraps`: the signature in which `register` finds the platform is the wrapper's.
+        # No `functools.wraps`: `register` must see the wrapper's signature, which has `platform`.
         lowering.__name__, lowering.__qualname__, lowering.__doc__ = name, name, formula.__doc__
         return register(name)(lowering)
 
@@ -145,7 +147,7 @@ def glu_backward(grad: jax.Array, x: jax.Array, dim: int, *, platform: str = "cp
 
 @_define("elu")
 def elu(x: Any, alpha: Any = 1, scale: Any = 1, input_scale: Any = 1) -> Any:
-    # the exponential sees no positive numbers: it would overflow where its value is not used
+    # Clamp the exponential's argument: it would overflow for positive numbers, where its value is not used.
     return jnp.where(x > 0, x * scale, jnp.expm1(jnp.minimum(x, 0) * input_scale) * (alpha * scale))
 
 
@@ -169,7 +171,7 @@ def leaky_relu(x: Any, negative_slope: Any = 0.01) -> Any:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
-@_define("leaky_relu_backward", 2, compared=True)
+@_define("leaky_relu_backward", 2, compare_only=True)
 def leaky_relu_backward(grad: Any, x: Any, negative_slope: Any, self_is_result: bool) -> Any:
     return jnp.where(x > 0, grad, grad * negative_slope)
 
@@ -189,7 +191,7 @@ def hardtanh(x: Any, min_val: Any = -1, max_val: Any = 1) -> Any:
     return jnp.minimum(jnp.maximum(x, min_val), max_val)
 
 
-@_define("hardtanh_backward", 2, compared=True)
+@_define("hardtanh_backward", 2, compare_only=True)
 def hardtanh_backward(grad: Any, x: Any, min_val: Any, max_val: Any) -> Any:
     return jnp.where((x <= min_val) | (x >= max_val), 0, grad)
 
@@ -209,7 +211,7 @@ def hardsigmoid(x: Any) -> Any:
     return jnp.clip(x + 3, 0, 6) / 6
 
 
-@_define("hardsigmoid_backward", 2, compared=True)
+@_define("hardsigmoid_backward", 2, compare_only=True)
 def hardsigmoid_backward(grad: Any, x: Any) -> Any:
     return jnp.where((x > -3) & (x < 3), grad / 6, 0)
 
@@ -221,7 +223,7 @@ def threshold(x: Any, limit: Any, value: Any) -> Any:
 
 @register("threshold_backward")
 def threshold_backward(grad: jax.Array, x: jax.Array, limit: jax.Array, *, platform: str) -> jax.Array:
-    """What was kept is only compared, see `_define`; the result is read by a normalization's sums and its gradient."""
+    """`x` is only compared, see `_define`.  A normalization's sums and its gradient both read the result."""
     passed = jnp.where(up(x) <= as_dtype(limit, opmath(x.dtype)), jnp.zeros((), grad.dtype), grad)
     return written(passed, grad.dtype, platform)
 
@@ -251,7 +253,7 @@ for _name in ("hardshrink_backward", "softshrink_backward"):
 def rrelu_with_noise(
     x: jax.Array, noise: jax.Array, lower: Any = 0.125, upper: Any = 1 / 3, training: bool = False, *, rng: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Leaky ReLU; in training with a slope drawn for each element, which `noise` keeps for the gradient."""
+    """Leaky ReLU; in training each element's slope is random, and saved in `noise` for the gradient."""
     x = up(x)
     lower, upper = as_dtype(lower, x.dtype), as_dtype(upper, x.dtype)
     if not training:

@@ -1,7 +1,7 @@
-"""Linear maps along one axis that are known when the program is built: windows of pooling, taps of resampling.
+"""Constant sparse linear maps along one axis: pooling windows and resampling taps.
 
-Pooling and resampling act on each spatial axis by itself.  What they do along one axis is a sparse matrix with a few
-entries in each row; it is kept in NumPy, so its transpose (the gradient) is a table of the same kind.
+Pooling and resampling act on each spatial axis separately.  Along one axis they are a sparse matrix with a few entries
+in each row.  The matrix is known at trace time and kept in NumPy; the gradient is its transpose, also an `AxisMap`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AxisMap:
-    """A sparse matrix: row ``i`` adds up ``weight[i, t] * x[index[i, t]]`` over the taps ``t``.
+    """A sparse matrix: row ``i`` is the sum of ``weight[i, t] * x[index[i, t]]`` over the taps ``t``.
 
-    An entry whose index lies outside ``0 .. extent - 1`` is absent.
+    An entry with an index outside ``0 .. extent - 1`` is absent.
     """
 
     extent: int
+    """Number of columns: the size of the input along the axis."""
     index: np.ndarray
     """int64 ``(rows, taps)``."""
     weight: np.ndarray | None = None
-    """float64 ``(rows, taps)``, or ``None`` where every entry is 1."""
+    """float64 ``(rows, taps)``, or ``None`` if every entry is 1."""
 
     @functools.cached_property
     def present(self) -> np.ndarray:
@@ -38,11 +39,12 @@ class AxisMap:
     @property
     def counts(self) -> np.ndarray:
         """int64 ``(rows,)``: how many entries each row has."""
-        return self.present.sum(axis=1)
+        counts: np.ndarray = self.present.sum(axis=1)
+        return counts
 
     @functools.cached_property
     def stride(self) -> tuple[int, int] | None:
-        """``(stride, dilation)`` where ``index[i, t] = index[0, 0] + stride * i + dilation * t``, else ``None``."""
+        """``(stride, dilation)`` if ``index[i, t] = index[0, 0] + stride * i + dilation * t``, otherwise ``None``."""
         rows, taps = self.index.shape
         stride = int(self.index[1, 0] - self.index[0, 0]) if rows > 1 else 1
         dilation = int(self.index[0, 1] - self.index[0, 0]) if taps > 1 else 1
@@ -50,9 +52,9 @@ class AxisMap:
         return (stride, dilation) if stride > 0 and dilation > 0 and np.array_equal(regular, self.index) else None
 
     def taps(self, x: jax.Array, axis: int, fill: object) -> list[jax.Array]:
-        """For each tap, what every row sees of `x` along `axis`; absent entries read `fill`."""
+        """For each tap, the elements of `x` along `axis` that the rows read; absent entries read `fill`."""
         if self.stride is None:
-            return [self._gathered(x, axis, tap, fill) for tap in range(self.index.shape[1])]
+            return [self._gather(x, axis, tap, fill) for tap in range(self.index.shape[1])]
         (stride, dilation), (rows, taps) = self.stride, self.index.shape
         first, last = int(self.index[0, 0]), int(self.index[-1, -1])
         config = [(0, 0, 0)] * x.ndim
@@ -61,10 +63,12 @@ class AxisMap:
         span = (rows - 1) * stride + 1
         return [lax.slice_in_dim(x, tap * dilation, tap * dilation + span, stride, axis=axis) for tap in range(taps)]
 
-    def _gathered(self, x: jax.Array, axis: int, tap: int, fill: object) -> jax.Array:
+    def _gather(self, x: jax.Array, axis: int, tap: int, fill: object) -> jax.Array:
         index, present = self.index[:, tap], self.present[:, tap]
-        seen = jnp.take(x, np.where(present, index, 0), axis=axis, mode="clip")
-        return seen if present.all() else jnp.where(along(present, axis, x.ndim), seen, jnp.asarray(fill, x.dtype))
+        taken = jnp.take(x, np.where(present, index, 0), axis=axis, mode="clip")
+        if present.all():
+            return taken
+        return jnp.where(broadcast_along(present, axis, x.ndim), taken, jnp.asarray(fill, x.dtype))
 
     def apply(self, x: jax.Array, axis: int) -> jax.Array:
         """The matrix times `x` along `axis` (non-negative), in the dtype of `x`."""
@@ -75,11 +79,13 @@ class AxisMap:
             repeats = rows // self.extent
             if np.array_equal(self.index[:, 0], np.arange(rows) // repeats) and taps == 1:
                 return jnp.repeat(x, repeats, axis=axis)
-        seen = self.taps(x, axis, 0)
+        taps_of_x = self.taps(x, axis, 0)
         if self.weight is not None:
             weights = self.weight.astype(x.dtype).T
-            seen = [part * along(weight, axis, x.ndim) for part, weight in zip(seen, weights, strict=True)]
-        return functools.reduce(operator.add, seen)
+            taps_of_x = [
+                tap * broadcast_along(weight, axis, x.ndim) for tap, weight in zip(taps_of_x, weights, strict=True)
+            ]
+        return functools.reduce(operator.add, taps_of_x)
 
     def transpose(self) -> AxisMap:
         """The transposed matrix."""
@@ -88,36 +94,36 @@ class AxisMap:
         order = np.argsort(columns, kind="stable")
         rows, taps, columns = rows[order], taps[order], columns[order]
         counts = np.bincount(columns, minlength=self.extent)
-        place = np.arange(columns.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        slot = np.arange(columns.size) - np.repeat(np.cumsum(counts) - counts, counts)
         index = np.full((self.extent, max(1, int(counts.max(initial=0)))), -1, np.int64)
-        index[columns, place] = rows
+        index[columns, slot] = rows
         weight = None
         if self.weight is not None:
             weight = np.zeros(index.shape)
-            weight[columns, place] = self.weight[rows, taps]
+            weight[columns, slot] = self.weight[rows, taps]
         return AxisMap(self.index.shape[0], index, weight)
 
 
-def along(vector: np.ndarray, axis: int, ndim: int) -> np.ndarray:
+def broadcast_along(vector: np.ndarray, axis: int, ndim: int) -> np.ndarray:
     """`vector` shaped to broadcast along `axis` of an array of `ndim` axes."""
     return vector.reshape(*(1,) * axis, -1, *(1,) * (ndim - axis - 1))
 
 
 def apply_maps(maps: Sequence[AxisMap], x: jax.Array) -> jax.Array:
-    """`maps` along the last axes of `x`, one for each."""
+    """Apply each of `maps` to one of the last axes of `x`."""
     for axis, axis_map in enumerate(maps, x.ndim - len(maps)):
         x = axis_map.apply(x, axis)
     return x
 
 
 def windows(extent: int, rows: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> AxisMap:
-    """The windows of pooling: row ``i`` sees `kernel` places from ``i * stride - padding`` on."""
+    """Pooling windows: row ``i`` reads `kernel` elements, `dilation` apart, from ``i * stride - padding`` on."""
     start = np.arange(rows)[:, None] * stride - padding
     return AxisMap(extent, start + np.arange(kernel) * dilation)
 
 
 def adaptive_windows(extent: int, rows: int) -> AxisMap:
-    """The windows of adaptive pooling: row ``i`` sees ``floor(i n / m)`` up to ``ceil((i + 1) n / m)``."""
+    """Adaptive pooling windows: row ``i`` of ``m`` reads ``floor(i n / m)`` up to ``ceil((i + 1) n / m)``."""
     i = np.arange(rows)
     start, end = i * extent // rows, -(-(i + 1) * extent // rows)
     index = start[:, None] + np.arange(int((end - start).max(initial=1)))

@@ -1,11 +1,11 @@
-"""Embedding bags: rows of a table summed, averaged or maximised bag by bag, without the rows in between.
+"""Embedding bags: the sum, mean or maximum of a table's rows in each bag.
 
-A bag is a stretch of `indices` from one offset to the next.  Entries equal to `padding_idx` count for nothing.
+A bag is the part of `indices` from one offset to the next.  Entries equal to `padding_idx` are ignored.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from xla_amp.lowering.registry import register
 from xla_amp.lowering.tensor.scattering import narrow
 
 _SUM, _MEAN, _MAX = 0, 1, 2
-"""torch's numbers of the modes (ATen/native/EmbeddingBag.h)."""
+"""torch's mode codes (ATen/native/EmbeddingBag.h)."""
 
 
 def _rows(table: jax.Array, indices: jax.Array) -> jax.Array:
@@ -38,39 +38,39 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
     *,
-    outs: tuple[Any, ...],
+    outs: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(bags, the bag of each index, the number of indices that count in each bag, the row behind each maximum)."""
+    """(output, bag of each index, number of counted indices in each bag, table row of each maximum)."""
     bags = outs[0].shape[0]
     bag = jnp.searchsorted(offsets[:bags], jnp.arange(indices.shape[0], dtype=offsets.dtype), side="right") - 1
-    counts = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, jnp.bool_)
-    size = _per_bag(as_dtype(counts, jnp.int64), bag, bags)
+    counted = indices != padding_idx if padding_idx >= 0 else jnp.ones(indices.shape, jnp.bool_)
+    size = _per_bag(as_dtype(counted, jnp.int64), bag, bags)
     rows = up(_rows(weight, indices))
     if mode == _MAX:
-        result, places = _maxima(rows, indices, bag, counts, size)
+        result, max_indices = _maxima(rows, indices, bag, counted, size)
     else:
-        rows = jnp.where(counts[:, None], rows, 0)
+        rows = jnp.where(counted[:, None], rows, 0)
         rows = rows if per_sample_weights is None else rows * as_dtype(per_sample_weights, rows.dtype)[:, None]
-        result, places = _per_bag(rows, bag, bags), jnp.zeros(outs[3].shape, jnp.int64)
+        result, max_indices = _per_bag(rows, bag, bags), jnp.zeros(outs[3].shape, jnp.int64)
     if mode == _MEAN:
         result = result / as_dtype(jnp.maximum(size, 1), result.dtype)[:, None]
-    return result, bag, jnp.pad(size, (0, outs[2].shape[0] - bags)), places
+    return result, bag, jnp.pad(size, (0, outs[2].shape[0] - bags)), max_indices
 
 
 def _maxima(
-    rows: jax.Array, indices: jax.Array, bag: jax.Array, counts: jax.Array, size: jax.Array
+    rows: jax.Array, indices: jax.Array, bag: jax.Array, counted: jax.Array, size: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The greatest of each bag per column, 0 in an empty bag; and the table row of the first that has it."""
+    """Each bag's maximum per column, 0 for an empty bag; and the table row of its first occurrence."""
     shape = (size.shape[0], rows.shape[1])
-    rows = jnp.where(counts[:, None], rows, -jnp.inf)
-    greatest = jnp.full(shape, -jnp.inf, rows.dtype).at[bag].max(rows, mode="promise_in_bounds")
+    rows = jnp.where(counted[:, None], rows, -jnp.inf)
+    maximum = jnp.full(shape, -jnp.inf, rows.dtype).at[bag].max(rows, mode="promise_in_bounds")
     count = indices.shape[0]
-    attained = (rows == greatest[bag]) & counts[:, None]
+    attained = (rows == maximum[bag]) & counted[:, None]
     entry = jnp.where(attained, jnp.arange(count)[:, None], count)
     first = jnp.full(shape, count).at[bag].min(entry, mode="promise_in_bounds")
-    places = indices.at[jnp.minimum(first, max(count - 1, 0))].get(mode="promise_in_bounds")
+    max_indices = indices.at[jnp.minimum(first, max(count - 1, 0))].get(mode="promise_in_bounds")
     filled = size[:, None] > 0
-    return jnp.where(filled, greatest, 0), jnp.where(filled, places, 0)
+    return jnp.where(filled, maximum, 0), jnp.where(filled, max_indices, 0)
 
 
 @register("_embedding_bag_dense_backward")
@@ -79,21 +79,21 @@ def embedding_bag_dense_backward(
     indices: jax.Array,
     bag: jax.Array,
     size: jax.Array,
-    places: jax.Array,
+    max_indices: jax.Array,
     num_weights: int,
     scale_grad_by_freq: bool,
     mode: int,
     per_sample_weights: jax.Array | None,
     padding_idx: int = -1,
 ) -> jax.Array:
-    """Gradient of the table; halves are summed in float32."""
+    """Gradient of the table; summed in float32 for halves."""
     grad = up(grad)
     table = jnp.zeros((num_weights, grad.shape[1]), grad.dtype)
     size = size[: grad.shape[0]]
     if mode == _MAX:
         columns = jnp.arange(grad.shape[1])
         grad = jnp.where(size[:, None] > 0, grad, 0)
-        return table.at[narrow(places, num_weights), columns].add(grad, mode="promise_in_bounds")
+        return table.at[narrow(max_indices, num_weights), columns].add(grad, mode="promise_in_bounds")
     if mode == _MEAN:
         grad = grad / as_dtype(jnp.maximum(size, 1), grad.dtype)[:, None]
     rows = grad[bag]
@@ -113,7 +113,7 @@ def embedding_bag_backward(
     offsets: jax.Array,
     bag: jax.Array,
     size: jax.Array,
-    places: jax.Array,
+    max_indices: jax.Array,
     num_weights: int,
     scale_grad_by_freq: bool,
     mode: int,
@@ -121,9 +121,9 @@ def embedding_bag_backward(
     per_sample_weights: jax.Array | None,
     padding_idx: int = -1,
 ) -> jax.Array:
-    """Gradient of the table; dense, also where a sparse one was asked for."""
+    """Gradient of the table; always dense, `sparse` is ignored."""
     return embedding_bag_dense_backward(
-        grad, indices, bag, size, places, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
+        grad, indices, bag, size, max_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
     )
 
 
@@ -137,6 +137,6 @@ def per_sample_weights_backward(
     mode: int,
     padding_idx: int = -1,
 ) -> jax.Array:
-    """Gradient of the weights of single entries."""
+    """Gradient of `per_sample_weights`."""
     products = jnp.sum(up(grad)[bag] * up(_rows(weight, indices)), axis=-1)
     return jnp.where(indices == padding_idx, 0, products) if padding_idx >= 0 else products

@@ -1,4 +1,4 @@
-"""Fractional max pooling: windows of one size at random places, which the operation gets as random numbers."""
+"""Fractional max pooling: windows of one size at random positions, given as random samples."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.lowering.nn.pooling import scattered
+from xla_amp.lowering.nn.pooling import scatter_to_input
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
 
 def _starts(sample: jax.Array, extent: int, rows: int, window: int) -> jax.Array:
-    """int [planes, rows]: where the windows along one axis begin; the last ends where the input does.
+    """int32 [planes, rows]: the first element of each window along one axis; the last window ends with the input.
 
     Source: ``generate_intervals`` (ATen/native/FractionalMaxPooling.h).
     """
@@ -23,35 +23,38 @@ def _starts(sample: jax.Array, extent: int, rows: int, window: int) -> jax.Array
     if rows > 1:
         alpha = np.asarray(extent - window, sample.dtype) / np.asarray(rows - 1, sample.dtype)
         steps = np.arange(rows - 1, dtype=sample.dtype)
-        found = as_dtype((sample + steps) * alpha, np.int32) - as_dtype(sample * alpha, np.int32)
+        starts = as_dtype((sample + steps) * alpha, np.int32) - as_dtype(sample * alpha, np.int32)
     else:
-        found = jnp.zeros((sample.shape[0], 0), np.int32)
+        starts = jnp.zeros((sample.shape[0], 0), np.int32)
     last = jnp.full((sample.shape[0], min(rows, 1)), extent - window, np.int32)
-    return jnp.concatenate([found, last], axis=1)
+    return jnp.concatenate([starts, last], axis=1)
 
 
 def _pool(
     x: jax.Array, window: Sequence[int], output_size: Sequence[int], samples: jax.Array, order: Sequence[int]
 ) -> tuple[jax.Array, jax.Array]:
-    """Maxima and their flat places; `order` says which sample of each plane belongs to which axis."""
+    """Maxima and their flat positions; ``order[axis]`` is the number of the sample for `axis`."""
     rank = len(order)
     spatial, lead = x.shape[-rank:], x.shape[:-rank]
     planes = math.prod(lead)
     values, draws = up(x).reshape(planes, math.prod(spatial)), up(as_dtype(samples, x.dtype)).reshape(planes, rank)
-    place = jnp.zeros((planes,) + (1,) * (2 * rank), np.int32)
+    position = jnp.zeros((planes,) + (1,) * (2 * rank), np.int32)
     for axis, extent in enumerate(spatial):
         rows = _starts(draws[:, order[axis]], extent, output_size[axis], window[axis])
         taps = rows[:, :, None] + np.arange(window[axis], dtype=np.int32)
         shape = [planes] + [1] * (2 * rank)
         shape[1 + axis], shape[1 + rank + axis] = output_size[axis], window[axis]
-        place = place * extent + taps.reshape(shape)
-    place = place.reshape(planes, math.prod(output_size), math.prod(window))
-    seen = jnp.take_along_axis(values, place.reshape(planes, math.prod(place.shape[1:])), axis=1).reshape(place.shape)
-    nan = jnp.isnan(seen)
-    last_nan = seen.shape[-1] - 1 - jnp.argmax(nan[..., ::-1], axis=-1)
-    best = jnp.where(nan.any(-1), last_nan, jnp.argmax(seen, axis=-1))[..., None]
-    maxima, places = (jnp.take_along_axis(a, best, axis=-1).reshape(*lead, *output_size) for a in (seen, place))
-    return maxima, places
+        position = position * extent + taps.reshape(shape)
+    position = position.reshape(planes, math.prod(output_size), math.prod(window))
+    flat = position.reshape(planes, math.prod(position.shape[1:]))
+    taps_of_x = jnp.take_along_axis(values, flat, axis=1).reshape(position.shape)
+    nan = jnp.isnan(taps_of_x)
+    last_nan = taps_of_x.shape[-1] - 1 - jnp.argmax(nan[..., ::-1], axis=-1)
+    best = jnp.where(nan.any(-1), last_nan, jnp.argmax(taps_of_x, axis=-1))[..., None]
+    maxima, positions = (
+        jnp.take_along_axis(a, best, axis=-1).reshape(*lead, *output_size) for a in (taps_of_x, position)
+    )
+    return maxima, positions
 
 
 @register("fractional_max_pool2d")
@@ -72,11 +75,11 @@ def fractional_max_pool3d(
 def fractional_max_pool2d_backward(
     grad: jax.Array, x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], indices: jax.Array
 ) -> jax.Array:
-    return scattered(grad, x, indices, 2)
+    return scatter_to_input(grad, x, indices, 2)
 
 
 @register("fractional_max_pool3d_backward")
 def fractional_max_pool3d_backward(
     grad: jax.Array, x: jax.Array, kernel_size: Sequence[int], output_size: Sequence[int], indices: jax.Array
 ) -> jax.Array:
-    return scattered(grad, x, indices, 3)
+    return scatter_to_input(grad, x, indices, 3)

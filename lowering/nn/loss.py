@@ -1,7 +1,7 @@
 """Losses and their gradients.
 
 Everything is computed and summed in the opmath dtype (float32 for the half types).  `reduction` is torch's code: 0
-gives every element's loss, 1 the mean, 2 the sum.
+returns the loss of every element, 1 the mean, 2 the sum.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from xla_amp.lowering.registry import register
 
 _NONE, _MEAN, _SUM = range(3)
 _LOG_FLOOR = -100.0
-"""torch bounds the logarithms of binary cross-entropy from below, so that a wrong certainty costs a finite amount."""
+"""torch's lower bound of the logarithms in binary cross-entropy: the loss of a certain wrong prediction is finite."""
 _DENOMINATOR_FLOOR = float(np.float32(1e-12))
-"""torch's constant is a C float, for float64 too."""
+"""torch's constant is a C float, also for float64."""
 
 
-def _reduced(loss: jax.Array, reduction: int) -> jax.Array:
+def _reduce(loss: jax.Array, reduction: int) -> jax.Array:
     if reduction == _NONE:
         return loss
     return jnp.mean(loss) if reduction == _MEAN else jnp.sum(loss)
 
 
 def _per_element(grad: jax.Array, reduction: int, count: int) -> jax.Array:
-    """What reaches each of `count` elements of the gradient of the reduced loss."""
+    """The gradient of each of `count` losses, from the gradient of the reduced loss."""
     return up(grad) / count if reduction == _MEAN else up(grad)
 
 
-# -- elementwise: a loss of (input, target) and its slope in the input ------------------------------------------------
+# -- elementwise: a loss of (input, target) and its derivative in the input -------------------------------------------
 
 
 def _huber(difference: Any, delta: float) -> Any:
@@ -76,11 +76,12 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def _define(name: str, loss: Callable[..., Any], slope: Callable[..., Any]) -> None:
     @register(name)
     def forward(x: jax.Array, target: jax.Array, reduction: int = _MEAN, *parameters: float) -> jax.Array:
-        return _reduced(loss(up(x), up(target), *parameters), reduction)
+        return _reduce(loss(up(x), up(target), *parameters), reduction)
 
     @register(f"{name}_backward")
     def backward(grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, *parameters: float) -> jax.Array:
-        return slope(up(x), up(target), *parameters) * _per_element(grad, reduction, x.size)
+        grad_x: jax.Array = slope(up(x), up(target), *parameters) * _per_element(grad, reduction, x.size)
+        return grad_x
 
 
 for _name, _row in _ELEMENTWISE.items():
@@ -93,7 +94,7 @@ def binary_cross_entropy(
 ) -> jax.Array:
     x, target = up(x), up(target)
     loss = (target - 1) * jnp.maximum(jnp.log1p(-x), _LOG_FLOOR) - target * jnp.maximum(jnp.log(x), _LOG_FLOOR)
-    return _reduced(loss if weight is None else loss * up(weight), reduction)
+    return _reduce(loss if weight is None else loss * up(weight), reduction)
 
 
 @register("binary_cross_entropy_backward")
@@ -119,14 +120,16 @@ def binary_cross_entropy_with_logits(
     if pos_weight is not None:
         log_sigmoid = log_sigmoid * (1 + (up(pos_weight) - 1) * target)
     loss = (1 - target) * x - log_sigmoid
-    return _reduced(loss if weight is None else loss * up(weight), reduction)
+    return _reduce(loss if weight is None else loss * up(weight), reduction)
 
 
 # -- classification: classes along axis 1, or along axis 0 of a single sample -----------------------------------------
 
 
-def _class_weights(x: jax.Array, target: jax.Array, weight: jax.Array | None, ignored: int) -> tuple[Any, Any]:
-    """Each target's weight (0 where ignored), and the targets with a class that exists in place of ignored ones."""
+def _class_weights(
+    x: jax.Array, target: jax.Array, weight: jax.Array | None, ignored: int
+) -> tuple[jax.Array, jax.Array]:
+    """Each target's weight, 0 if ignored; and the targets, with class 0 for ignored ones."""
     keep = target != ignored
     target = jnp.where(keep, target, 0)
     weights = jnp.ones(target.shape, opmath(x.dtype)) if weight is None else up(weight)[target]
@@ -142,7 +145,7 @@ def nll_loss_forward(
     picked = jnp.take_along_axis(up(x), jnp.expand_dims(target, axis), axis=axis)
     loss = jnp.where(weights == 0, 0, -jnp.squeeze(picked, axis) * weights)
     total_weight = jnp.sum(weights)
-    if reduction == _NONE:  # torch reports a total weight for a single sample only
+    if reduction == _NONE:  # torch returns the total weight only for a single sample
         return loss, jnp.zeros((), loss.dtype) if x.ndim > 1 else total_weight
     total = jnp.sum(loss)
     return (total / total_weight if reduction == _MEAN else total), total_weight
@@ -178,9 +181,9 @@ def _multi_margin(x: jax.Array, target: jax.Array, p: int, margin: Any, weight: 
 
 
 def _rows(loss: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...], reduction: int) -> jax.Array:
-    """The reduced loss of the rows of `x`, which may be one row alone; unreduced losses get `shape`."""
+    """The reduced loss of the rows of `x`, which may be a single row; unreduced losses have `shape`."""
     losses = loss(x if x.ndim == 2 else x.reshape(1, -1))
-    return _reduced(losses, reduction) if reduction != _NONE else losses.reshape(shape)
+    return _reduce(losses, reduction) if reduction != _NONE else losses.reshape(shape)
 
 
 @register("multi_margin_loss", static=("p",))
@@ -206,22 +209,24 @@ def multi_margin_loss_backward(
     weight: jax.Array | None = None,
     reduction: int = _MEAN,
 ) -> jax.Array:
-    return jax.vjp(lambda x: multi_margin_loss(x, target, p, margin, weight, reduction), up(x))[1](up(grad))[0]
+    _, pullback = jax.vjp(lambda x: multi_margin_loss(x, target, p, margin, weight, reduction), up(x))
+    grad_x: jax.Array = pullback(up(grad))[0]
+    return grad_x
 
 
 def _multilabel_targets(target: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which entries of ``(N, C)`` targets count (those before the first -1), and which classes they name."""
-    listed = jnp.cumsum(target < 0, axis=1) == 0
+    """Which entries of ``(N, C)`` targets are valid (those before the first -1), and which classes they name."""
+    valid = jnp.cumsum(target < 0, axis=1) == 0
     classes = jnp.arange(target.shape[1])
-    named = jnp.any(listed[:, :, None] & (target[:, :, None] == classes), axis=1)
-    return listed, named
+    named = jnp.any(valid[:, :, None] & (target[:, :, None] == classes), axis=1)
+    return valid, named
 
 
 def _multilabel_margin(x: jax.Array, target: jax.Array) -> jax.Array:
-    listed, named = _multilabel_targets(target)
-    own = jnp.take_along_axis(x, jnp.where(listed, target, 0), axis=1)
+    valid, named = _multilabel_targets(target)
+    own = jnp.take_along_axis(x, jnp.where(valid, target, 0), axis=1)
     excess = 1 - own[:, :, None] + x[:, None, :]
-    counted = listed[:, :, None] & ~named[:, None, :] & (excess > 0)
+    counted = valid[:, :, None] & ~named[:, None, :] & (excess > 0)
     return jnp.sum(jnp.where(counted, excess, 0), axis=(1, 2)) / x.shape[1]
 
 
@@ -236,4 +241,6 @@ def multilabel_margin_loss_forward(x: jax.Array, target: jax.Array, reduction: i
 def multilabel_margin_loss_backward(
     grad: jax.Array, x: jax.Array, target: jax.Array, reduction: int, is_target: jax.Array
 ) -> jax.Array:
-    return jax.vjp(lambda x: multilabel_margin_loss_forward(x, target, reduction)[0], up(x))[1](up(grad))[0]
+    _, pullback = jax.vjp(lambda x: multilabel_margin_loss_forward(x, target, reduction)[0], up(x))
+    grad_x: jax.Array = pullback(up(grad))[0]
+    return grad_x

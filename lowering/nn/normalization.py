@@ -1,6 +1,6 @@
-"""Normalisation (layer, group, batch) and softmax, with gradients.
+"""Layer, group and batch normalization, and softmax, with gradients.
 
-Statistics and everything between input and result are computed in the opmath dtype (float32 for the half types).
+Statistics and intermediate values are computed in the opmath dtype (float32 for the half types).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 def _statistics(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Mean and biased variance over `axes`, which are kept.  Two passes: differences of squares cancel."""
+    """Mean and biased variance over `axes`, kept as size 1.  Two passes avoid cancellation."""
     mean = jnp.mean(x, axis=axes, keepdims=True)
     return mean, jnp.mean(jnp.square(x - mean), axis=axes, keepdims=True)
 
 
 def _affine(x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    """``x * weight + bias`` with operands that broadcast."""
+    """``x * weight + bias``, broadcast."""
     x = x if weight is None else x * as_dtype(weight, x.dtype)
     return x if bias is None else x + as_dtype(bias, x.dtype)
 
 
 def _normalized_gradient(grad: jax.Array, normalized: jax.Array, rstd: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Gradient in ``x`` of ``normalized = (x - mean(x)) * rstd(x)``, statistics over `axes`."""
+    """The gradient of ``x`` in ``normalized = (x - mean(x)) * rstd(x)``, with statistics over `axes`."""
     mean = jnp.mean(grad, axis=axes, keepdims=True)
     projection = jnp.mean(grad * normalized, axis=axes, keepdims=True)
     return rstd * (grad - mean - normalized * projection)
@@ -66,9 +66,9 @@ def native_layer_norm_backward(
     split = x.ndim - len(normalized_shape)
     outer, inner = tuple(range(split)), tuple(range(split, x.ndim))
     grad, x = up(grad), up(x)
-    kept = x.shape[:split] + (1,) * len(inner)
-    rstd = as_dtype(rstd, x.dtype).reshape(kept)
-    normalized = (x - as_dtype(mean, x.dtype).reshape(kept)) * rstd
+    shape = x.shape[:split] + (1,) * len(inner)
+    rstd = as_dtype(rstd, x.dtype).reshape(shape)
+    normalized = (x - as_dtype(mean, x.dtype).reshape(shape)) * rstd
     return (
         _normalized_gradient(_affine(grad, weight, None), normalized, rstd, inner) if output_mask[0] else None,
         jnp.sum(grad * normalized, axis=outer) if output_mask[1] else None,
@@ -76,11 +76,11 @@ def native_layer_norm_backward(
     )
 
 
-# -- group norm: (N, C, *) seen as (N, group, C / group, places) ------------------------------------------------------
+# -- group norm: (N, C, *) as (N, group, C / group, elements) ---------------------------------------------------------
 
 
 def _by_channel(parameter: jax.Array | None, group: int) -> jax.Array | None:
-    """A vector over channels, shaped to broadcast against (N, group, C / group, places)."""
+    """A vector over channels, reshaped to broadcast against (N, group, C / group, elements)."""
     return None if parameter is None else parameter.reshape(1, group, -1, 1)
 
 
@@ -133,26 +133,26 @@ def native_group_norm_backward(
 
 
 def _over_channels(x: jax.Array) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of batch statistics, and the shape of a vector over channels that broadcasts against `x`."""
+    """The axes of batch statistics, and the shape in which a vector over channels broadcasts against `x`."""
     return (0, *range(2, x.ndim)), (1, x.shape[1], *(1,) * (x.ndim - 2))
 
 
 def _batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: str) -> tuple[jax.Array, jax.Array]:
-    """Mean and biased variance of each channel of `x`, which is of an opmath dtype.
+    """Mean and biased variance of each channel of `x`, which has an opmath dtype.
 
-    On GPU and TPU both come from one read: a sum of `x`, and of squared differences from a value near the channel's
-    mean.  The variance loses to cancellation that value's distance from the mean, in deviations, squared, times a
-    rounding error of a sum (1e-7); that the mean is far from zero costs nothing by itself.
+    On GPU and TPU both come from one pass: a sum of `x`, and a sum of squared differences from a shift near the
+    channel's mean.  If the shift is k standard deviations from the mean, the variance has a relative error of k squared
+    times the rounding error of a sum (1e-7).  A mean far from zero does not matter by itself.
 
     =========  ==============================================================================================
-    platform   value near the mean
+    platform   shift
     =========  ==============================================================================================
-    gpu        one of the channel's own, from the middle of the batch: a few deviations off
-    tpu        the running mean or zero, whichever is nearer, so that the convolution that makes `x` can sum on the
-               fly.  Where both are 1e3 deviations off (the running mean has not followed yet, or has met an
-               infinity), the variance is right to one digit.  Flax and PyTorch/XLA have zero only.
-               Without a running mean, and for features without places (raw inputs), two passes.
-    cpu        two passes: they are as fast
+    gpu        one element of the channel, from the middle of the batch: a few standard deviations off
+    tpu        the running mean or zero, whichever is nearer: the convolution that computes `x` can then also compute
+               the sums.  If both are 1e3 deviations off (the running mean has not converged yet, or is infinite), the
+               variance has one correct digit.  Flax and PyTorch/XLA always use zero.
+               Two passes without a running mean, and for inputs without spatial axes.
+    cpu        none: two passes are as fast
     =========  ==============================================================================================
     """
     axes, shape = _over_channels(x)
@@ -161,21 +161,22 @@ def _batch_statistics(x: jax.Array, running_mean: jax.Array | None, platform: st
         return jnp.mean(jnp.square(y), axis=axes)
 
     if platform == "gpu" and x.size:
-        near = x[(x.shape[0] // 2, slice(None), *(n // 2 for n in x.shape[2:]))]
-        difference = x - near.reshape(shape)
-        apart = jnp.mean(difference, axis=axes)
-        return near + apart, jnp.maximum(squares(difference) - jnp.square(apart), 0)
+        shift = x[(x.shape[0] // 2, slice(None), *(n // 2 for n in x.shape[2:]))]
+        difference = x - shift.reshape(shape)
+        distance = jnp.mean(difference, axis=axes)
+        return shift + distance, jnp.maximum(squares(difference) - jnp.square(distance), 0)
     if platform == "tpu" and x.ndim > 2 and running_mean is not None:
-        near = as_dtype(running_mean, x.dtype)
+        shift = as_dtype(running_mean, x.dtype)
         mean = jnp.mean(x, axis=axes)
-        apart = mean - near
-        from_near, from_zero = squares(x - near.reshape(shape)) - jnp.square(apart), squares(x) - jnp.square(mean)
-        return mean, jnp.maximum(jnp.where(jnp.abs(apart) < jnp.abs(mean), from_near, from_zero), 0)
+        distance = mean - shift
+        shifted = squares(x - shift.reshape(shape)) - jnp.square(distance)
+        unshifted = squares(x) - jnp.square(mean)
+        return mean, jnp.maximum(jnp.where(jnp.abs(distance) < jnp.abs(mean), shifted, unshifted), 0)
     mean, variance = _statistics(x, axes)
     return mean.reshape(-1), variance.reshape(-1)
 
 
-def _moved(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Array | None:
+def _update_running(running: jax.Array | None, value: jax.Array, momentum: Any) -> jax.Array | None:
     if running is None:
         return None
     share = as_dtype(momentum, value.dtype)
@@ -201,24 +202,24 @@ def native_batch_norm(
     outs: Sequence[jax.ShapeDtypeStruct],
     platform: str,
 ) -> list[jax.Array]:
-    """Result, saved mean and inverse deviation, then the running statistics that were given.
+    """Result, saved mean and inverse standard deviation, then the new running statistics, if given.
 
-    ``native_batch_norm`` updates the running statistics although its schema does not say so.  The update of
-    ``running_var`` uses the unbiased variance, the normalisation the biased one.
+    ``native_batch_norm`` updates the running statistics, which its schema does not declare.  The update of
+    ``running_var`` uses the unbiased variance, the normalization the biased one.
     """
     _, shape = _over_channels(x)
     x = up(x)
     if training:
         mean, variance = _batch_statistics(x, running_mean, platform)
         count = x.size // x.shape[1]
-        running_mean = _moved(running_mean, mean, momentum)
-        running_var = _moved(running_var, variance * (count / max(count - 1, 1)), momentum)
+        running_mean = _update_running(running_mean, mean, momentum)
+        running_var = _update_running(running_var, variance * (count / max(count - 1, 1)), momentum)
     else:
         mean, variance = as_dtype(running_mean, x.dtype), as_dtype(running_var, x.dtype)
     rstd = lax.rsqrt(variance + eps)
     factor = rstd if weight is None else rstd * as_dtype(weight, x.dtype)
     y = _affine(x - mean.reshape(shape), factor.reshape(shape), None if bias is None else bias.reshape(shape))
-    if math.prod(outs[1].shape) == 0:  # torch's CPU kernel saves nothing in evaluation, its meta kernel does
+    if math.prod(outs[1].shape) == 0:  # in evaluation torch's CPU kernel saves nothing, its meta kernel does
         mean, rstd = mean[:0], rstd[:0]
     return [y, mean, rstd, *(a for a in (running_mean, running_var) if a is not None)]
 
@@ -251,7 +252,7 @@ def batch_norm_with_update(
     outs: Sequence[jax.ShapeDtypeStruct],
     platform: str,
 ) -> list[jax.Array]:
-    """`native_batch_norm` in training, with what a vendor's library would keep for its gradient: nothing."""
+    """`native_batch_norm` in training, and an empty reserve (a vendor library's data for the gradient)."""
     running = (running_mean, running_var)
     results = native_batch_norm(x, weight, bias, *running, True, momentum, eps, outs=outs, platform=platform)
     return [*results[:3], jnp.zeros((0,), np.uint8), *results[3:]]
@@ -273,7 +274,7 @@ def batch_norm_backward(
     *,
     platform: str,
 ) -> Gradients:
-    statistics = (running_mean, running_var, save_mean, save_var)  # of which the last is the inverse deviation
+    statistics = (running_mean, running_var, save_mean, save_var)  # `save_var` is the inverse deviation
     return native_batch_norm_backward(grad, x, weight, *statistics, update, eps, output_mask, platform=platform)
 
 
@@ -292,14 +293,14 @@ def native_batch_norm_backward(
     *,
     platform: str,
 ) -> Gradients:
-    """Two sums over the batch, the gradients of bias and weight, are all that the gradient of `x` needs of it."""
+    """Gradients of `x`, weight and bias; that of `x` reuses the other two, the only sums over the batch."""
     axes, shape = _over_channels(x)
     grad, x = up(written(grad, grad.dtype, platform)), up(x)
     mean = as_dtype(save_mean if train else running_mean, x.dtype)
     rstd = as_dtype(save_invstd, x.dtype) if train else lax.rsqrt(as_dtype(running_var, x.dtype) + eps)
     centered = x - mean.reshape(shape)
     grad_bias, grad_weight = jnp.sum(grad, axis=axes), jnp.sum(grad * centered, axis=axes)
-    if x.size:  # of nothing the deviation is NaN, and the gradient zero
+    if x.size:  # without elements the deviation is NaN, and the gradient zero
         grad_weight *= rstd
     grad_x = None
     if output_mask[0]:
@@ -327,7 +328,7 @@ def log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
 
 @register("_safe_softmax")
 def safe_softmax(x: jax.Array, dim: int, dtype: np.dtype | None = None) -> jax.Array:
-    """Softmax that gives zeros, and no NaN, where all inputs are minus infinity."""
+    """Softmax that returns zeros instead of NaN where all inputs are minus infinity."""
     x = up(x if dtype is None else as_dtype(x, dtype))
     masked = jnp.all(x == -jnp.inf, axis=dim, keepdims=True)
     return jnp.where(masked, 0, jax.nn.softmax(x, axis=dim))

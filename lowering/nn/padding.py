@@ -1,6 +1,6 @@
-"""Padding: with a constant, with the mirror image, with the edge.
+"""Constant, reflection and replication padding.
 
-torch lists the amounts from the last axis backwards, (before, after) each; a negative amount cuts away.
+torch lists a (before, after) pair for each axis, last axis first; a negative amount crops.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _widths(amounts: Sequence[int], ndim: int) -> list[tuple[int, int]]:
 
 @register("constant_pad_nd")
 def constant_pad(x: jax.Array, pad: Sequence[int], value: Any = 0) -> jax.Array:
-    """Padding with `value`."""
+    """Pad with `value`."""
     edges = [(before, after, 0) for before, after in _widths(pad, x.ndim)]
     return lax.pad(x, as_dtype(value, x.dtype), edges)
 
@@ -42,9 +42,10 @@ def _register_padding(name: str, mode: Literal["reflect", "edge"]) -> None:
         return _pad(x, padding, mode)
 
     def backward(grad: jax.Array, x: jax.Array, padding: Sequence[int]) -> jax.Array:
-        grad = up(grad)  # every copy of an element adds to its gradient: halves are summed in float32
+        grad = up(grad)  # sum the gradients of an element's copies in float32 for halves
         operand = jax.ShapeDtypeStruct(x.shape, grad.dtype)
-        return jax.linear_transpose(lambda y: _pad(y, padding, mode), operand)(grad)[0]
+        grad_x: jax.Array = jax.linear_transpose(lambda y: _pad(y, padding, mode), operand)(grad)[0]
+        return grad_x
 
     for rank in (1, 2, 3):
         register(f"{name}_pad{rank}d")(forward)

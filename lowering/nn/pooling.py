@@ -1,7 +1,7 @@
-"""Pooling: max, average and adaptive, with gradients, in two and three dimensions (torch's 1-d forms go through 2-d).
+"""Max, average and adaptive pooling in two and three dimensions, with gradients (torch's 1-d forms call the 2-d ones).
 
-Inputs are ``(N, C, *spatial)`` or ``(C, *spatial)``.  Windows come from the shape of the result that torch promises, so
-``ceil_mode`` needs no formula of its own.
+Inputs are ``(N, C, *spatial)`` or ``(C, *spatial)``.  The number of windows is the extent of torch's result, so
+``ceil_mode`` needs no separate formula.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.nn import resampling  # noqa: F401  (interpolation shares this family's axis maps; fills the table)
-from xla_amp.lowering.nn.axis_map import AxisMap, adaptive_windows, along, apply_maps, windows
+from xla_amp.lowering.nn.axis_map import AxisMap, adaptive_windows, apply_maps, broadcast_along, windows
 from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
-_TAPS = 64
-"""Places in a window up to which the gradient of max pooling is a sum over them, and no scatter."""
-
-_AT_ONCE = 16
-"""Places in a window up to which XLA:GPU takes the maximum and its position in one kernel that reads all of them."""
-_FEW = 4
-"""Gradients for one place that are added in a half type, as overlapping windows of 3 and stride 2 have them."""
+_MAX_SUMMED_TAPS = 64
+"""Taps of a window up to which the gradient of max pooling is a sum over taps; beyond, it is a scatter."""
+_MAX_FUSED_TAPS = 16
+"""Taps of a window up to which XLA:GPU finds the maximum and its position in one elementwise kernel."""
+_MAX_HALF_ADDENDS = 4
+"""Gradients per element up to which they are added in a half type: windows of 3 x 3 with stride 2 have 4."""
 
 
 def _lowest(dtype: np.dtype) -> object:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf
+    return jnp.iinfo(dtype).min
 
 
 def _spread(values: Sequence[int], rank: int) -> list[int]:
@@ -52,7 +52,7 @@ def _window_maps(
     return [windows(*size) for size in sizes]
 
 
-def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: Callable[..., Any]) -> jax.Array:
+def _reduce_windows(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: Callable[..., Any]) -> jax.Array:
     """`lax.reduce_window` over regular windows along the last axes."""
     lead = x.ndim - len(maps)
     strides, dilations = zip(*(axis_map.stride for axis_map in maps), strict=True)
@@ -61,8 +61,8 @@ def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: Cal
     for axis, axis_map in enumerate(maps, lead):
         low, high = -int(axis_map.index[0, 0]), int(axis_map.index[-1, -1]) + 1 - axis_map.extent
         padding.append((low, max(high, 0)))
-        x = lax.slice_in_dim(x, 0, axis_map.extent + min(high, 0), axis=axis)  # off with what no window sees
-    return lax.reduce_window(
+        x = lax.slice_in_dim(x, 0, axis_map.extent + min(high, 0), axis=axis)  # crop what no window reads
+    result: jax.Array = lax.reduce_window(
         x,
         np.asarray(initial, x.dtype)[()],
         reduce,
@@ -71,70 +71,71 @@ def _reduced(x: jax.Array, maps: Sequence[AxisMap], initial: object, reduce: Cal
         padding,
         window_dilation=ones + dilations,
     )
+    return result
 
 
-def _first_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
-    """The flat spatial position of each window's maximum: the first among equals, the last of several NaN.
+def _argmax(x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
+    """The flat spatial position of each window's maximum: the first of equal values, the last of several NaN.
 
-    One axis after the other, innermost first, which gives the order of torch's loop over the window.  XLA drops all
-    of it where no one reads the positions.
+    One axis after the other, innermost first: the order of torch's loop over the window.  XLA removes this code if the
+    positions are unused.
     """
     position = jnp.zeros(x.shape, np.int32)
     inner = 1
     for axis, axis_map in reversed(list(enumerate(maps, x.ndim - len(maps)))):
         values = axis_map.taps(x, axis, _lowest(x.dtype))
-        present = [along(taps, axis, x.ndim) for taps in axis_map.present.T]
-        offsets = [along(taps, axis, x.ndim).astype(np.int32) for taps in axis_map.index.T * inner]
-        inside = axis_map.taps(position, axis, 0)
-        places = [
-            jnp.where(there, base + offset, np.int32(-1))  # -1: no place yet
-            for there, base, offset in zip(present, inside, offsets, strict=True)
+        present = [broadcast_along(taps, axis, x.ndim) for taps in axis_map.present.T]
+        offsets = [broadcast_along(taps, axis, x.ndim).astype(np.int32) for taps in axis_map.index.T * inner]
+        inner_positions = axis_map.taps(position, axis, 0)
+        positions = [
+            jnp.where(exists, base + offset, np.int32(-1))  # -1: no position yet
+            for exists, base, offset in zip(present, inner_positions, offsets, strict=True)
         ]
-        best, found = values[0], places[0]
-        for value, place, there in zip(values[1:], places[1:], present[1:], strict=True):
-            better = there & ((found < 0) | (value > best) | (value != value))
-            best, found = jnp.where(better, value, best), jnp.where(better, place, found)
-        x, position, inner = best, found, inner * axis_map.extent
+        best, best_position = values[0], positions[0]
+        for value, candidate, exists in zip(values[1:], positions[1:], present[1:], strict=True):
+            better = exists & ((best_position < 0) | (value > best) | (value != value))
+            best, best_position = jnp.where(better, value, best), jnp.where(better, candidate, best_position)
+        x, position, inner = best, best_position, inner * axis_map.extent
     return position
 
 
-def _maximum_at_once(x: jax.Array, maps: Sequence[AxisMap]) -> tuple[jax.Array, jax.Array]:
-    """Each window's maximum and `_first_maximum`, as one elementwise function of all the places in a window.
+def _fused_maximum(x: jax.Array, maps: Sequence[AxisMap]) -> tuple[jax.Array, jax.Array]:
+    """Each window's maximum and `_argmax`, as one elementwise function of all taps of a window.
 
-    The position is kept as a place in the window, in a byte, and what it is in `x` is computed where it is read.
+    The number of the maximal tap is stored in one byte; its readers compute the position in `x` from it.
     """
     lead = x.ndim - len(maps)
     first: np.ndarray | int = 0
-    seen: list[tuple[jax.Array, np.ndarray | bool]] = [(x, True)]
+    taps_of_x: list[tuple[jax.Array, np.ndarray | bool]] = [(x, True)]
     for axis, axis_map in enumerate(maps, lead):
-        first = first * axis_map.index.shape[1] + along(axis_map.present.argmax(axis=1), axis, x.ndim)
-        inside = [along(present, axis, x.ndim) for present in axis_map.present.T]
-        seen = [
-            (value, there & present)
-            for part, there in seen
-            for value, present in zip(axis_map.taps(part, axis, _lowest(x.dtype)), inside, strict=True)
+        first = first * axis_map.index.shape[1] + broadcast_along(axis_map.present.argmax(axis=1), axis, x.ndim)
+        present_taps = [broadcast_along(present, axis, x.ndim) for present in axis_map.present.T]
+        taps_of_x = [
+            (value, exists & present)
+            for part, exists in taps_of_x
+            for value, present in zip(axis_map.taps(part, axis, _lowest(x.dtype)), present_taps, strict=True)
         ]
     best: Any = np.asarray(_lowest(x.dtype), x.dtype)
-    found: Any = np.asarray(first, np.int8)
-    for tap, (value, there) in enumerate(seen):
-        better = there & ((value > best) | (value != value))
-        best, found = jnp.where(better, value, best), jnp.where(better, np.int8(tap), found)
-    rest, taps = lax.optimization_barrier(found).astype(np.int32), []
+    best_tap: Any = np.asarray(first, np.int8)
+    for tap, (value, exists) in enumerate(taps_of_x):
+        better = exists & ((value > best) | (value != value))
+        best, best_tap = jnp.where(better, value, best), jnp.where(better, np.int8(tap), best_tap)
+    rest, taps = lax.optimization_barrier(best_tap).astype(np.int32), []
     for axis_map in reversed(maps):
         taps.append(rest % axis_map.index.shape[1])
         rest = rest // axis_map.index.shape[1]
     position: Any = 0
     for axis, (axis_map, tap) in enumerate(zip(maps, reversed(taps), strict=True), lead):
-        _, dilation = axis_map.stride or (1, 1)  # a window's places are regular
-        start = along(axis_map.index[:, 0].astype(np.int32), axis, x.ndim)
+        _, dilation = axis_map.stride or (1, 1)  # one window's taps are always regular
+        start = broadcast_along(axis_map.index[:, 0].astype(np.int32), axis, x.ndim)
         position = position * axis_map.extent + start + tap * dilation
     return best, position
 
 
-def scattered(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
-    """`grad` added up at flat spatial `indices` of an array shaped like `x`."""
-    planes, places = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
-    empty = jnp.zeros((planes, places), opmath(grad.dtype))
+def scatter_to_input(grad: jax.Array, x: jax.Array, indices: jax.Array, rank: int) -> jax.Array:
+    """Zeros of the shape of `x`, with `grad` added at flat spatial `indices`."""
+    planes, elements = math.prod(x.shape[:-rank]), math.prod(x.shape[-rank:])
+    empty = jnp.zeros((planes, elements), opmath(grad.dtype))
     rows = np.arange(planes)[:, None]
     return empty.at[rows, indices.reshape(planes, -1)].add(up(grad).reshape(planes, -1)).reshape(x.shape)
 
@@ -152,10 +153,10 @@ def _max_pool(
     rank: int,
 ) -> tuple[jax.Array, jax.Array]:
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding, dilation)
-    if platform == "gpu" and x.size and math.prod(axis_map.index.shape[1] for axis_map in maps) <= _AT_ONCE:
-        return _maximum_at_once(x, maps)
+    if platform == "gpu" and x.size and math.prod(axis_map.index.shape[1] for axis_map in maps) <= _MAX_FUSED_TAPS:
+        return _fused_maximum(x, maps)
     x = up(x)
-    return _reduced(x, maps, _lowest(x.dtype), lax.max), _first_maximum(x, maps)
+    return _reduce_windows(x, maps, _lowest(x.dtype), lax.max), _argmax(x, maps)
 
 
 @register("max_pool2d_with_indices")
@@ -172,18 +173,19 @@ def max_pool3d_with_indices(
     return _max_pool(x, *window, out=out, platform=platform, rank=3)
 
 
-def _selected(grad: jax.Array, x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
-    """The gradient of max pooling as XLA's select-and-scatter, which looks for the first maximum again.
+def _select_and_scatter(grad: jax.Array, x: jax.Array, maps: Sequence[AxisMap]) -> jax.Array:
+    """The gradient of max pooling as XLA's select-and-scatter, which finds the first maximum again.
 
-    XLA:TPU has a kernel for it, and for nothing else that adds up windows: the sum over taps is ten arrays as large as
-    `x`.  A gradient may reach another place of a window in which there is a NaN.  It adds up in the dtype of its
-    operands, so more than a few gradients for one place are added in float32.
+    It is the only sum over windows for which XLA:TPU has a kernel; a sum over taps takes ten arrays as large as `x`.
+    In a window with a NaN the gradient may go to another element than in torch.  Sums are in the operands' dtype, so
+    beyond `_MAX_HALF_ADDENDS` the operands are converted to float32.
     """
     overlap = math.prod(-(-axis_map.index.shape[1] // axis_map.stride[0]) for axis_map in maps if axis_map.stride)
-    if overlap > _FEW:
+    if overlap > _MAX_HALF_ADDENDS:
         x, grad = up(x), up(grad)
-    _, pullback = jax.vjp(lambda x: _reduced(x, maps, _lowest(x.dtype), lax.max), x)
-    return pullback(grad)[0]
+    _, pullback = jax.vjp(lambda x: _reduce_windows(x, maps, _lowest(x.dtype), lax.max), x)
+    grad_x: jax.Array = pullback(grad)[0]
+    return grad_x
 
 
 def _max_pool_backward(
@@ -202,20 +204,20 @@ def _max_pool_backward(
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding, dilation)
     kernel = [axis_map.index.shape[1] for axis_map in maps]
     if platform == "tpu" and x.size and set(dilation) == {1}:
-        return _selected(grad, x, maps)
-    if math.prod(kernel) > _TAPS:
-        return scattered(grad, x, indices, rank)
+        return _select_and_scatter(grad, x, maps)
+    if math.prod(kernel) > _MAX_SUMMED_TAPS:
+        return scatter_to_input(grad, x, indices, rank)
     grad = up(grad)
     total = jnp.zeros(x.shape, grad.dtype)
     for taps in np.ndindex(*kernel):
-        place: np.ndarray | int = 0
+        position: np.ndarray | int = 0
         config = [(0, 0, 0)] * x.ndim
         for axis, (tap, axis_map) in enumerate(zip(taps, maps, strict=True), x.ndim - rank):
             index = axis_map.index[:, tap]
-            place = place * axis_map.extent + along(index, axis, x.ndim)
+            position = position * axis_map.extent + broadcast_along(index, axis, x.ndim)
             step = int(index[1] - index[0]) if index.size > 1 else 1
             config[axis] = (int(index[0]), axis_map.extent - 1 - int(index[-1]), step - 1)
-        total += lax.pad(jnp.where(indices == place, grad, 0), np.zeros((), grad.dtype), config)
+        total += lax.pad(jnp.where(indices == position, grad, 0), np.zeros((), grad.dtype), config)
     return total
 
 
@@ -232,18 +234,18 @@ def max_pool3d_with_indices_backward(grad: jax.Array, x: jax.Array, *window: Any
 def _divisor(
     maps: Sequence[AxisMap], padding: Sequence[int], count_include_pad: bool, divisor_override: int | None
 ) -> np.ndarray:
-    """What each window's sum is divided by, shaped like the spatial axes."""
+    """The divisor of each window's sum, shaped to broadcast along the spatial axes."""
     if divisor_override is not None:
         return np.full((1,) * len(maps), divisor_override)
     divisor = np.ones((1,) * len(maps), np.int64)
     for axis, (axis_map, amount) in enumerate(zip(maps, _spread(padding, len(maps)), strict=True)):
-        # with padding counted, a window still ends where the padded input does
+        # With `count_include_pad`, a window still ends at the end of the padded input.
         counted = axis_map.index < axis_map.extent + amount if count_include_pad else axis_map.present
-        divisor = divisor * along(counted.sum(axis=1), axis, len(maps))
+        divisor = divisor * broadcast_along(counted.sum(axis=1), axis, len(maps))
     return divisor
 
 
-def _divided(total: jax.Array, divisor: np.ndarray) -> jax.Array:
+def _divide(total: jax.Array, divisor: np.ndarray) -> jax.Array:
     return total / as_dtype(divisor, total.dtype) if jnp.issubdtype(total.dtype, jnp.floating) else total // divisor
 
 
@@ -260,7 +262,9 @@ def _avg_pool(
     rank: int,
 ) -> jax.Array:
     maps = _window_maps(x.shape[-rank:], out.shape[-rank:], kernel_size, stride, padding)
-    return _divided(_reduced(up(x), maps, 0, lax.add), _divisor(maps, padding, count_include_pad, divisor_override))
+    return _divide(
+        _reduce_windows(up(x), maps, 0, lax.add), _divisor(maps, padding, count_include_pad, divisor_override)
+    )
 
 
 @register("avg_pool2d")
@@ -286,7 +290,7 @@ def _avg_pool_backward(
     rank: int,
 ) -> jax.Array:
     maps = _window_maps(x.shape[-rank:], grad.shape[-rank:], kernel_size, stride, padding)
-    grad = _divided(up(grad), _divisor(maps, padding, count_include_pad, divisor_override))
+    grad = _divide(up(grad), _divisor(maps, padding, count_include_pad, divisor_override))
     return apply_maps([axis_map.transpose() for axis_map in maps], grad)
 
 
@@ -307,12 +311,12 @@ def _adaptive_maps(x: jax.Array, rows: Sequence[int]) -> list[AxisMap]:
 @register("_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def adaptive_avg_pool(x: jax.Array, output_size: Sequence[int]) -> jax.Array:
     maps = _adaptive_maps(x, output_size)
-    return _divided(apply_maps(maps, up(x)), _divisor(maps, (0,), False, None))
+    return _divide(apply_maps(maps, up(x)), _divisor(maps, (0,), False, None))
 
 
 def _adaptive_avg_pool_backward(grad: jax.Array, x: jax.Array, rank: int) -> jax.Array:
     maps = _adaptive_maps(x, grad.shape[-rank:])
-    grad = _divided(up(grad), _divisor(maps, (0,), False, None))
+    grad = _divide(up(grad), _divisor(maps, (0,), False, None))
     return apply_maps([axis_map.transpose() for axis_map in maps], grad)
 
 
@@ -335,35 +339,35 @@ def adaptive_max_pool(x: jax.Array, output_size: Sequence[int]) -> tuple[jax.Arr
         y = taps[0]
         for tap in taps[1:]:
             y = jnp.maximum(y, tap)
-    return y, _first_maximum(x, maps)
+    return y, _argmax(x, maps)
 
 
 @register("adaptive_max_pool2d_backward")
 def adaptive_max_pool2d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return scattered(grad, x, indices, 2)
+    return scatter_to_input(grad, x, indices, 2)
 
 
 @register("adaptive_max_pool3d_backward")
 def adaptive_max_pool3d_backward(grad: jax.Array, x: jax.Array, indices: jax.Array) -> jax.Array:
-    return scattered(grad, x, indices, 3)
+    return scatter_to_input(grad, x, indices, 3)
 
 
-def _unpooled(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
-    """`x` at flat spatial `indices` of zeros; of several values for one place any may stay, as in torch."""
+def _unpool(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
+    """Zeros with `x` written at flat spatial `indices`; of several values for one position any may win, as in torch."""
     rank = len(output_size)
     planes = math.prod(x.shape[:-rank])
     empty = jnp.zeros((planes, math.prod(output_size)), x.dtype)
-    placed = empty.at[np.arange(planes)[:, None], indices.reshape(planes, -1)].set(x.reshape(planes, -1))
-    return placed.reshape(*x.shape[:-rank], *output_size)
+    unpooled = empty.at[np.arange(planes)[:, None], indices.reshape(planes, -1)].set(x.reshape(planes, -1))
+    return unpooled.reshape(*x.shape[:-rank], *output_size)
 
 
 @register("max_unpool2d")
 def max_unpool2d(x: jax.Array, indices: jax.Array, output_size: Sequence[int]) -> jax.Array:
-    return _unpooled(x, indices, output_size)
+    return _unpool(x, indices, output_size)
 
 
 @register("max_unpool3d")
 def max_unpool3d(
     x: jax.Array, indices: jax.Array, output_size: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> jax.Array:
-    return _unpooled(x, indices, output_size)
+    return _unpool(x, indices, output_size)

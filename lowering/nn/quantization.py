@@ -15,7 +15,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def _on_grid(x: jax.Array, scale: jax.Array, zero_point: jax.Array, quant_min: int, quant_max: int) -> Pair:
-    """`x` on the grid, and where it lay inside: torch multiplies by the scale's reciprocal, then rounds to even."""
+    """`x` rounded to the grid, and where it is in range.  As torch: multiply by 1 / scale, then round half to even."""
     value = up(x)
     scale, zero_point = as_dtype(scale, value.dtype), as_dtype(zero_point, value.dtype)
     level = jnp.round(value * (1 / scale)) + zero_point
@@ -32,7 +32,7 @@ def fake_quantize(x: jax.Array, scale: jax.Array, zero_point: int, quant_min: in
 def fake_quantize_by_tensors(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array, enabled: jax.Array, quant_min: int, quant_max: int
 ) -> Pair:
-    """`enabled` [1] switches the rounding off on the device; everything then counts as inside."""
+    """`enabled` [1] is data: where it is 0, nothing is rounded and all values count as in range."""
     value, inside = _on_grid(x, scale.reshape(()), zero_point.reshape(()), quant_min, quant_max)
     on = enabled.reshape(()) != 0
     return jnp.where(on, value, up(x)), jnp.where(on, inside, True)
@@ -42,7 +42,7 @@ def fake_quantize_by_tensors(
 def fake_quantize_channels(
     x: jax.Array, scale: jax.Array, zero_point: jax.Array, axis: int, quant_min: int, quant_max: int
 ) -> Pair:
-    """`scale` and `zero_point` [channels] belong to dimension `axis`."""
+    """`scale` and `zero_point` have shape [channels], the size of dimension `axis`."""
     shape = [1] * x.ndim
     shape[axis] = x.shape[axis]
     return _on_grid(x, scale.reshape(shape), zero_point.reshape(shape), quant_min, quant_max)

@@ -1,11 +1,11 @@
-"""Recurrent networks: the cells that torch fuses, and whole layers as one loop over time.
+"""Recurrent layers as one loop over time, and torch's fused LSTM and GRU cells.
 
-A layer unrolled into cells makes a program that grows with the sequence; as a loop it is compiled once for one step.
-`layer` and `layer_backward` are operations of this package (``xla_amp::recurrent_layer``), for which the engine
-exchanges the layers inside ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``.
+A layer unrolled into cells is a program that grows with the sequence; a loop is compiled once for one time step.
+`layer` and `layer_backward` are custom operations (``xla_amp::recurrent_layer``); the engine replaces the layers of
+``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` by them.
 
-A cell is written once, as an elementwise function of its gates; what multiplies matrices stands outside, so that the
-weight's gradient is one product over all steps.  Half types are computed in float32, states are kept in their own type.
+A cell is an elementwise function of its gates.  The matrix products are outside of it, so the weight's gradient is one
+product over all time steps.  Half types are computed in float32; states are stored in their own dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
 
 Cell = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""(gates from the input, gates from the hidden state, hidden state, cell state) -> the new states."""
+"""(input gates, hidden gates, hidden state, cell state) -> the new states."""
 
 
 def _parts(gates: jax.Array, count: int) -> list[jax.Array]:
@@ -76,14 +76,14 @@ def layer(
 
     Args:
         mode: a name in `CELLS`.
-        inputs: [time, batch, gates], the input times its weight, with its bias.
+        inputs: [time, batch, gates], the input multiplied by its weight, plus its bias.
         weight: [gates, hidden].
-        bias: [gates] of the hidden state's product, or ``None``.
-        hidden, state: [batch, hidden] at the start (`state` is carried along unchanged by cells that have none).
+        bias: [gates], added to the hidden state's product, or ``None``.
+        hidden, state: [batch, hidden], initial hidden and cell state (cells without a cell state return it unchanged).
         reverse: whether time runs backwards.
 
     Returns:
-        Hidden states and cell states after each step, [time, batch, hidden], and the gates from the hidden state.
+        Hidden and cell states after each time step, [time, batch, hidden], and the hidden gates.
     """
     cell = _in_opmath(CELLS[mode])
 
@@ -94,7 +94,8 @@ def layer(
         h, c = (as_dtype(new, old.dtype) for new, old in zip(cell(x, gates, h, c), carry, strict=True))
         return (h, c), (h, c, gates)
 
-    return lax.scan(step, (hidden, state), inputs, reverse=reverse)[1]
+    steps: tuple[jax.Array, jax.Array, jax.Array] = lax.scan(step, (hidden, state), inputs, reverse=reverse)[1]
+    return steps
 
 
 @register("xla_amp::recurrent_layer_backward")
@@ -113,30 +114,30 @@ def layer_backward(
     *,
     platform: str,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of inputs, weight, bias, hidden and state; arguments as `layer` took and returned them."""
+    """Gradients of inputs, weight, bias, hidden and state; takes the arguments and results of `layer`."""
     cell = _in_opmath(CELLS[mode])
 
-    def before(first: jax.Array, after: jax.Array) -> jax.Array:
+    def previous(first: jax.Array, after: jax.Array) -> jax.Array:
         return jnp.concatenate([after[1:], first[None]] if reverse else [first[None], after[:-1]])
 
-    hiddens = before(hidden, outputs)
+    hiddens = previous(hidden, outputs)
 
-    def step(carry: tuple[jax.Array, jax.Array], at: tuple[jax.Array, ...]) -> Any:
-        dh, dc, x, g, h, c = *carry, *at[2:]
+    def step(carry: tuple[jax.Array, jax.Array], saved: tuple[jax.Array, ...]) -> Any:
+        (dh, dc), (grad_output, grad_state, x, g, h, c) = carry, saved
         _, pullback = jax.vjp(cell, x, g, h, c)
-        dx, dg, dh_direct, dc = pullback((dh + up(at[0]), dc + up(at[1])))
+        dx, dg, dh_direct, dc = pullback((dh + up(grad_output), dc + up(grad_state)))
         dh = as_dtype(contract(dg, weight, ((1,), (0,)), platform=platform), opmath(x.dtype)) + up(dh_direct)
         return (dh, up(dc)), (dx, dg)
 
     start = jnp.zeros(hidden.shape, opmath(hidden.dtype)), jnp.zeros(state.shape, opmath(state.dtype))
-    steps = (grad_outputs, grad_states, inputs, gates, hiddens, before(state, states))
+    steps = (grad_outputs, grad_states, inputs, gates, hiddens, previous(state, states))
     (dh, dc), (dx, dg) = lax.scan(step, start, steps, reverse=not reverse)
     flat_gates, flat_hiddens = dg.reshape(-1, dg.shape[-1]), hiddens.reshape(-1, hiddens.shape[-1])
     dw = contract(flat_gates, flat_hiddens, ((0,), (0,)), platform=platform, wide=True)
     return dx, dw, jnp.sum(up(flat_gates), axis=0), dh, dc
 
 
-# -- single cells, as torch fuses them on accelerators ----------------------------------------------------------------
+# -- single cells: torch's fused operations on accelerators -----------------------------------------------------------
 
 
 def _gates(gates: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -151,7 +152,7 @@ def lstm_cell(
     input_bias: jax.Array | None = None,
     hidden_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(hy, cy, workspace): the workspace holds the activated gates."""
+    """(hy, cy, workspace): the workspace holds the gates after their activation."""
     i, f, update, o = _parts(_gates(input_gates, input_bias) + _gates(hidden_gates, hidden_bias), 4)
     i, f, update, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(update), jax.nn.sigmoid(o)
     cy = f * up(cx) + i * update
@@ -167,7 +168,7 @@ def lstm_cell_backward(
     workspace: jax.Array,
     has_bias: bool,
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of both gates (they are equal), of cx and of both biases."""
+    """Gradients of the input and hidden gates (equal), of cx, and of both biases (equal)."""
     if grad_hy is None and grad_cy is None:
         return None, None, None
     i, f, update, o = _parts(up(workspace), 4)
@@ -194,7 +195,7 @@ def gru_cell(
     input_bias: jax.Array | None = None,
     hidden_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(hy, workspace): the workspace holds the activated gates r, z and n, then hx and the hidden part of n."""
+    """(hy, workspace): the workspace holds r, z and n after their activation, hx, and the hidden part of n."""
     (xr, xz, xn), (hr, hz, hn) = (
         _parts(_gates(input_gates, input_bias), 3),
         _parts(_gates(hidden_gates, hidden_bias), 3),

@@ -1,8 +1,8 @@
-"""Interpolation (``upsample_*``) and sampling at given places (``grid_sampler_*``), with gradients.
+"""Interpolation (``upsample_*``) and sampling at given positions (``grid_sampler_*``), with gradients.
 
-Interpolation is an `AxisMap` for each spatial axis, its gradient the transposed maps.  Positions are computed in the
-precision in which torch computes them (float32, but float64 for float64 inputs): at position 1000 the two differ by a
-visible fraction of a pixel.
+Interpolation is an `AxisMap` for each spatial axis; its gradient applies the transposed maps.  Positions are computed
+in torch's precision (float32, or float64 for float64 inputs): at position 1000 the two precisions differ by a visible
+fraction of a pixel.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 
 AxisRule = Callable[[int, int, float | None, bool, Any], AxisMap]
-"""(input extent, output extent, scale factor, align_corners, float type of positions) -> map."""
+"""(input extent, output extent, scale factor, align_corners, NumPy float type of the positions) -> map."""
 
 
 def _inverse_scale(extent: int, rows: int, scale: float | None, align: bool, real: Any) -> Any:
-    """Input places for each output place.  Source: ``area_pixel_compute_scale`` (ATen/native/UpSample.h)."""
+    """Input pixels per output pixel.  Source: ``area_pixel_compute_scale`` (ATen/native/UpSample.h)."""
     if align:
         return real(extent - 1) / real(rows - 1) if rows > 1 else real(0)
     return real(1.0 / scale) if scale is not None and scale > 0 else real(extent) / real(rows)
@@ -33,19 +33,20 @@ def _inverse_scale(extent: int, rows: int, scale: float | None, align: bool, rea
 
 def _positions(extent: int, rows: int, scale: float | None, align: bool, real: Any) -> np.ndarray:
     factor = _inverse_scale(extent, rows, scale, align, real)
-    places = np.arange(rows).astype(real)
-    return factor * places if align else factor * (places + real(0.5)) - real(0.5)
+    pixels = np.arange(rows).astype(real)
+    positions: np.ndarray = factor * pixels if align else factor * (pixels + real(0.5)) - real(0.5)
+    return positions
 
 
 def _nearest(extent: int, rows: int, scale: float | None, align: bool, real: Any) -> AxisMap:
-    places = np.arange(rows)
+    pixels = np.arange(rows)
     if rows == extent:
-        index = places
+        index = pixels
     elif rows == 2 * extent:
-        index = places // 2
+        index = pixels // 2
     else:
         factor = _inverse_scale(extent, rows, scale, False, np.float32)
-        index = np.minimum(np.floor(places.astype(np.float32) * factor).astype(np.int64), extent - 1)
+        index = np.minimum(np.floor(pixels.astype(np.float32) * factor).astype(np.int64), extent - 1)
     return AxisMap(extent, index[:, None])
 
 
@@ -87,7 +88,7 @@ def _cubic(extent: int, rows: int, scale: float | None, align: bool, real: Any) 
 def _antialiased(
     extent: int, rows: int, scale: float | None, align: bool, real: Any, *, reach: float, kernel: Callable[..., Any]
 ) -> AxisMap:
-    """A filter as wide as the output's pixels.  Source: ``HelperInterpBase`` (ATen/native/cpu/UpSampleKernel.cpp)."""
+    """A filter as wide as an output pixel.  Source: ``HelperInterpBase`` (ATen/native/cpu/UpSampleKernel.cpp)."""
     factor = float(_inverse_scale(extent, rows, scale, align, real))
     widening = max(factor, 1.0)
     support = reach * widening
@@ -101,11 +102,11 @@ def _antialiased(
     return AxisMap(extent, np.where(index < end[:, None], index, -1), weight)
 
 
-def _triangle(t: np.ndarray) -> np.ndarray:
+def _triangle(t: np.ndarray) -> Any:
     return np.maximum(1 - t, 0.0)
 
 
-def _sharp_cubic(t: np.ndarray) -> np.ndarray:
+def _sharp_cubic(t: np.ndarray) -> Any:
     return _cubic_weights(t, -0.5, np.where)
 
 
@@ -123,7 +124,7 @@ _RULES: dict[str, tuple[AxisRule, bool]] = {
     "upsample_nearest3d": (_nearest, False),
     "upsample_trilinear3d": (_linear, True),
 }
-"""Operation -> rule of one axis, and whether its schema has ``align_corners`` before the scale factors."""
+"""Operation -> rule for one axis, and whether its schema has ``align_corners`` before the scale factors."""
 
 
 def _maps(
@@ -165,12 +166,12 @@ _BILINEAR, _NEAREST, _BICUBIC = range(3)
 _ZEROS, _BORDER, _REFLECTION = range(3)
 
 
-def _clipped(position: jax.Array, extent: int) -> jax.Array:
-    """`position` inside the image; its gradient is zero from the border on."""
+def _clip(position: jax.Array, extent: int) -> jax.Array:
+    """`position` clipped to the image; the gradient is zero at the border and beyond."""
     return jnp.where(position <= 0, 0.0, jnp.where(position >= extent - 1, float(extent - 1), position))
 
 
-def _reflected(position: jax.Array, low: float, span: float) -> jax.Array:
+def _reflect(position: jax.Array, low: float, span: float) -> jax.Array:
     if span == 0:
         return jnp.zeros_like(position)
     position = position - low
@@ -180,58 +181,58 @@ def _reflected(position: jax.Array, low: float, span: float) -> jax.Array:
     return low + jnp.where(flips % 2 == 0, rest, span - rest)
 
 
-def _inside(position: jax.Array, extent: int, padding: int, align: bool) -> jax.Array:
-    """`position` (in pixels) after the padding mode."""
+def _apply_padding_mode(position: jax.Array, extent: int, padding: int, align: bool) -> jax.Array:
+    """`position`, in pixels, clipped or reflected into the image according to the padding mode."""
     if padding == _REFLECTION:
-        position = _reflected(position, *((0.0, extent - 1.0) if align else (-0.5, float(extent))))
-    return position if padding == _ZEROS else _clipped(position, extent)
+        position = _reflect(position, *((0.0, extent - 1.0) if align else (-0.5, float(extent))))
+    return position if padding == _ZEROS else _clip(position, extent)
 
 
-def _pixels(image: jax.Array, places: Sequence[jax.Array]) -> jax.Array:
-    """``image[n, :, *places]`` for integer-valued `places`, one array ``(N, ...)`` for each spatial axis; 0 outside.
+def _pixels(image: jax.Array, positions: Sequence[jax.Array]) -> jax.Array:
+    """``image[n, :, *positions]``, 0 outside; `positions` are integer-valued, one array ``(N, ...)`` per spatial axis.
 
     Returns:
         ``(N, C, ...)``.
     """
     spatial = image.shape[2:]
     flat, present = jnp.zeros((), jnp.int32), jnp.ones((), bool)
-    for place, extent in zip(places, spatial, strict=True):
-        present = present & (place >= 0) & (place < extent)
-        flat = flat * extent + jnp.clip(place, 0, extent - 1).astype(jnp.int32)
+    for position, extent in zip(positions, spatial, strict=True):
+        present = present & (position >= 0) & (position < extent)
+        flat = flat * extent + jnp.clip(position, 0, extent - 1).astype(jnp.int32)
     planes = image.reshape(*image.shape[:2], math.prod(spatial))
-    seen = jnp.take_along_axis(planes, flat.reshape(flat.shape[0], 1, -1), axis=2, mode="clip")
-    seen = seen.reshape(*image.shape[:2], *flat.shape[1:])
-    return jnp.where(present[:, None], seen, jnp.zeros((), seen.dtype))
+    values = jnp.take_along_axis(planes, flat.reshape(flat.shape[0], 1, -1), axis=2, mode="clip")
+    values = values.reshape(*image.shape[:2], *flat.shape[1:])
+    return jnp.where(present[:, None], values, jnp.zeros((), values.dtype))
 
 
-def _axis_taps(place: jax.Array, extent: int, mode: int, padding: int, align: bool) -> tuple[jax.Array, jax.Array]:
-    """Along one axis: pixel positions ``(N, P, taps)`` that sampling at `place` ``(N, P)`` reads, and their weights."""
+def _axis_taps(position: jax.Array, extent: int, mode: int, padding: int, align: bool) -> tuple[jax.Array, jax.Array]:
+    """The pixels ``(N, P, taps)`` that sampling at `position` ``(N, P)`` reads along one axis, and their weights."""
     if mode == _BICUBIC:
-        base = jax.lax.stop_gradient(jnp.floor(place))[..., None]
-        offsets = jnp.arange(-1, 3, dtype=place.dtype)
-        pixels = jnp.round(_inside(base + offsets, extent, padding, align))
-        return pixels, _cubic_weights(jnp.abs(place[..., None] - base - offsets), -0.75, jnp.where)
-    place = _inside(place, extent, padding, align)
+        base = jax.lax.stop_gradient(jnp.floor(position))[..., None]
+        offsets = jnp.arange(-1, 3, dtype=position.dtype)
+        pixels = jnp.round(_apply_padding_mode(base + offsets, extent, padding, align))
+        return pixels, _cubic_weights(jnp.abs(position[..., None] - base - offsets), -0.75, jnp.where)
+    position = _apply_padding_mode(position, extent, padding, align)
     if mode == _NEAREST:
-        return jnp.round(place)[..., None], jnp.ones_like(place)[..., None]
-    base = jax.lax.stop_gradient(jnp.floor(place))
-    fraction = place - base
+        return jnp.round(position)[..., None], jnp.ones_like(position)[..., None]
+    base = jax.lax.stop_gradient(jnp.floor(position))
+    fraction = position - base
     return jnp.stack([base, base + 1], axis=-1), jnp.stack([1 - fraction, fraction], axis=-1)
 
 
-def _sampled(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: bool) -> jax.Array:
+def _sample(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: bool) -> jax.Array:
     extents = image.shape[2:]
     rank = len(extents)
     points = grid.reshape(grid.shape[0], -1, rank)
-    places, weight = [], jnp.ones((), image.dtype)
+    positions, weight = [], jnp.ones((), image.dtype)
     for axis, extent in enumerate(extents):
-        place = points[..., rank - 1 - axis]  # the grid names x first
-        place = (place + 1) / 2 * (extent - 1) if align else ((place + 1) * extent - 1) / 2
-        pixels, shares = _axis_taps(place, extent, mode, padding, align)
-        spread = (*place.shape, *(1,) * axis, -1, *(1,) * (rank - 1 - axis))
-        places.append(pixels.reshape(spread))
-        weight = weight * shares.reshape(spread)
-    result = jnp.sum(_pixels(image, places) * weight[:, None], axis=tuple(range(3, 3 + rank)))
+        position = points[..., rank - 1 - axis]  # the grid lists x first
+        position = (position + 1) / 2 * (extent - 1) if align else ((position + 1) * extent - 1) / 2
+        pixels, axis_weight = _axis_taps(position, extent, mode, padding, align)
+        shape = (*position.shape, *(1,) * axis, -1, *(1,) * (rank - 1 - axis))
+        positions.append(pixels.reshape(shape))
+        weight = weight * axis_weight.reshape(shape)
+    result = jnp.sum(_pixels(image, positions) * weight[:, None], axis=tuple(range(3, 3 + rank)))
     return result.reshape(*image.shape[:2], *grid.shape[1:-1])
 
 
@@ -239,7 +240,7 @@ def _sampled(image: jax.Array, grid: jax.Array, mode: int, padding: int, align: 
 def grid_sampler(
     image: jax.Array, grid: jax.Array, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> jax.Array:
-    return _sampled(up(image), up(grid), interpolation_mode, padding_mode, align_corners)
+    return _sample(up(image), up(grid), interpolation_mode, padding_mode, align_corners)
 
 
 @register("grid_sampler_2d_backward", "grid_sampler_3d_backward")
@@ -253,7 +254,7 @@ def grid_sampler_backward(
     output_mask: Sequence[bool],
 ) -> tuple[jax.Array | None, jax.Array]:
     def sampled(image: jax.Array, grid: jax.Array) -> jax.Array:
-        return _sampled(image, grid, interpolation_mode, padding_mode, align_corners)
+        return _sample(image, grid, interpolation_mode, padding_mode, align_corners)
 
     grad_image, grad_grid = jax.vjp(sampled, up(image), up(grid))[1](up(grad))
     return grad_image if output_mask[0] else None, grad_grid
@@ -261,6 +262,13 @@ def grid_sampler_backward(
 
 @register("_grid_sampler_2d_cpu_fallback_backward")
 def grid_sampler_cpu_fallback_backward(
-    grad: jax.Array, image: jax.Array, grid: jax.Array, *codes: Any
+    grad: jax.Array,
+    image: jax.Array,
+    grid: jax.Array,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
 ) -> tuple[jax.Array | None, jax.Array]:
-    return grid_sampler_backward(grad, image, grid, *codes, output_mask=(True, True))
+    return grid_sampler_backward(
+        grad, image, grid, interpolation_mode, padding_mode, align_corners, output_mask=(True, True)
+    )

@@ -121,14 +121,14 @@ def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str,
 
 
 def test_channels_last_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "_WIDE", 4)
+    monkeypatch.setattr(convolution, "_MIN_DOT_CHANNELS", 4)
     x, weight, bias, geometry = Case(channels=8, filters=8).arguments(BF16)
     assert convolution._cpu_form(jax.numpy.bfloat16, weight.shape, 1) == "channels_last"
     check("convolution", x, weight, bias, *geometry, wide=True, rtol=2**-8, atol=1e-6)
 
 
 def test_extents() -> None:
-    geometry = Geometry.of([2], [1], [1], 1, 2)
+    geometry = Geometry.from_torch([2], [1], [1], 1, 2)
     assert geometry.extents((9, 8), (3, 3)) == (5, 4)
 
 
