@@ -1,4 +1,4 @@
-"""What type checkers show a user: real signatures, misspelt names and arguments rejected, decorators that keep types."""
+"""What type checkers show a user: real signatures, errors for misspelt names, decorators that keep types."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def strict_step(x: torch.Tensor, width: int) -> torch.Tensor:
     return x * width
 
 
+@xla_amp.custom_bwd(device_type="cpu")
+def backward(ctx: object, width: int) -> str:
+    return ""
+
+
 def loss(weight: float, x: int) -> str:
     return ""
 
@@ -38,6 +43,9 @@ def loss(weight: float, x: int) -> str:
 reveal_type(xla_device())  # shown: device
 reveal_type(xla_amp.metrics())  # shown: dict[str, int]
 reveal_type(GradScaler().get_scale())  # shown: float
+reveal_type(GradScaler().scale(torch.ones(1)))  # shown: Tensor
+reveal_type(syncfree.AdamW([torch.ones(1)]).step(lambda: 1.0))  # shown: float
+reveal_type(backward)  # shown: (ctx: object, width: int) -> str
 reveal_type(forward)  # shown: (x: Tensor, width: int) -> Tensor
 reveal_type(step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(strict_step(torch.ones(1), 2))  # shown: Tensor
