@@ -64,7 +64,7 @@ def test_damage_is_told(sources, group, tmp_path, capfd):
         status, _ = outcome(data, tmp_path, capfd)
         found[status] += 1
         found[what] += 1
-    assert found[1] > EACH // 2  # most damage is damage
+    assert found[1] > EACH // 2  # most mutations make the program invalid
 
 
 CYCLES = {
@@ -101,7 +101,7 @@ CYCLES = {
 @pytest.mark.parametrize("name", CYCLES)
 @pytest.mark.parametrize("more", [[], ["--report"]], ids=["", "report"])
 def test_cycles_are_told_or_left_alone(name, more, tmp_path, capfd):
-    """MLIR allows functions that call themselves; what it allows converts, and is refused where it must be unrolled."""
+    """MLIR allows recursive functions: they convert, and are rejected where calls must be inlined."""
     outcome(CYCLES[name].encode(), tmp_path, capfd, *(f"{each}={tmp_path / 'page'}" for each in more))
 
 

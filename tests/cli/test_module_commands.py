@@ -220,7 +220,7 @@ def test_the_report_is_one_whole_page(run, folder, arguments):
     assert 'class="fill' in text
 
 
-def test_the_graph_is_painted_with_reasons(run, folder):
+def test_the_graph_shows_colours_and_reasons(run, folder):
     run("convert", "net.mlir", "-o", "low.mlir", "--report", "page.html")
     text = (folder / "page.html").read_text()
     boxes = re.findall(r'<g><title>(.*?)</title><rect class="(\w+)"', text, re.DOTALL)

@@ -180,7 +180,7 @@ def test_malformed_settings_are_an_error_of_the_call(run, monkeypatch):
 
 
 def test_as_a_program():
-    """Neither a library is loaded nor a traceback shown, and the script of the installed package is this function."""
+    """No library is imported, no traceback is shown, and the installed script runs this function."""
     command = [sys.executable, "-X", "importtime", "-m", "xla_amp.cli", "policy", "show", "tpu", "--operation", "mm"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("mm: low\n")

@@ -1,4 +1,4 @@
-"""`explain`: what a report says, in each form, on each engine, and that nothing stays behind."""
+"""`explain`: the content of reports in each form and on each engine, and the clean-up."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_other_threads_are_heard(device):
 
 
 def test_a_policy_that_is_new_to_the_device_inside_the_block(tmp_path):
-    """Its kernels come over those that record; both must go on working after the block."""
+    """Its kernels replace the recording ones; both must work after the block."""
     device = xla_amp.xla_device()
     x = torch.rand(4, 4, device=device)
     file = tmp_path / "new.toml"

@@ -1,4 +1,4 @@
-"""find_overflow: models with a known first overflow, on the CPU and on the lazy device; nothing may be changed."""
+"""find_overflow: models with a known first overflow, on the CPU and on the lazy device; all state is restored."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_what_is_a_find(device, compute, operation, made):
     x = torch.ones(2, 3, device=device)
     report = find_overflow(lambda: compute(x))
     assert (report.first.place.operation, report.first.made) == (operation, made)
-    assert "name them with objects=" in report.underflow_note
+    assert "pass them as objects=" in report.underflow_note
 
 
 @pytest.mark.parametrize(

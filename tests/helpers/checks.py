@@ -1,4 +1,4 @@
-"""What a converted module is asked, whoever made it."""
+"""Checks on converted StableHLO modules, for the StableHLO and the JAX front."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def contractions(module: Any) -> list[tuple[str, list[str]]]:
 
 
 def wide_contractions(module: Any) -> list[tuple[str, list[str]]]:
-    """Those that read float32."""
+    """Contractions that read float32."""
     return [found for found in contractions(module) if "f32" in found[1]]
 
 

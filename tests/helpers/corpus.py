@@ -1,4 +1,4 @@
-"""Programs that JAX users write, as functions and arguments: what the pass must be able to convert."""
+"""Programs that JAX users write, as functions and arguments: a corpus for the StableHLO pass."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WIDTH, HEADS = 32, 4
 
 
 class Case(NamedTuple):
-    """A function with arguments, and what its conversion may differ by."""
+    """A function with arguments, and the accepted error of its conversion."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     tolerance: float = 0.02
     """Largest error of an output, as a norm relative to the output's: some bfloat16 roundings (2**-9) deep."""
     contractions: int = 1
-    """At least so many."""
+    """Smallest expected number."""
 
 
 def floats(*shape: int, scale: float = 1.0) -> np.ndarray[Any, Any]:
@@ -288,7 +288,7 @@ CASES: dict[str, Case] = {
 
 
 def lowered(case: Case) -> Any:
-    """The program of a case; every argument stays one of the program."""
+    """The program of a case; no argument is dropped."""
     return jax.jit(case.function, keep_unused=True).lower(*case.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Damaged programs: valid ones of every format, and what random and deliberate damage makes of them."""
+"""Damaged programs: random and deliberate mutations of valid programs in every format."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ TEXT: tuple[Mutation, ...] = (
     _replaced("stablehlo.tanh", "stablehlo.cosine", "stablehlo.while", "stablehlo.dot_general", "chlo.erf_inv"),
     _swapped_lines,
 )
-"""Damage that only text can suffer: wrong types, unknown dialects, values used before they exist, regions and functions
-that contain themselves, constants that fit no memory."""
+"""Damage for text only: wrong types, unknown dialects, uses before definitions, regions and functions that contain
+themselves, constants larger than memory."""
 
 
 def mutated(seed: int, sources: dict[Format, bytes]) -> tuple[str, bytes]:
-    """One damaged program and a word on it; the same for the same seed."""
+    """One damaged program and its description; deterministic for a seed."""
     dice = random.Random(seed)
     kind = dice.choice(tuple(sources))
     mutation = dice.choice((*ANY, *TEXT) if kind == "text" else ANY)

@@ -1,4 +1,4 @@
-"""Reading and writing programs: every format back to itself and to the others, damage refused, files whole or not."""
+"""Load and save: round trips of every format, damaged programs are rejected, files are written completely or not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_format(module, kind: Format) -> bytes:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_each_format_is_recognized_and_written_back(module, kind, tmp_path):
-    """By content: every file here has the same meaningless name."""
+    """By content: all files have the same name without a suffix."""
     (tmp_path / "file").write_bytes(in_format(module, kind))
     program = io.load(tmp_path / "file")
     assert program.format == kind

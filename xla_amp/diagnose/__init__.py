@@ -1,1 +1,1 @@
-"""Looking into what mixed precision did."""
+"""Diagnostics of mixed precision: decision reports and overflow search."""

@@ -1,4 +1,4 @@
-"""Value-driven mode: what sample inputs say must stay float32, wherever in the program it is."""
+"""Calibration on sample inputs: operations that must stay float32, in every kind of region."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lowered(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def kept(converted: Converted) -> list[str]:
-    """Operations that the samples keep wide."""
+    """Operations that calibration keeps in float32."""
     return [each.operation for each in converted.report.operations if each.why.startswith("sample inputs")]
 
 

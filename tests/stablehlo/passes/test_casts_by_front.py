@@ -1,4 +1,4 @@
-"""How many casts the pass leaves in a program, against the front for JAX functions."""
+"""Number of casts that the pass inserts, compared with the JAX front."""
 
 from __future__ import annotations
 

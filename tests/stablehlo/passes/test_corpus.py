@@ -10,7 +10,7 @@ import pytest
 from xla_amp.stablehlo import autocast, ir
 
 INTERPRETED = 20
-"""Programs of the corpus, at least, that the reference interpreter can run."""
+"""Smallest number of corpus programs that the reference interpreter can run."""
 
 
 @pytest.mark.parametrize("name", corpus.CASES)
@@ -30,7 +30,7 @@ def test_program(name: str) -> None:
     expected = ir.run(ir.copy(given), arguments)
     assert checks.error(ir.run(converted.module, arguments), expected) < case.tolerance
     if not ir.uninterpretable(converted.module):
-        # The interpreter sums low results low, which nothing else does.
+        # The interpreter accumulates low results in the low dtype; no backend does.
         assert checks.error(ir.evaluate(converted.module, arguments), expected) < 3 * case.tolerance
 
 

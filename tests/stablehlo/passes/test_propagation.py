@@ -1,4 +1,4 @@
-"""Single rules of the pass, on modules of a few lines: what each operation runs in, and what the module looks like."""
+"""Single rules of the pass on small modules: the dtype of each operation, and the resulting module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ func.func @main({arguments}) -> tensor<4x4xf32> {{
 
 
 def runs_in(converted: Converted, operation: str) -> list[str]:
-    """What the operations of one name compute in, in program order."""
+    """Compute dtypes of the operations with one name, in program order."""
     return [each.after for each in converted.report.operations if each.operation == operation]
 
 
@@ -39,7 +39,7 @@ def why(converted: Converted, operation: str) -> str:
 # Propagation.
 
 BETWEEN = [
-    # (operation between two dots on %a, what it runs in, words of the reason)
+    # (operation between two dots on %a, compute dtype, words of the reason)
     ("%b = stablehlo.tanh %a : tensor<4x4xf32>", "tanh", "bfloat16", "between two low"),
     ("%b = stablehlo.multiply %a, %a : tensor<4x4xf32>", "multiply", "bfloat16", "between two low"),
     ("%b = stablehlo.transpose %a, dims = [1, 0] : (tensor<4x4xf32>) -> tensor<4x4xf32>", "transpose", "bfloat16", ""),
@@ -197,7 +197,7 @@ def test_a_constant_that_both_read_is_there_twice() -> None:
 
 
 def loop(step: str) -> str:
-    """A loop of three turns that carries %h and gives ``%new``."""
+    """A loop of three iterations that carries %h and yields ``%new``."""
     return main(
         f"""%n = stablehlo.constant dense<0> : tensor<i32>
         %r:2 = stablehlo.while(%h = %x, %i = %n) : tensor<4x4xf32>, tensor<i32>
@@ -216,7 +216,7 @@ def loop(step: str) -> str:
 
 
 LOOPS = [
-    # (body, what the carried value is stored in, words of the reason)
+    # (body, dtype of the carried value, words of the reason)
     (f"%d = stablehlo.dot_general %h, %w, {DOT}\n%new = stablehlo.tanh %d : tensor<4x4xf32>", "bfloat16", "only low"),
     (f"%d = stablehlo.dot_general %x, %w, {DOT}\n%new = stablehlo.add %h, %d : tensor<4x4xf32>", "float32", "sum"),
     (
@@ -267,11 +267,11 @@ def test_one_colour_for_a_function_and_all_its_callers() -> None:
     shared = autocast(main(both, more=relu(SMALL)))
     assert runs_in(shared, "maximum") == ["float32"]
     assert runs_in(shared, "dot_general") == ["bfloat16", "bfloat16"]
-    # A small one is copied for each colour.
+    # A small function is cloned for each colour.
     copied = autocast(main(both, more=relu(0)))
     assert runs_in(copied, "maximum") == ["bfloat16", "float32"]
     assert len(ir.functions(copied.module)) == 3
-    # Copies of one colour are one function again.
+    # Clones of one colour are merged.
     again = f"{body}\n%e = func.call @relu(%c) : (tensor<4x4xf32>) -> tensor<4x4xf32>\n{last.replace('%c', '%e')}"
     merged = autocast(main(again, more=relu(0)))
     assert list(ir.functions(merged.module)) == ["main", "relu"]
@@ -299,7 +299,7 @@ def test_branches_give_one_colour() -> None:
     assert runs_in(mixed, "exponential") == ["float32"]
 
 
-# What the program says itself.
+# Casts and precision in the original program.
 
 
 def test_casts_of_the_program_are_folded_where_that_keeps_the_rounding() -> None:
@@ -350,7 +350,7 @@ def test_precision_and_algorithm_say_what_the_operands_are() -> None:
     assert converted.count("lhs_precision_type = bf16") == 1  # of the one whose result is its accumulator
 
 
-# What stays, with a reason.
+# Operations that stay float32, with a reason.
 
 STAYS = [
     ("%b = stablehlo.custom_call @mine(%a) : (tensor<4x4xf32>) -> tensor<4x4xf32>", "custom_call.mine", "not in the"),
@@ -523,7 +523,7 @@ def test_the_table_names_operations_that_exist() -> None:
         if not {base, f"stablehlo.{base}"} & known:
             missing.append(name)
     assert missing == []
-    # What nothing in the table treats, the policy cannot treat either.
+    # The policy has no rules for operations that are not in the table.
     unknown = [
         name
         for name in catalogue().stablehlo

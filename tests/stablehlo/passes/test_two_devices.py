@@ -1,4 +1,4 @@
-"""A program that is divided over two devices, converted and run on two CPU devices in a separate process."""
+"""A program sharded over two devices, converted and run on two CPU devices in a separate process."""
 
 from __future__ import annotations
 

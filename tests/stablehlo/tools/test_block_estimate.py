@@ -1,4 +1,4 @@
-"""What XLA's TPU compiler expects of a transformer block's training step, before and after the pass.
+"""XLA:TPU's estimates for a transformer block's training step, before and after the pass.
 
 A block as GPT-2's (pre-norm, causal attention, GELU) of width 512 with 8 heads, batch 8, length 256: loss and gradients
 of all parameters.  The estimates are the compiler's own and do not change from run to run.

@@ -44,7 +44,7 @@ PROGRAMS = {
 }
 
 ROUNDED = ("function", "a large constant")
-"""Programs with constants that float32 has rounded for good."""
+"""Programs with constants that are already rounded to float32."""
 
 
 def module_of(function, *arguments):
@@ -53,7 +53,7 @@ def module_of(function, *arguments):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_float64_version_gives_what_jax_gives_in_float64(name):
-    """The casts of the program are no-ops in it, as they are in what JAX is asked for here."""
+    """The casts of the program are no-ops in the float64 version, as in the JAX function."""
     wide = comparison._run_wide(module_of(PROGRAMS[name], X, W), [X, W])
     plain = PROGRAMS["dot" if name in ("dot with an algorithm", "casts") else name]
     with jax.enable_x64(True):
@@ -64,7 +64,7 @@ def test_the_float64_version_gives_what_jax_gives_in_float64(name):
 
 
 def test_random_bits_are_the_same_in_float64():
-    """Widths of bits would change the numbers, so that part stays as it is."""
+    """Operations on bits keep their types: another width would change the values."""
     module = module_of(lambda key, x: x + jax.random.uniform(key, (4, 8)), KEY, X)
     (found,) = comparison._run_wide(module, [KEY, X])
     np.testing.assert_allclose(found, X + np.asarray(jax.random.uniform(KEY, (4, 8))), rtol=1e-6)
@@ -215,7 +215,7 @@ def test_matching_keeps_the_order(monkeypatch, exact):
 
 
 def test_long_programs_of_the_same_operations_are_matched_at_once():
-    """A matcher that takes time in squares would need hours here."""
+    """A matcher with quadratic time would need hours."""
     a = [site("tanh")] * 50_000 + [site("dot")] + [site("tanh")] * 50_000
     assert len(list(comparison.matched(a, [*a[:50_000], *a[50_001:]]))) == 100_000
 

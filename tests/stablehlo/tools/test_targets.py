@@ -1,4 +1,4 @@
-"""Compiling for machines that are not here: every target of the table, and errors that say what to do."""
+"""Compile for absent hardware: every target of the table, and errors with advice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_targets_that_are_described():
 
 @pytest.mark.parametrize("target", [name for name in targets.names() if name != "cpu"])
 def test_a_low_product_stays_low_and_a_wide_one_wide(compilers, target):
-    """Of B200 too, for which XLA widens bfloat16 when its description lacks fields."""
+    """Also on B200, for which XLA widens bfloat16 if its description lacks fields."""
     needs(target)
     for dtype in (jnp.bfloat16, jnp.float32):
         compiled = compilers.compile(targets.lower(layer, *arguments(dtype), target=target), target)
@@ -57,14 +57,14 @@ def test_a_low_product_stays_low_and_a_wide_one_wide(compilers, target):
 
 
 def weight_gradient(x, weight):
-    """Given in float32, which XLA's tables of measured products lack for low operands."""
+    """Also for float32 results, which XLA's performance tables lack for low operands."""
     return jax.lax.dot_general(x, weight, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 @pytest.mark.parametrize("function", [layer, weight_gradient])
 @pytest.mark.parametrize("target", TIMED)
 def test_estimated_time_is_plausible(compilers, target, function):
-    """Above the time that the data sheet's peaks need, and below a thousand times that; less in the low dtype."""
+    """Between the time at the data sheet's peak and a thousand times that; shorter in the low dtype."""
     needs(target)
     seconds = {}
     for dtype in (jnp.bfloat16, jnp.float32):
@@ -178,7 +178,7 @@ KERNELS = "  %a = bf16[2000]{0} parameter(0)\n  %b = (f32[500]{0}, pred[1000]{0}
 
 
 def test_kernels_are_added_up():
-    """Products by the matrix units (3 us) or the memory: 2000 + 4000 + 2000 + 1000 bytes at 1e9 a second are 9 us."""
+    """Matrix products by matrix units (3 us) or memory: 2000 + 4000 + 2000 + 1000 bytes at 1e9 a second are 9 us."""
     product = kernel("p", ("", 70, 60), ("experimental-gemm-cost-model", 80, 3), ("sol", 500, 0))
     other = kernel("o", ("", 9, 8), ("sol", 2, 0))
     unknown = kernel("u", ("", 7, 6))
