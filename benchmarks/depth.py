@@ -1,10 +1,10 @@
-"""What a step costs to record, to look up and to compile as the model grows deeper, and with more parameters.
+"""Cost of recording, looking up and compiling a step, by depth of the model and number of parameters.
 
     python benchmarks/depth.py [--layers 12 24 48 96] [--rounds 3] [--no-compile]
 
-A GPT of width 64 on 8 tokens with AdamW, so that nothing but the number of operations and tensors grows.  Recording is
-the step's Python; the key is what finds its program again (hashing and comparing the trace, running nothing); compiling
-is JAX's tracing and XLA:CPU, and beside it XLA:CPU's time for the same step by hand in Flax.  Written to
+A GPT of width 64 on 8 tokens with AdamW, so that only the number of operations and tensors grows.  Recording is the
+step's Python; the key is the program lookup (hashing and comparing the trace, running nothing); compiling is JAX's
+tracing and XLA:CPU.  For comparison, XLA:CPU's time for the same step written in Flax.  Writes
 benchmarks/results/depth.{json,md,png}.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from absent import recorded
-from flax_peer import step_of
+from cross_lowering import recorded
+from flax_step import step_of
 from models import GPT, GPTConfig
 from results import plot, write_json, write_markdown
 from workloads import Workload, language
@@ -31,7 +31,7 @@ from xla_amp.lazy.runtime.compile import Program
 
 
 def trainer(layers: int) -> tuple[Callable[[], None], int]:
-    """A step on the lazy device, and the number of parameters' tensors."""
+    """A step on the lazy device, and the number of parameter tensors."""
     device = xla_amp.xla_device()
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=64, context=8, width=64, heads=4, layers=layers)).to(device)
@@ -49,7 +49,7 @@ def trainer(layers: int) -> tuple[Callable[[], None], int]:
 
 
 def program_of(layers: int) -> Program:
-    """The steady step of a model with so many layers; nothing is run or compiled."""
+    """The program of a steady step of a model with `layers` layers; nothing is run or compiled."""
     with recorded("cpu") as programs:
         step, _ = trainer(layers)
         for _ in range(2):
@@ -61,7 +61,7 @@ def program_of(layers: int) -> Program:
 
 
 def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
-    """Counts, and medians of seconds."""
+    """Counts, and median times in seconds."""
     row: dict[str, Any] = {"layers": layers}
     with recorded("cpu") as programs:
         step, row["tensors"] = trainer(layers)
@@ -86,14 +86,14 @@ def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
             start = time.perf_counter()
             lowered.compile()
             row["compile"] = time.perf_counter() - start
-        lowered = by_hand(layers)
+        lowered = flax_step(layers)
         start = time.perf_counter()
         lowered.compile()
         row["compile Flax"] = time.perf_counter() - start
     return row
 
 
-def by_hand(layers: int) -> Any:
+def flax_step(layers: int) -> Any:
     """The same step in Flax and optax, lowered."""
     sizes = language(2, 8, vocabulary=64, context=8, width=64, heads=4, layers=layers)
     workload = Workload(name="GPT", **sizes)
@@ -102,7 +102,7 @@ def by_hand(layers: int) -> Any:
 
 
 def main() -> None:
-    """Prints a line for each depth, and writes the table and the plot."""
+    """Print a line for each depth, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", nargs="*", type=int, default=[12, 24, 48, 96])
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,6 +1,6 @@
-"""The models of `models.py` by hand in Flax, with Flax's own `dtype`: what a JAX user writes for mixed precision.
+"""The models of `models.py` in Flax, with mixed precision by Flax's `dtype` argument.
 
-Parameters are float32, activations `dtype`; logits are float32 in the loss.  Images are NHWC, as Flax has them.
+Parameters are float32, activations `dtype`; logits are float32 in the loss.  Images are NHWC, as in Flax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models import GPTConfig, LSTMConfig, ViTConfig
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over everything but the last axis, in float32."""
+    """Cross-entropy over the last axis, averaged, in float32."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
@@ -61,7 +61,7 @@ class ResNet50(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block; `causal` and `before` (the norm) as the model has them."""
+    """A transformer block; `causal` and `before` (norm first) as in the model."""
 
     heads: int
     dtype: Any
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class _TokenModel(nn.Module):
-    """A transformer over tokens with tied embeddings; `enter` and `leave` stand before and after its blocks."""
+    """A transformer over tokens with tied embeddings; `enter` and `leave` are called before and after its blocks."""
 
     config: GPTConfig
     dtype: Any = jnp.float32
@@ -142,7 +142,7 @@ class ViT(nn.Module):
         x = x.reshape(len(x), -1, config.width)
         first = self.param("first", nn.initializers.zeros, (1, 1, config.width)).astype(self.dtype)
         x = jnp.concatenate([jnp.broadcast_to(first, (len(x), 1, config.width)), x], 1)
-        x = x + self.param("places", nn.initializers.normal(0.02), (1, x.shape[1], config.width)).astype(self.dtype)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (1, x.shape[1], config.width)).astype(self.dtype)
         for _ in range(config.layers):
             x = Block(config.heads, self.dtype)(x)
         x = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype)(x)[:, 0]

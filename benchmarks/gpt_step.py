@@ -20,7 +20,7 @@ import xla_amp
 
 
 def trainer(device: torch.device, low: bool) -> Callable[[], float]:
-    """A function that does one step on `device` and returns its seconds, execution included."""
+    """A function that runs one step on `device` and returns its seconds, execution included."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocabulary=8192, context=256, layers=2)).to(device)
     tokens, targets = (torch.randint(8192, (4, 256)).to(device) for _ in range(2))

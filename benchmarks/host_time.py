@@ -1,8 +1,8 @@
-"""Host time of a whole AMP training step on the lazy device, against native torch on the CPU.
+"""Host time of an AMP training step on the lazy device, compared with native torch on the CPU.
 
-What is measured: recording a step (forward in bf16 autocast, scaled backward, scaler step and update, zero_grad) and
-computing its cache key, without running the program; for native torch the same step at tiny widths, where the work
-itself is negligible and what remains is Python, dispatch and autograd.  Both run in turn in one process.
+On the lazy device: recording a step (forward in bf16 autocast, scaled backward, scaler step and update, zero_grad) and
+computing its cache key, without running the program.  In native torch: the same step at tiny widths, where the
+arithmetic is negligible and Python, dispatch and autograd remain.  Both alternate in one process.
 
     python benchmarks/host_time.py [--rounds 20] [--json]
 """
@@ -36,7 +36,7 @@ def gpt2() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]:
 
 
 def trainer(make: Callable[[], Any], device: torch.device) -> Callable[[], float]:
-    """A function that does one step on `device` and returns its host seconds."""
+    """A function that runs one step on `device` and returns its host seconds."""
     torch.manual_seed(0)
     model, batch, make_optimizer = make()
     model.to(device)

@@ -1,8 +1,8 @@
-"""What autocast of a JAX function costs to trace and saves to run: a Flax transformer, one block on other machines.
+"""Cost of autocast for JAX functions: tracing time of a Flax transformer, XLA's estimates for one block on targets.
 
     python benchmarks/jax_autocast.py [--layers 24] [--targets v6e,h100]
 
-Tracing is timed with empty caches, the smallest CPU time of several; XLA's numbers for targets are its own estimates.
+Tracing time is the smallest CPU time of several runs with empty caches; numbers for targets are XLA's estimates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xla_amp.stablehlo.tools import targets
 
 
 class Block(nn.Module):
-    """A transformer block; `dtype` is Flax's own switch."""
+    """A transformer block; `dtype` is Flax's argument for mixed precision."""
 
     heads: int
     dtype: Any = None
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
 
 def seconds_to_trace(function: Callable[..., Any], *args: Any, repeats: int) -> float:
-    """The smallest CPU time of several, each with JAX's caches empty."""
+    """The smallest CPU time of `repeats` traces, each with empty JAX caches."""
     times = []
     for _ in range(repeats):
         jax.clear_caches()
@@ -85,7 +85,7 @@ def tracing(layers: int, repeats: int) -> None:
     value, gradients = jax.jit(plain)(weights)
     low_value, low_gradients = jax.jit(rows["value_and_grad(autocast(loss))"])(weights)
     one, other = (
-        jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in (gradients, low_gradients)
+        jnp.concatenate([array.ravel() for array in jax.tree.leaves(tree)]) for tree in (gradients, low_gradients)
     )
     cosine = jnp.dot(one, other) / jnp.linalg.norm(one) / jnp.linalg.norm(other)
     print(f"  loss relative difference {abs(value - low_value) / value:.2e}, cosine of gradients {cosine:.5f}")
@@ -126,13 +126,13 @@ def block_on(target: str, compilers: targets.Compilers) -> None:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--targets", default="v6e,h100", help="comma-separated; empty for none")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # targets are compiled for by processes of their own
+    jax.config.update("jax_platforms", "cpu")  # targets are compiled in separate processes
     tracing(options.layers, options.repeats)
     with targets.Compilers() as compilers:
         for target in filter(None, options.targets.split(",")):

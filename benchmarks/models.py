@@ -1,6 +1,6 @@
 """Models that the benchmarks train, at any width, in plain PyTorch: ResNet-50, GPT, BERT, ViT and an LSTM.
 
-Each takes what it learns from and returns the loss.  `flax_models.py` has the same by hand in Flax.
+Each takes a batch and returns the loss.  `flax_models.py` has the same models in Flax.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResNet50(nn.Module):
     Args:
         width: channels of the first stage (64 in the paper).
         classes: number of logits.
-        blocks: of each stage; fewer stages make the beginning of a ResNet-50.
+        blocks: number of blocks per stage; fewer entries give the first stages of a ResNet-50.
     """
 
     def __init__(self, width: int = 64, classes: int = 1000, blocks: Sequence[int] = (3, 4, 6, 3)) -> None:
@@ -69,7 +69,7 @@ class ResNet50(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes that every transformer here has."""
+    """Sizes common to all transformers."""
 
     width: int = 768
     heads: int = 12
@@ -145,7 +145,7 @@ class Block(nn.Module):
 
 
 class _TokenModel(nn.Module):
-    """A transformer over tokens with tied embeddings; `enter` and `leave` stand before and after its blocks."""
+    """A transformer over tokens with tied embeddings; `enter` and `leave` are called before and after its blocks."""
 
     def __init__(self, config: GPTConfig, enter: nn.Module, leave: nn.Module, *, causal: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, config.width, config.patch, config.patch)
         self.first = nn.Parameter(torch.zeros(1, 1, config.width))
-        self.places = nn.Parameter(0.02 * torch.randn(1, (config.side // config.patch) ** 2 + 1, config.width))
+        self.positions = nn.Parameter(0.02 * torch.randn(1, (config.side // config.patch) ** 2 + 1, config.width))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
@@ -200,7 +200,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = self.dropout(torch.cat([self.first.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.places)
+        x = self.dropout(torch.cat([self.first.expand(len(x), -1, -1).to(x.dtype), x], 1) + self.positions)
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)[:, 0]), labels)

@@ -1,8 +1,8 @@
-"""Which models of transformers train on the lazy device, how closely to torch on the CPU, and at what cost per step.
+"""Models of transformers on the lazy device: agreement with torch on the CPU, and programs and syncs per step.
 
 Each model (tests/helpers/zoo.py: configuration classes, tiny sizes, random weights, dropout off) is trained five steps
 of AdamW in float32 and in bfloat16 autocast, on the lazy device and in plain torch on the CPU (`torch.autocast` there).
-The counts are those of a step once its program is built; nothing is timed.
+The counts are those of a steady step; nothing is timed.
 
     python benchmarks/models_table.py [--only GPT-2 BERT] [--policy cpu]
 """
@@ -32,7 +32,7 @@ TOLERANCES = (1e-4, 2e-2)
 
 
 def measure(row: Row, policy: str | None) -> tuple[str, ...]:
-    """The row's cells: verdict, largest relative differences of the losses, counts of a steady step."""
+    """The row's cells: result, largest relative differences of the losses, counts of a steady step."""
     device = xla_amp.xla_device()
     runs = [train(row, device, low, policy) for low in (False, True)]
     differences = [difference(run, train(row, "cpu", low)) for run, low in zip(runs, (False, True), strict=True)]
@@ -49,7 +49,7 @@ def measure(row: Row, policy: str | None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Prints the table as Markdown, a row at a time."""
+    """Print the table as Markdown, a row at a time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=[row.name for row in ROWS], help="models to run (all)")
     parser.add_argument("--policy", help="the lazy device's autocast policy (that of its platform)")

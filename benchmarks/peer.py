@@ -1,9 +1,9 @@
-"""One contestant in a process of its own: trains a workload a step at a time when told to.
+"""Process of one peer of `step_table`: trains a workload one step per request.
 
     python benchmarks/peer.py MODULE OPTION WORKLOAD SIZE
 
-A line "step" on standard input makes one step; the answer is a JSON object with its seconds (`step`: until the device
-is done, `host`: until Python has its hands free).  A line "facts" asks what the process has seen so far.
+A line "step" on standard input runs one step; the answer is a JSON object with its seconds (`step`: until the device
+is done, `host`: until the call returns).  A line "facts" returns memory use and counts.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What a file in `peers` makes of a workload."""
+    """A training step of one peer."""
 
     step: Callable[[], Any]
-    """Does one step, perhaps without waiting for it; what it returns goes to `wait`."""
+    """Runs one step, possibly asynchronously; its result is passed to `wait`."""
     wait: Callable[[Any], Any]
-    """Waits until the device has done the step."""
+    """Waits until the device has finished the step."""
     asynchronous: bool = True
-    """Whether `step` returns before the work is done, so that its time is the host's."""
+    """Whether `step` returns before the device is done, so that its duration is host time."""
     counts: Callable[[], Mapping[str, int]] | None = None
-    """Executables run and host syncs since the start, where the peer counts them."""
+    """Executables run and host syncs since the start, if the peer counts them."""
 
 
 def main(arguments: list[str]) -> None:
-    """Answers until its input ends."""
+    """Answer requests until the input ends."""
     module, option, name, size = arguments
-    # What libraries print must not get among the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -69,6 +69,6 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Peers import `peer`: it must not be there twice.
+    # Peers import `peer`: it must not be loaded a second time.
     sys.modules["peer"] = sys.modules["__main__"]
     main(sys.argv[1:])

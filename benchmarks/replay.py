@@ -1,9 +1,9 @@
-"""Host time of a captured step, against recording it and against what JAX itself needs for the same buffers.
+"""Host time of a captured step, compared with recording it and with a JAX call on the same buffers.
 
-The floor is one turn of a JAX loop, ``state = step(state)``: a call of an executable that takes and returns arrays of
-the same shapes, with the same donations, and computes nothing, and letting go of the arrays it replaced.  The replay
-runs with that executable in the place of its own, so the difference is our Python alone.  Times are processor time of
-the calling thread, so that other programs on the machine do not count.
+The floor is one iteration of a JAX loop, ``state = step(state)``: it calls an executable that takes and returns arrays
+of the same shapes, with the same donations, and computes nothing, and it releases the replaced arrays.  The replay runs
+with that executable instead of its own, so the difference is our Python alone.  Times are CPU time of the calling
+thread, so that other programs on the machine do not count.
 
     python benchmarks/replay.py [--rounds 50] [--json]
 """
@@ -49,15 +49,15 @@ def empty_program(program: Program) -> Any:
 
 
 def successors(donated: list[Any], program: Program) -> list[int]:
-    """Which output takes the place of each donated input in the next turn of the loop."""
+    """For each donated input, the index of the output that replaces it in the next iteration."""
     with private_api.x64():
         spare = dict(enumerate(jax.eval_shape(program.call, *program.abstract)))
-    places = []
+    indices = []
     for array in donated:
-        place = next(i for i, x in spare.items() if x.shape == array.shape and x.dtype == array.dtype)
-        places.append(place)
-        del spare[place]
-    return places
+        index = next(i for i, x in spare.items() if x.shape == array.shape and x.dtype == array.dtype)
+        indices.append(index)
+        del spare[index]
+    return indices
 
 
 def step_of(make: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
@@ -83,7 +83,7 @@ def step_of(make: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[torch.Te
 
 
 def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]], int]:
-    """Functions that do one step and return its host seconds, and the number of arrays in and out."""
+    """Functions that run one step and return its host seconds, and the number of arrays in and out."""
     step, batch = step_of(make)
     captured: list[Replay] = []
     original = Replay.run
@@ -102,16 +102,16 @@ def contestants(make: Callable[[], Any]) -> tuple[dict[str, Callable[[], float]]
     program = replay.program
     nothing = empty_program(program)
     with private_api.x64():
-        zeros = [[jnp.zeros(of.shape, of.dtype) for of in part] for part in program.abstract[:2]]
-        numbers = [np.zeros(of.shape, of.dtype) for of in program.abstract[2:]]
-    places = successors(zeros[0], program)
+        zeros = [[jnp.zeros(spec.shape, spec.dtype) for spec in part] for part in program.abstract[:2]]
+        numbers = [np.zeros(spec.shape, spec.dtype) for spec in program.abstract[2:]]
+    replacements = successors(zeros[0], program)
     buffers = len(program.abstract[0]) + len(program.abstract[1])
 
     def floor() -> float:
         with private_api.x64():
             start = time.thread_time()
             outputs = nothing(*zeros, *numbers)
-            zeros[0] = [outputs[place] for place in places]
+            zeros[0] = [outputs[index] for index in replacements]
             elapsed = time.thread_time() - start
         jax.block_until_ready(outputs)
         return elapsed
@@ -147,7 +147,9 @@ def main() -> None:
     results = {}
     for name, make in (("ResNet-50", resnet), ("GPT-2 124M", gpt2)):
         functions, buffers = contestants(make)
-        recorded = {"recorded": functions.pop("recorded")}  # by itself: a loop records its steps or replays them
+        recorded = {
+            "recorded": functions.pop("recorded")
+        }  # separately: a loop either records its steps or replays them
         times = interleaved(functions, options.rounds) | interleaved(recorded, options.rounds)
         results[name] = {**{k: 1e3 * v for k, v in times.items()}, "buffers": buffers}
         results[name]["ratio"] = times["replay"] / times["floor"]

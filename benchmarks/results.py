@@ -1,4 +1,4 @@
-"""Writing what a benchmark found: JSON, Markdown and a plot, each with the date, the machine and the versions."""
+"""Write benchmark results as JSON, Markdown and plots, with the date, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def write_markdown(name: str, headings: Sequence[str], rows: Sequence[Sequence[s
 
 
 def plot(name: str, panels: Mapping[str, Mapping[str, Mapping[float | str, float]]], ylabel: str) -> None:
-    """``results/NAME.png``: a panel for each title, in it bars (names) or lines (numbers) for each series.
+    """``results/NAME.png``: one panel per title, with bars (names) or lines (numbers) for each series.
 
     Raises:
-        ImportError: matplotlib is not there: ``pip install 'xla-amp[benchmarks]'``.
+        ImportError: matplotlib is not installed: ``pip install 'xla-amp[benchmarks]'``.
     """
     try:
         import matplotlib
@@ -57,14 +57,14 @@ def plot(name: str, panels: Mapping[str, Mapping[str, Mapping[float | str, float
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False)
-    for place, (title, series) in zip(axes[0], panels.items(), strict=True):
+    for axis, (title, series) in zip(axes[0], panels.items(), strict=True):
         for index, (label, points) in enumerate(series.items()):
             if all(isinstance(x, str) for x in points):
-                place.barh(list(points), list(points.values()), color=f"C{index}")
+                axis.barh(list(points), list(points.values()), color=f"C{index}")
             else:
-                place.plot(list(points), list(points.values()), "o-", label=label)
-                place.legend()
-        place.set_title(title)
+                axis.plot(list(points), list(points.values()), "o-", label=label)
+                axis.legend()
+        axis.set_title(title)
     axes[0][0].set_ylabel(ylabel) if any(len(panel) > 1 for panel in panels.values()) else None
     figure.tight_layout()
     figure.savefig(RESULTS / f"{name}.png", dpi=110)

@@ -1,10 +1,10 @@
-"""Time of `xla_amp.stablehlo.autocast` by the size of the module.
+"""Time of `xla_amp.stablehlo.autocast` by module size.
 
     python benchmarks/stablehlo_scaling.py [OPERATIONS...]
 
-The module is a chain of layers as a training step has them: contraction, bias, tanh, layer norm, residual, a function
-call.  Seconds are those of the processor, in one process on one core, so that other work on the machine does not count;
-reading the module and verifying the result are included.
+The module is a chain of layers like those of a training step: contraction, bias, tanh, layer norm, residual, a function
+call.  Seconds are CPU time of one process on one core, so that other work on the machine does not count; they include
+parsing the module and verifying the result.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ func.func private @relu(%x: tensor<4x8xf32>) -> tensor<4x8xf32> {{
 
 
 def module_of(operations: int) -> str:
-    """MLIR text of about so many operations."""
+    """MLIR text with about `operations` operations."""
     layers = max(1, operations // _PER_LAYER)
     body = "".join(_LAYER.format(i=i, j=i + 1, value=f"{0.001 * (i % 97 + 1):.6f}") for i in range(layers))
     return _MODULE.format(layers=body, last=layers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one line for each size."""
+    """Print one line for each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operations", nargs="*", type=int, default=[1_000, 3_000, 10_000, 30_000, 100_000])
     sizes = parser.parse_args(argv).operations

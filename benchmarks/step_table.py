@@ -1,14 +1,14 @@
-"""Training steps of five models against every other way to train them in mixed precision on the same machine.
+"""Time of a training step of five models on the lazy device and its peers, with and without mixed precision.
 
-    python benchmarks/step_table.py                                  # sizes for two cores, every peer that is there
+    python benchmarks/step_table.py                                  # sizes for two cores, every installed peer
     python benchmarks/step_table.py --workloads GPT-2 --peers "lazy bf16" "torch autocast" --rounds 9
     python benchmarks/step_table.py --size tiny --turn 5 --name host   # the host's time, without arithmetic
     python benchmarks/step_table.py --size full                      # published sizes, for one GPU
 
-Each contestant is a process of its own, in its own environment where it needs one (docs/benchmarks.md); they take
-turns, so that a machine that drifts drifts for all.  A turn is one step, or `--turn` of them whose first is not
-counted: it finds the caches full of the last contestant's data, and threads of its that still spin.  Written to
-benchmarks/results/steps.{json,md} (and .png): medians, with the date, the machine and the versions.
+Each peer runs in a separate process, in a separate environment if it needs one (docs/benchmarks.md).  Peers alternate,
+so that a drift of the machine affects all.  A turn is one step, or `--turn` steps, of which the first is not counted:
+it runs with cold caches and with threads of the previous peer that still spin.  Writes medians to
+benchmarks/results/steps.{json,md} (and .png), with the date, the machine and the versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILD = HERE.parent / "build"
 
 
 class Peer(NamedTuple):
-    """A way to train."""
+    """One way to train a workload."""
 
     module: str
     """A file in `peers`."""
@@ -54,16 +54,16 @@ PEERS = {
     "torch_xla autocast": Peer("torch_xla", "amp", _TORCH_XLA, {"PJRT_DEVICE": "CPU"}),
     "torchax fp32": Peer("torchax", "fp32", _TORCHAX),
     "torchax autocast": Peer("torchax", "amp", _TORCHAX),
-    "Flax fp32": Peer("by_hand", "fp32"),
-    "Flax bf16": Peer("by_hand", "bf16"),
-    "Flax, jmp bf16": Peer("by_hand", "jmp"),
-    "Flax, mpx bf16": Peer("by_hand", "mpx"),
-    "Flax, xla_amp.jax": Peer("by_hand", "autocast"),
+    "Flax fp32": Peer("flax", "fp32"),
+    "Flax bf16": Peer("flax", "bf16"),
+    "Flax, jmp bf16": Peer("flax", "jmp"),
+    "Flax, mpx bf16": Peer("flax", "mpx"),
+    "Flax, xla_amp.jax": Peer("flax", "autocast"),
 }
 
 
 class _Figure(NamedTuple):
-    """A column of the table: what of a contestant's record, and how it is written."""
+    """A column of the table: a key of a peer's record, and its format."""
 
     heading: str
     key: str
@@ -88,13 +88,13 @@ class Contestant:
         environment = {**os.environ, **peer.environment, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
         environment.pop("PYTHONPATH", None)
         cores = sorted(os.sched_getaffinity(0))[:threads]
-        # A pipe that nobody reads would fill up.
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
+        # A pipe that is not read would fill up.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [peer.python, HERE / "peer.py", peer.module, peer.option, workload, size],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._errors,
             text=True,
             env=environment,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
@@ -104,7 +104,7 @@ class Contestant:
         """The answer to "step" or "facts".
 
         Raises:
-            RuntimeError: the process has ended, with the last line that it wrote.
+            RuntimeError: the process has ended; the message is the last line of its error output.
         """
         assert self._process.stdin is not None and self._process.stdout is not None  # noqa: S101, PT018 - both are pipes
         try:
@@ -114,21 +114,21 @@ class Contestant:
             line = ""
         if not line:
             status = self._process.wait()
-            self._said.seek(0)
-            said = self._said.read().strip().splitlines()
-            raise RuntimeError(said[-1] if said else f"exit status {status}")
+            self._errors.seek(0)
+            lines = self._errors.read().strip().splitlines()
+            raise RuntimeError(lines[-1] if lines else f"exit status {status}")
         found: dict[str, Any] = json.loads(line)
         return found
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self._errors.close()
 
 
 def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What each peer did with a workload: medians, or ``{"failed": why}``."""
+    """Results of each peer on a workload: medians, or ``{"failed": why}``."""
     records: dict[str, dict[str, Any]] = {}
     running: dict[str, Contestant] = {}
     try:
@@ -137,7 +137,7 @@ def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[s
                 records[name] = {"failed": f"no environment {PEERS[name].python}"}
                 continue
             contestant = running[name] = Contestant(PEERS[name], workload, options.size, options.threads)
-            try:  # one at a time: compilers want the whole machine
+            try:  # one at a time: compilers use the whole machine
                 records[name] = {"start": sum(contestant.ask("step")["step"] for _ in range(3))}
                 contestant.ask("step")
             except RuntimeError as error:
@@ -177,7 +177,7 @@ def rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]], size: str) -> l
 
 
 def main() -> None:
-    """Runs the races and writes what they gave."""
+    """Run all peers on all workloads and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--size", choices=list(WORKLOADS), default="small", help="tiny: the host's time; small: for two cores (default)"

@@ -1,10 +1,10 @@
-"""What XLA's compilers say of a training step on TPUs and GPUs that are not here: ours, and by hand in Flax.
+"""XLA's estimates of a training step on absent TPUs and GPUs: on the lazy device, and written in Flax.
 
     python benchmarks/targets_table.py [--models GPT-2 ResNet-50] [--targets v6e h100] [--layers 12]
 
-Nothing is run and nothing measured: seconds and bytes are XLA's own estimates, peak memory is what it allocates.  A
-step is forward, backward and update (AdamW for GPT-2, SGD with momentum for ResNet-50), state in place.  Rows are kept
-in benchmarks/results/targets.json as they come and those that are there are not compiled again (`--again` does).
+Nothing is run or measured: seconds and bytes are XLA's estimates, peak memory is what it allocates.  A step is forward,
+backward and update (AdamW for GPT-2, SGD with momentum for ResNet-50), state in place.  Each row is saved to
+benchmarks/results/targets.json when it is ready; saved rows are compiled again only with `--again`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from absent import module_of, recorded
-from flax_peer import step_of
+from cross_lowering import module_of, recorded
+from flax_step import step_of
 from results import RESULTS, stamp, write_markdown
 from workloads import Workload, language, resnet
 
@@ -33,13 +33,13 @@ from xla_amp.stablehlo.tools import targets
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
     "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
-    # libtpu 0.0.42 ends with a signal on the whole Flax model for a v6e.
+    # libtpu 0.0.42 crashes on the whole Flax model for a v6e.
     "ResNet-50, first stage": lambda options: Workload(name="ResNet-50", **resnet(64, 224, blocks=(3,))),
 }
 
 
 def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | None = None) -> str:
-    """The step on the lazy device, with the policy for the target and `rules` over it."""
+    """The step on the lazy device, with the target's policy, overridden by `rules`."""
     platform = targets.specification(target)["platform"]
     changed = xla_amp.policy.override(rules) if rules else contextlib.nullcontext()
     with recorded(platform):
@@ -62,7 +62,7 @@ def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | 
         return module_of(step, platform)
 
 
-def by_hand(workload: Workload, target: str, low: bool) -> str:
+def flax(workload: Workload, target: str, low: bool) -> str:
     """The step in Flax and optax."""
     step, state = step_of(workload, jnp.bfloat16 if low else jnp.float32, abstract=True)
     batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in workload.flax_batch()]
@@ -71,9 +71,9 @@ def by_hand(workload: Workload, target: str, low: bool) -> str:
 
 VARIANTS: dict[str, Callable[[Workload, str], str]] = {
     "lazy bf16": lambda workload, target: lazy(workload, target, True),
-    "Flax bf16": lambda workload, target: by_hand(workload, target, True),
-    "Flax fp32": lambda workload, target: by_hand(workload, target, False),
-    # The policy for TPUs gives batch_norm float32 results, as PyTorch/XLA does; Flax's are of the model's dtype.
+    "Flax bf16": lambda workload, target: flax(workload, target, True),
+    "Flax fp32": lambda workload, target: flax(workload, target, False),
+    # The policy for TPUs gives batch_norm float32 results, as PyTorch/XLA does; in Flax they have the model's dtype.
     "lazy bf16, batch_norm kept": lambda workload, target: lazy(workload, target, True, {"batch_norm": "keep"}),
     "lazy fp32": lambda workload, target: lazy(workload, target, False),
 }
@@ -81,7 +81,7 @@ VARIANTS: dict[str, Callable[[Workload, str], str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """What XLA says of one variant of one model on one target."""
+    """XLA's estimates of one variant of one model on one target."""
 
     model: str
     target: str
@@ -96,13 +96,13 @@ class Row:
 
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
-    """Compiles one variant, ours with the options that the engine would give."""
+    """Compile one variant; the lazy device's with the engine's compile options."""
     platform = targets.specification(target)["platform"]
-    asked = compile_options.of(platform) if variant.startswith("lazy") else None
+    asked = compile_options.for_platform(platform) if variant.startswith("lazy") else None
     compiled = compilers.compile(VARIANTS[variant](MODELS[model](options), target), target, asked)
     seconds, unjudged = compiled.seconds, 0
     if seconds is None and (said := re.search(r"its sum is (-[\d.e-]+)", compiled.seconds_why)):
-        # XLA takes one second off its sum for each operation that it cannot judge; steps take far less than one.
+        # XLA subtracts one second for each operation without an estimate; a step takes far less than one second.
         unjudged = -int(float(said[1]) // 1)
         seconds = float(said[1]) + unjudged
     kinds = {" ".join(kinds): count for kinds, count in sorted(compiled.contractions().items())}
@@ -120,7 +120,7 @@ def measure(compilers: targets.Compilers, model: str, target: str, variant: str,
 
 
 def _layers(model: str, options: argparse.Namespace) -> int:
-    """What `options` say of the depth of `model`; 0 where there is nothing to say."""
+    """The depth of `model` in `options`; 0 if the model has no such option."""
     return options.layers if model == "GPT-2" else 0
 
 
@@ -157,7 +157,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    """Compiles what is missing, and writes the table."""
+    """Compile missing rows, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--targets", nargs="*", default=["v5e", "v5p", "v6e", "a100", "h100", "h200"])
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="compile rows that are there, too")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is started")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")  # targets are compiled for by processes of their own
+    jax.config.update("jax_platforms", "cpu")  # targets are compiled in separate processes
     path, started = RESULTS / "targets.json", time.monotonic()
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     with targets.Compilers() as compilers:

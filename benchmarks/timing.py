@@ -1,4 +1,4 @@
-"""How the benchmarks measure: interleaved runs, medians, and what machine it was."""
+"""Timing for the benchmarks: interleaved runs, medians, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 
 def interleaved(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median of what each contestant returns (seconds), one call of each per round, garbage collection off.
+    """Median of the seconds that each contestant returns, one call of each per round, garbage collection off.
 
-    A shared machine drifts; contestants that alternate drift together, so their ratio holds.
+    A shared machine drifts; alternating contestants drift together, so their ratio is stable.
     """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     gc.collect()

@@ -1,4 +1,4 @@
-"""What the benchmarks train: models at sizes for the host's time, for a small CPU, and as published for one GPU."""
+"""Workloads of the benchmarks: models at sizes for host time, for a small CPU, and as published for one GPU."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def _tokens(batch: int, time: int, vocabulary: int) -> Callable[[np.random.Gener
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and the batch it learns from."""
+    """A model and a batch."""
 
     name: str
     shape: str
-    """The batch, for people."""
+    """The batch, as text for tables."""
     model: str
-    """A class of `models` and of `flax_models`."""
+    """Name of a class in `models` and in `flax_models`."""
     options: Mapping[str, Any]
-    """What both are made with."""
+    """Arguments of both classes."""
     data: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]
     """NCHW images or tokens, and labels (int64)."""
     optimizer: Literal["sgd", "adamw"]
@@ -43,7 +43,7 @@ class Workload:
         return made
 
     def flax_model(self, dtype: Any = None) -> Any:
-        """The same model by hand in Flax; `dtype` is Flax's own switch."""
+        """The same model in Flax; `dtype` is Flax's argument for mixed precision."""
         import flax_models
 
         return getattr(flax_models, self.model)(**self.options, **({} if dtype is None else {"dtype": dtype}))
@@ -54,7 +54,7 @@ class Workload:
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def flax_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """The batch as a JAX user has it: NHWC, int32."""
+        """The batch as NHWC images or int32 tokens."""
         x, y = self.data(np.random.default_rng(0))
         return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if x.ndim == 4 else x.astype(np.int32), y.astype(np.int32)
 
@@ -65,7 +65,7 @@ def _row(model: str, config: Any, shape: str, data: Any) -> dict[str, Any]:
 
 
 def language(batch: int, time: int, model: str = "GPT", **sizes: Any) -> dict[str, Any]:
-    """A workload but for its name: a model of `models` that reads tokens, with ``sizes`` for its config."""
+    """All fields of a workload except its name: a token model of `models`, with ``sizes`` for its config."""
     config = getattr(models, f"{model}Config")(**sizes)
     return _row(model, config, f"{batch} x {time} tokens", _tokens(batch, time, config.vocabulary))
 
@@ -79,7 +79,7 @@ def _vit(batch: int, **sizes: Any) -> dict[str, Any]:
 def resnet(
     batch: int, side: int, width: int = 64, classes: int = 1000, blocks: Sequence[int] = (3, 4, 6, 3)
 ) -> dict[str, Any]:
-    """A workload but for its name: ResNet-50 on square images."""
+    """All fields of a workload except its name: ResNet-50 on square images."""
     return {
         "model": "ResNet50",
         "shape": f"{batch} images of {side} px, width {width}",
@@ -92,7 +92,7 @@ def resnet(
 WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
     size: {name: Workload(name=name, **row) for name, row in rows.items()}
     for size, rows in {
-        # The published graphs with next to no arithmetic: what is left is the host's time.
+        # The published graphs with almost no arithmetic: what remains is host time.
         "tiny": {
             "ResNet-50": resnet(2, 32, width=4, classes=10),
             "GPT-2": language(2, 8, vocabulary=64, context=8, width=24),
@@ -114,4 +114,4 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
         },
     }.items()
 }
-"""Size -> name -> workload: for the host's time, for a small CPU, and as published, at batches for one GPU."""
+"""Size -> name -> workload: for host time, for a small CPU, and as published with batches for one GPU."""

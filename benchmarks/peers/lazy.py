@@ -39,7 +39,7 @@ def make(workload: Workload, option: str) -> Trainer:
 
     def counts() -> dict[str, int]:
         seen = xla_amp.metrics()
-        # Waiting for a step is the benchmark's sync, not the step's.
+        # The sync that waits for a step belongs to the benchmark, not to the step.
         return {"executions": seen["executions"], "host_syncs": seen["host_syncs"] - waits}
 
     waits = 0

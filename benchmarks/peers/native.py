@@ -8,7 +8,7 @@ from workloads import Workload
 
 
 def make(workload: Workload, option: str) -> Trainer:
-    """On the GPU where there is one, else on the CPU."""
+    """On the GPU if there is one, otherwise on the CPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = workload.torch_model().to(device)
     batch = [tensor.to(device) for tensor in workload.torch_batch()]

@@ -1,4 +1,4 @@
-"""PyTorch/XLA by its own means: "fp32", or "amp" with its autocast, torch's GradScaler and its sync-free optimizers."""
+"""PyTorch/XLA: "fp32", or "amp" with its autocast, torch's GradScaler and its sync-free optimizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(workload: Workload, option: str) -> Trainer:
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        # torch_xla.amp.autocast knows no CPU device; this is what it enters on a TPU.
+        # torch_xla.amp.autocast does not support its CPU device; on a TPU it enters this.
         with torch.autocast("xla", dtype=torch.bfloat16, enabled=low):
             loss = model(*batch)
         scaler.scale(loss).backward()

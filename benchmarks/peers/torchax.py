@@ -1,4 +1,4 @@
-"""torchax: PyTorch operations on JAX arrays, the step under `jax.jit`: "fp32", or "amp" with its own autocast."""
+"""torchax: PyTorch operations on JAX arrays, the step under `jax.jit`: "fp32", or "amp" with torchax's autocast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workloads import Workload
 def make(workload: Workload, option: str) -> Trainer:
     """The weights, statistics and optimizer state are donated, as in its examples."""
     import torchax
-    from flax_peer import optimizer_of
+    from flax_step import optimizer_of
     from torchax import interop
     from torchax.train import make_train_step
 

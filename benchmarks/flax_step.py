@@ -1,4 +1,4 @@
-"""A training step in Flax and optax for a workload, with JAX's own means."""
+"""A training step of a workload in Flax and optax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workloads import Workload
 
 
 def optimizer_of(workload: Workload) -> optax.GradientTransformation:
-    """What the PyTorch side trains with."""
+    """The optimizer of the PyTorch side, in optax."""
     return optax.sgd(1e-3, momentum=0.9) if workload.optimizer == "sgd" else optax.adamw(1e-4, weight_decay=1e-2)
 
 
@@ -37,7 +37,7 @@ def loss_of(model: Any, names: list[str]) -> Callable[..., Any]:
 
 
 def step_of(workload: Workload, dtype: Any, abstract: bool = False) -> tuple[Any, tuple[Any, ...]]:
-    """``step(params, rest, state, x, y)``, jitted, gives the first three anew and the loss; and the first three."""
+    """Jitted ``step(params, rest, state, x, y) -> (params, rest, state, loss)``, and its initial state."""
     model, optimizer = workload.flax_model(dtype), optimizer_of(workload)
     start = initial(workload, model, abstract)
     loss = loss_of(model, list(start[1]))

@@ -1,4 +1,4 @@
-"""A step of the lazy device as it would be recorded and lowered on another platform, without running anything."""
+"""Record a step of the lazy device for another platform and lower it to StableHLO, without running it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ Platform = Literal["cpu", "gpu", "tpu"]
 
 @contextmanager
 def recorded(platform: Platform) -> Iterator[list[Program]]:
-    """Inside the block steps are recorded for `platform` and not executed; yields the programs that would run.
+    """Record steps for `platform` inside the block without executing them; yields their programs.
 
-    Values that a program would compute have shapes only, so inside the block nothing may be read, and models are made
-    anew in each block.
+    Results of programs have shapes only, so nothing may be read inside the block, and each block needs a new model.
     """
     programs: list[Program] = []
     originals = pjrt.platform, engine.platform, execute.execute
@@ -33,7 +32,7 @@ def recorded(platform: Platform) -> Iterator[list[Program]]:
         with private_api.x64():
             return list(jax.eval_shape(program.call, *program.abstract))
 
-    # The engine's own name too: it decides which rules are the default.
+    # The engine has its own reference, which selects the default policy.
     pjrt.platform = engine.platform = lambda: platform  # type: ignore[assignment]
     execute.execute = run  # type: ignore[assignment]
     try:
@@ -44,14 +43,14 @@ def recorded(platform: Platform) -> Iterator[list[Program]]:
 
 
 def module_of(step: Callable[[], Any], platform: Platform) -> str:
-    """StableHLO text of one steady step, for JAX's lowering to `platform`.
+    """StableHLO text of one steady step, lowered for `platform` by JAX.
 
     Args:
-        step: a training step on the lazy device whose state was made inside `recorded(platform)`.  It is called twice:
-            optimizers make their state in the first call.
+        step: a training step on the lazy device whose state was made inside `recorded(platform)`.  It is called twice,
+            because optimizers make their state in the first call.
 
     Raises:
-        RuntimeError: the step is more than one program.
+        RuntimeError: the step is not exactly one program.
     """
     with recorded(platform) as programs:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Flax and optax, jitted: "fp32", "bf16" (Flax's own dtype), "jmp", "mpx", or "autocast" (`xla_amp.jax`)."""
+"""Flax and optax, jitted: "fp32", "bf16" (Flax's `dtype`), "jmp", "mpx", or "autocast" (`xla_amp.jax`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax_peer import initial, loss_of, optimizer_of, step_of
+from flax_step import initial, loss_of, optimizer_of, step_of
 from peer import Trainer
 from workloads import Workload
 
