@@ -1,15 +1,13 @@
-"""The trace: what has been recorded since the last flush, as a flat list of integers.
+"""The trace: the operations recorded since the last flush, as a flat list of integers.
 
-Four nouns carry the engine:
+* A `Spec` is a shape and a dtype, interned, so that comparing and hashing it compares addresses.
+* A `Buffer` is the value behind one torch storage: an array on the device, or the number of a value in the trace.
+* An `Instruction` is one operation specialized to the specs and constants of a call.
+* The `Trace` stores, for each recorded operation, an instruction id and the numbers of its inputs.
 
-* a `Spec` is a shape and a dtype, interned, so that comparing and hashing it is comparing addresses;
-* a `Buffer` is the value behind one torch storage: an array on the device, or the number of a value in the trace;
-* an `Instruction` is one operation specialised to the specs and constants it was called with;
-* the `Trace` holds, per recorded operation, an instruction id followed by the numbers of its inputs.
-
-Tensors hold no value of their own.  Views share their base's storage and so its buffer; aliasing, ``.data =``,
-``set_`` and ``swap_tensors`` are PyTorch's own; a tensor whose geometry is not its buffer's is read and written through
-one strided instruction.  An in-place write gives the buffer a new value number, nothing else.
+A tensor stores no value: its storage has the buffer.  Views share their base's storage and so its buffer; aliasing,
+``.data =``, ``set_`` and ``swap_tensors`` are PyTorch's.  A tensor whose geometry is not its buffer's is read and
+written with one strided instruction.  An in-place write only gives the buffer a new value number.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from xla_amp.lowering import Permuted
 
 Numbers = tuple[int, ...]
 _interning = threading.RLock()
-"""Held while a spec or an instruction is given its identity: a loader's thread meets new shapes beside the trace."""
+"""Held while a spec or an instruction is interned, because a loader's thread may create specs during recording."""
 
 
 class Spec:
-    """Shape and dtype of a value; one object per pair."""
+    """Shape and dtype of a value; one object for each pair."""
 
     __slots__ = ("dtype", "numpy_dtype", "parameter", "shape", "size", "zeros")
 
@@ -52,7 +50,7 @@ class Spec:
         self.zeros: Instruction | None = None
 
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The spec in JAX's words (call with 64-bit types enabled)."""
+        """The spec as JAX's struct; call with 64-bit types enabled."""
         return jax.ShapeDtypeStruct(self.shape, self.numpy_dtype)
 
     def __repr__(self) -> str:
@@ -82,7 +80,7 @@ def _new_spec(shape: Numbers, dtype: torch.dtype) -> Spec:
 
 
 class Instruction:
-    """An operation with everything that shapes its program; its id stands for all of that in the trace."""
+    """An operation with everything that shapes its program; the trace stores its id."""
 
     __slots__ = (
         "collective",
@@ -113,18 +111,18 @@ class Instruction:
     ) -> None:
         self.name = name
         self.emit = emit
-        """``emit(context, inputs, floats, ints, rng)`` gives one array per result; ``None`` marks a parameter."""
+        """``emit(context, inputs, floats, ints, rng)`` returns one array for each result; None marks a parameter."""
         self.outs = outs
         self.inputs = inputs
         self.floats = floats
         self.ints = ints
         self.random = random
         self.takes = takes
-        """Kinds of inputs that `emit` takes as they are; others come as arrays."""
+        """Classes of deferred inputs (`Permuted`, `OneHot`) that `emit` accepts; other inputs are arrays."""
         self.collective = collective
-        """Whether processes that train together meet here."""
+        """Whether this is a collective operation of processes that train together."""
         self.minor = minor
-        """Platform -> position among the inputs -> dimensions that lie closest together in memory (`arrangement`)."""
+        """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
         with _interning:
             self.id = len(instructions)
             instructions.append(self)
@@ -154,39 +152,33 @@ class Trace:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while one operation is recorded, and during a flush: autograd records from a thread of its own."""
+        """Held while one operation is recorded and during a flush; autograd records from another thread."""
         self.code: list[int] = []
         self.count = 0
-        """Values so far; the next one's number."""
+        """Count of values; the number of the next one."""
         self.computed: list[weakref.ref[Buffer]] = []
-        """Buffers that got a value here without being parameters."""
+        """Buffers, not among `parameters`, whose value this trace computes."""
         self.parameters: list[Buffer] = []
-        """Buffers whose array is an input, in the order of first use."""
+        """Buffers whose array is an input of the program, in the order of first use."""
         self.parameter_numbers: list[int] = []
         self.floats: list[float] = []
-        """Python numbers lifted out of the program: a new learning rate is new data, not a new executable."""
+        """Python numbers that are inputs of the program, so a new learning rate does not recompile."""
         self.ints: list[int] = []
         self.streams: list[tuple[int, int]] = []
-        """(seed, offset) pairs from which random operations of this trace draw."""
+        """(seed, offset) pairs of the random operations of this trace."""
         self.draws = 0
         """Random operations since the last stream began."""
         self.generation = 0
-        """Counts the traces: a new one begins at each flush."""
+        """Number of this trace; each flush starts the next one."""
         self.limit = sys.maxsize
-        """Values after which the trace is flushed whatever comes, so that a loop without end runs in bounded memory."""
+        """Count of values at which the trace is flushed, so that an endless loop runs in bounded memory."""
 
     def clear(self) -> None:
-        """Forgets everything recorded (the lists stay the same objects: kernels hold them)."""
-        for each in (
-            self.code,
-            self.computed,
-            self.parameters,
-            self.parameter_numbers,
-            self.floats,
-            self.ints,
-            self.streams,
-        ):
-            each.clear()
+        """Empties the trace; the lists stay the same objects, because kernels hold references to them."""
+        for part in (self.code, self.computed, self.parameters, self.parameter_numbers):
+            part.clear()
+        for data in (self.floats, self.ints, self.streams):
+            data.clear()
         self.count = 0
         self.draws = 0
         self.generation += 1
@@ -196,7 +188,7 @@ trace = Trace()
 
 
 def add_parameter(buffer: Buffer) -> int:
-    """Makes the buffer's array an input of the trace (or zeros, for memory never written); returns its number."""
+    """Records the buffer's array as an input, or zeros for memory never written; returns the value's number."""
     array = buffer.array
     if array is None:
         instruction = buffer.spec.zeros or _zeros(buffer.spec)
@@ -238,7 +230,7 @@ def assign(buffer: Buffer, number: int) -> None:
 
 
 conversions: dict[tuple[Spec, torch.dtype | None], Instruction] = {}
-"""(spec, another dtype) -> the instruction that converts the one to the other, for those that were asked for."""
+"""(spec, target dtype) -> the instruction of that conversion."""
 
 
 def cast(number: int, source: Spec, dtype: torch.dtype) -> tuple[int, Spec]:

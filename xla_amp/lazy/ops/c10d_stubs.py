@@ -1,7 +1,7 @@
-"""What `torch.distributed` would do with tensors of the lazy device, refused with the name of what to use instead.
+"""Stubs for `torch.distributed` operations on lazy tensors: each raises an error that names the replacement.
 
-A process group of torch (gloo, NCCL) sends memory, and lazy tensors have none.  Gradients that it reduced would also be
-read from the device in the middle of a step.  Data loading needs none of this: `DistributedSampler` works.
+A process group of torch (gloo, NCCL) sends memory, and lazy tensors have none.  Reducing gradients with it would also
+end the step in the middle.  Data loading is not affected: `DistributedSampler` works.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "send": _SEND,
     }
 )
-"""Operation of torch's library ``c10d`` -> what does the same inside a step."""
+"""Operation of torch's library ``c10d`` -> its replacement inside a step."""
 
 
 def _refuse(name: str, instead: str) -> Callable[..., Any]:

@@ -27,16 +27,16 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lowering import Lowering
 
 Form = Literal["functional", "inplace", "out"]
-"""How a lowering is called: as registered, writing its first argument, or writing ``out=`` arguments."""
+"""Form of the operator: as registered, in-place (writes the first argument), or with ``out=`` arguments."""
 
 DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
 _CHECKS = {"Device": "_require_here", "Generator": "_require_no_generator"}
-"""Schema type of an argument -> what a kernel calls with it before it is dropped."""
+"""Schema type of a dropped argument -> the check that the kernel calls with it first."""
 _DROPPED_NAMES = frozenset(("pin_memory",))
 
 
 class Argument:
-    """One schema argument: how the kernel names it, what kind it is."""
+    """One schema argument, its variable in the kernel and its kind."""
 
     def __init__(self, position: int, argument: Any, lowering: Lowering) -> None:
         self.name: str = argument.name
@@ -71,7 +71,7 @@ class Argument:
 
 
 class _Operation:
-    """A lowering bound to one torch operator; makes instructions and the kernel's source."""
+    """A lowering bound to one torch operator; creates its instructions and its kernel."""
 
     def __init__(self, lowering: Lowering, operator: Any, form: Form) -> None:
         self.lowering = lowering
@@ -97,7 +97,7 @@ class _Operation:
             self.name.partition(".")[0],
             {argument.name: value for argument, value in zip(self.inputs, values, strict=True)},
         )
-        fresh = self._fresh(values)
+        new_results = self._new_results(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
             for argument in self.mutated
@@ -105,7 +105,7 @@ class _Operation:
         )
         plan = _Plan()
         slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
-        outs = fresh + written
+        outs = new_results + written
         positions = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
         return Instruction(
             self.name,
@@ -123,8 +123,8 @@ class _Operation:
             },
         )
 
-    def _fresh(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
-        """Specs of the results that are new tensors, checked by torch's own meta kernel where the operation has one."""
+    def _new_results(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
+        """Specs of the results that are new tensors; torch's meta kernel, if there is one, checks the arguments."""
         positional = [v for a, v in zip(self.inputs, values, strict=True) if not a.keyword]
         keywords = {a.name: v for a, v in zip(self.inputs, values, strict=True) if a.keyword}
         if self.form == "out":
@@ -133,7 +133,7 @@ class _Operation:
             if not any(a.kind == "tensors" for a in self.mutated) and shape_inference.has_meta_kernel(self.operator):
                 shape_inference.results(
                     self.operator, positional, keywords
-                )  # raises torch's own error for a bad shape or dtype
+                )  # raises torch's error for a bad shape or dtype
             return ()
         return shape_inference.results(self.operator, positional, keywords)
 
@@ -185,7 +185,7 @@ class _Operation:
             "_lock": trace.lock,
             "_tape": trace,
             "_code": trace.code,
-            "_fresh": trace.computed,
+            "_computed": trace.computed,
             "_floats": trace.floats,
             "_ints": trace.ints,
             "_flush": flush,
@@ -223,7 +223,7 @@ def number_key(value: Any) -> Any:
 
 
 def lift(value: Any) -> None:
-    """Appends a Python number that stands in a tensor's place to the trace's data."""
+    """Appends a Python number, given instead of a tensor, to the trace's lifted numbers."""
     if type(value) is float:
         trace.floats.append(value)
     elif type(value) is int:
@@ -248,13 +248,13 @@ def _functional(operator: Any) -> Any:
 
 
 class _Plan:
-    """Hands out places among an instruction's inputs, floats and ints."""
+    """Assigns arguments to an instruction's inputs, floats and ints."""
 
     def __init__(self) -> None:
         self.inputs = self.floats = self.ints = 0
 
     def slot(self, argument: Argument, value: Any) -> Any:
-        """Where an argument is found: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
+        """The slot of an argument: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
         match argument.kind:
             case "tensor":
                 index, self.inputs = self.inputs, self.inputs + 1
@@ -300,11 +300,11 @@ def _fill(slot: Any, inputs: list[Any], floats: list[Any], ints: list[Any]) -> A
 
 
 def _new_tensor(variable: str, number: str) -> list[str]:
-    """Source of `storage.new_tensor` of the spec in ``_s``, written out."""
+    """Source of `tensor_io.new_tensor` of the spec in ``_s``, written out."""
     return [
         f"{variable} = _create(_s.shape, _s.dtype)",
         f"{variable}.untyped_storage()._xla_amp = _b = _Buffer(_s, {number})",
-        "_fresh.append(_ref(_b))",
+        "_computed.append(_ref(_b))",
     ]
 
 
@@ -396,13 +396,13 @@ class _Source:
         self.keys.append(optional if argument.optional else f"tuple({name})")
 
     def _constant(self, argument: Argument, index: int) -> None:
-        # 1, 1.0 and True are equal as keys; the type tells them apart.
+        # 1, 1.0 and True are equal as keys, so the type is part of the key.
         base = argument.variable
         self.keys.append(base if argument.name not in self.operation.lowering.static else f"(type({base}), {base})")
 
     def _dtype(self, argument: Argument, index: int) -> None:
         name = argument.variable
-        # No dtype given may mean the default one or the input's own: never the key of an explicit dtype.
+        # None may mean the default dtype or the input's, so it never has the key of an explicit dtype.
         self.keys.append(f"((None, _default_dtype()) if {name} is None else {name})" if argument.optional else name)
 
     def _instruction(self) -> None:
@@ -429,7 +429,7 @@ class _Source:
 
     def _results(self) -> None:
         operation = self.operation
-        fresh = [r for r in operation.returns if r.alias_info is None] if operation.form == "functional" else []
+        new_results = [r for r in operation.returns if r.alias_info is None] if operation.form == "functional" else []
         single = len(operation.returns) == 1 and not operation.mutated and operation.form == "functional"
         self.lines.append("_n = _tape.count")
         if single and str(operation.returns[0].type) == "Tensor":
@@ -446,20 +446,20 @@ class _Source:
             self.lines += [f"_write_out({a.variable}, _i.outs[{i}], _n + {i})" for i, a in enumerate(outs)]
             self.lines.append(f"return {', '.join(a.variable for a in outs)}")
             return
-        if fresh and str(fresh[0].type).startswith("List["):
+        if new_results and str(new_results[0].type).startswith("List["):
             self.lines.append("return [_new(_s, _n + _j) for _j, _s in enumerate(_i.outs)]")
             return
-        if fresh:
+        if new_results:
             self.lines.append("_outs = _i.outs")
-            for position in range(len(fresh)):
+            for position in range(len(new_results)):
                 self.lines += [f"if (_s := _outs[{position}]) is None: _r{position} = None", "else:"]
                 self.lines += [f"    {line}" for line in _new_tensor(f"_r{position}", f"_n + {position}")]
-            self.lines.append(f"_n += {len(fresh)}")
+            self.lines.append(f"_n += {len(new_results)}")
         for argument in operation.mutated:
             index = operation.arguments.index(argument)
             name = argument.variable
             if argument.kind == "tensors":
-                # PyTorch bumps the version of a written argument by itself; for the tensors of a list the kernel must.
+                # PyTorch increments the version of a written argument, but not those of a list's tensors.
                 self.lines.append(f"if {name}: _bump({name}); _write_all({name}, _w{index}, _n); _n += len({name})")
             else:
                 self.lines += [
@@ -468,15 +468,15 @@ class _Source:
                 ]
                 if operation.mutated != (argument,):
                     self.lines.append(f"if {name} is not None: _n += 1")
-        self._return(fresh)
+        self._return(new_results)
 
-    def _return(self, fresh: list[Any]) -> None:
+    def _return(self, new_results: list[Any]) -> None:
         operation = self.operation
         aliased = operation.returns and operation.returns[0].alias_info is not None
         if aliased:
             self.lines.append(f"return {operation.arguments[0].variable}")
-        elif fresh:
-            self.lines.append(f"return {', '.join(f'_r{position}' for position in range(len(fresh)))}")
+        elif new_results:
+            self.lines.append(f"return {', '.join(f'_r{position}' for position in range(len(new_results)))}")
         else:
             self.lines.append("return None")
 

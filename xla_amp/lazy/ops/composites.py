@@ -1,7 +1,7 @@
-"""Operations that torch takes apart before a device sees them, and that this device takes whole.
+"""Kernels for torch's composite operations that this device runs as one operation.
 
-Each stands on the autograd key of the device in place of torch's composite, so that autograd records the whole
-operation; a call that does not fit goes on to the composite.
+Each is registered on the device's autograd key and replaces torch's composite, so that autograd records one operation.
+A call with unsupported arguments runs the composite.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def taken_apart(*tensors: torch.Tensor) -> bool:
-    """Whether this call is of a transform that knows torch's own operations: of torch.func, forward AD, torch.compile.
+def is_transformed(*tensors: torch.Tensor) -> bool:
+    """Whether a transform (torch.func, forward AD, torch.compile) or a tensor subclass sees this call.
 
-    Operations without a batching rule, a forward derivative or defined results would stop there.
+    These support torch's decomposed operations only: ours have no batching rule and no forward derivative.
     """
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
@@ -45,7 +45,7 @@ _attention = aten._scaled_dot_product_fused_attention_overrideable.default
 _attention_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
 _composite_attention = aten.scaled_dot_product_attention.default.decompose
 _FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
-"""Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours stands for any."""
+"""Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours runs if any is."""
 
 
 def _fits(
@@ -80,8 +80,8 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    # torch asks a C++ table which attention a device has; a device written in Python is not in it.
-    if _fits(query, key, value, attn_mask, is_causal, enable_gqa) and not taken_apart(query, key, value):
+    # torch chooses attention by a C++ table that has no entry for a device written in Python.
+    if _fits(query, key, value, attn_mask, is_causal, enable_gqa) and not is_transformed(query, key, value):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
     return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -105,7 +105,7 @@ def _differentiable_attention_backward(
     *seed: torch.Tensor | None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The backward pass; taken apart where it is itself recorded (``create_graph=True``)."""
+    """The backward pass; runs the composite if it is differentiated itself (``create_graph=True``)."""
     operands = [query, key, value] if bias is None else [query, key, value, bias]
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in (grad, *operands))):
         sizes = (cum_seq_q, cum_seq_k, max_q, max_k)

@@ -1,8 +1,8 @@
-"""Operations whose result has a size that depends on data.
+"""Operations whose result has a data-dependent size.
 
-XLA compiles for sizes, so these are computed on the host: the operands come down together, the results go up, and the
-trace is flushed in between.  Each call is counted in ``metrics.host_syncs``, and the first one of each operation warns.
-Nothing comes down, and nobody waits, where the host knows the operands (`known`): a mask made from uploaded labels.
+XLA compiles for fixed sizes, so these are computed on the host: the trace is flushed, the operands are downloaded and
+the results are uploaded.  Each call counts in ``metrics.host_syncs``, and the first one of each operation warns.  If
+the host can compute the operands (`host_eval`), as a mask of uploaded labels, there is no download and no wait.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ON_HOST = (
     "unique_dim",
     "unique_dim_consecutive",
 )
-"""Operations that the CPU runs whole."""
+"""Operations that run on the CPU."""
 
 _announced: set[str] = set()
 
 
 def announce(name: str) -> None:
-    """Warns, once per operation, that its result has a size that only the data knows."""
+    """Warns, once for each operation, that the size of its result depends on data."""
     if name in _announced:
         return
     _announced.add(name)
@@ -50,7 +50,7 @@ def announce(name: str) -> None:
 
 
 def _to_host(value: Any, name: str) -> Any:
-    """`value`, read for the operation `name`; tensors of the device as CPU tensors."""
+    """`value` with tensors of the device read to the CPU, for the operation `name`."""
     if not isinstance(value, torch.Tensor) or value.device.type != DEVICE_TYPE:
         return value
     found = host_eval.value(value)
@@ -90,12 +90,12 @@ def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def positions(mask: torch.Tensor, name: str) -> torch.Tensor:
-    """Where `mask` is true, int64[count, dimensions], read for the operation `name`."""
+    """Indices where `mask` is true, int64[count, dimensions], read for the operation `name`."""
     return transfer.to_device(torch.nonzero(_to_host(mask, name)))
 
 
 def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``index.Tensor`` kernel `index`, with boolean masks turned into positions (their count is a host sync)."""
+    """The ``index.Tensor`` kernel `index`, with boolean masks converted to indices (a host sync for their count)."""
 
     def indexed(self: torch.Tensor, indices: Any) -> torch.Tensor:
         expanded: list[Any] = []
@@ -110,7 +110,7 @@ def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_length(repeat: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``repeat_interleave.Tensor`` kernel `repeat`, with the result's length read from the data where not given."""
+    """The ``repeat_interleave.Tensor`` kernel `repeat`, with the length of the result read from the data by default."""
 
     def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:
         if output_size is not None:

@@ -1,8 +1,8 @@
-"""Values that the host can work out by itself, without ending the step.
+"""Evaluate values on the host from copies of uploaded tensors, without ending the step.
 
-Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  What was uploaded
-is still at hand, so an answer that follows from uploaded integers and booleans alone is computed from the host's
-copies.  The trace stays as it is and nobody waits for the device; ``metrics.host_values`` counts these answers.
+Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  The host keeps
+copies of uploaded integers, booleans and single numbers, so a value that depends on them only is computed there.  The
+trace does not change and Python does not wait for the device; ``metrics.host_values`` counts these values.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.transfer import copies
 
 _MOST_OPERATIONS = 64
-"""Longer computations are the device's work."""
+"""Longer computations run on the device."""
 _MOST_ELEMENTS = 1 << 22
-"""So are those with larger values in between."""
+"""So do those with larger intermediate values."""
 
 _FAR = 256
-"""Values in the trace after which a float is a loss rather than a question about an input: not worth looking."""
+"""Count of values in the trace after which a float is probably a loss, so it is not evaluated here."""
 
 _programs: dict[Key, Program] = {}
 _PROGRAM_LIMIT = 256
@@ -41,16 +41,16 @@ class _Step(NamedTuple):
     """Number of its first result."""
     inputs: tuple[int, ...]
     parameter: int
-    """Its position among the parameters, -1 for an operation."""
+    """Position among the parameters, -1 for an operation."""
     floats: tuple[float, ...]
     ints: tuple[int, ...]
 
 
 def value(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the lazy device as a CPU tensor, or None when only the device knows it."""
+    """The value of a tensor of the lazy device as a CPU tensor, or None if it depends on the device."""
     host = _host()
     if host is None or execute.observer is not None or mesh.active is not None:
-        return None  # a step that somebody watches must show that it looks at values
+        return None  # an observed step must count this as a read
     with trace.lock:
         buffer = tensor_io.buffer_of(tensor)
         if buffer.number < 0:
@@ -69,7 +69,7 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What `tensor` shows of an upload that the host still has, or None; in memory of its own."""
+    """A copy of `tensor` from the host's copy of an upload, or None."""
     buffer = tensor_io.buffer_of(tensor)
     found = copies.get(id(buffer.array)) if buffer.number < 0 else None
     return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
@@ -80,7 +80,7 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def _needed(number: int) -> list[_Step] | None:
-    """The part of the trace that value `number` follows from, or None when the host does not hold all of it."""
+    """The part of the trace that computes value `number`, or None if it needs a value that is not on the host."""
     producers: dict[int, _Step] = {}
     count = parameters = floats = ints = 0
     for instruction, draw, inputs in steps(trace.code):

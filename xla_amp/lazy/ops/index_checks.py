@@ -1,8 +1,8 @@
-"""Indices out of range, found where the host still has them.
+"""Check the range of uploaded indices before an operation is recorded.
 
-A program of XLA cannot raise: on the device a read out of range gives the nearest element or NaN, and a write is
-dropped.  Indices that were uploaded, as the tokens and labels of a batch are, are compared with the range before
-anything is recorded, from the copy that `transfer` keeps; those that the device computed are not looked at.
+An XLA program cannot raise: on the device an out-of-range read returns the nearest element or NaN, and an out-of-range
+write is dropped.  Uploaded indices, such as the tokens and labels of a batch, are checked in the host's copy
+(`transfer.copies`); indices that the device computes are not checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kernel = Callable[..., Any]
 
 
 def on_host(index: Any) -> torch.Tensor | None:
-    """The values of an index tensor as the host has them, or None; nothing is computed and nobody waits."""
+    """The host's copy of an index tensor, or None; computes nothing and does not wait."""
     if not isinstance(index, torch.Tensor) or index.device.type != DEVICE_TYPE or mesh.active is not None:
         return None
     if not index.numel() or index.dtype not in (torch.int32, torch.int64):
@@ -91,4 +91,4 @@ CHECKED: dict[str, Callable[[Kernel], Kernel]] = {
         for name in ("scatter.src", "scatter.value", "scatter_add", "scatter_.src", "scatter_.value", "scatter_add_")
     },
 }
-"""ATen name -> what is put around its kernel."""
+"""ATen name -> wrapper of its kernel."""

@@ -1,6 +1,6 @@
-"""The operations that are about tensors rather than arithmetic: memory, views, copies, values to the host.
+"""Kernels for memory, views, copies and reads of tensors: operations without a lowering.
 
-Each is a kernel for one ATen overload, called by the dispatcher with the schema's arguments.
+Each is a kernel for one ATen overload; the dispatcher calls it with the arguments of the schema.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 """ATen name -> kernel."""
 
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-# torch's meta kernels make the alias without touching (or bounds-checking) the storage, which holds no bytes here.
+# torch's meta kernels create the alias without reading or bounds-checking the storage, which has no bytes here.
 _as_strided = aten.as_strided.default._handle.redispatch_boxed
 _view = aten.view.default._handle.redispatch_boxed
 _view_as_real = aten.view_as_real.default._handle.redispatch_boxed
@@ -54,12 +54,12 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
 
 @_kernel("_efficientzerotensor")
 def _efficient_zeros(size: Any, **options: Any) -> torch.Tensor:
-    return aten.full(size, 0, **options)  # XLA folds zeros by itself: no need of a tensor kind of their own
+    return aten.full(size, 0, **options)  # XLA folds zeros, so the device needs no ZeroTensor
 
 
 @_kernel("empty_strided")
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
-    # Fresh tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts by itself.
+    # New tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts.
     return _empty(size, dtype=dtype, device=device)
 
 
@@ -73,7 +73,7 @@ def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torc
 def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
     buffer = source._xla_amp
     if buffer is not None and buffer.raw:
-        # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor knows the dtype.
+        # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor has the dtype.
         buffer.raw = False
         del source.data_ptr  # set when the checkpoint was read (`monkeypatches`)
         raw = transfer.download(buffer.array)
@@ -132,7 +132,7 @@ def _complex_view(self: torch.Tensor) -> torch.Tensor:
 
 @_kernel("_conj")
 def _conj(self: torch.Tensor) -> torch.Tensor:
-    # Lazy conjugation would be a bit on the tensor that matrix products and copies must look at; XLA fuses it anyway.
+    # Lazy conjugation would be a bit that matrix products and copies must check; XLA fuses the operation anyway.
     return aten._conj_physical(self)
 
 
@@ -185,7 +185,7 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> torch.Tensor:
-    # Four of ten operations of a mixed-precision step are casts of whole tensors, so that case has a short way.
+    # 40 % of the operations of a mixed-precision step are casts of whole tensors, so these have a fast path.
     if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
         with trace.lock:
             value_spec = buffer.spec
@@ -239,7 +239,7 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
     return _copy_(dst, self)
 
 
-# -- operations that are others together ------------------------------------------------------------------------------
+# -- compositions of other operations ---------------------------------------------------------------------------------
 
 
 @_kernel("_weight_norm_interface")
@@ -256,7 +256,7 @@ def _weight_norm_backward(
     return aten._weight_norm_differentiable_backward(grad_w, saved_v, saved_g, saved_norms, dim)
 
 
-# -- values that Python asks for --------------------------------------------------------------------------------------
+# -- reads -------------------------------------------------------------------------------------------------------------
 
 
 @_kernel("_local_scalar_dense")

@@ -1,7 +1,7 @@
-"""nn.LSTM, nn.GRU and nn.RNN: each layer as one operation, a loop over time (xla_amp.lowering.nn.recurrent).
+"""Kernels for nn.LSTM, nn.GRU and nn.RNN: one operation for each layer (`xla_amp.lowering.nn.recurrent`).
 
-torch's composite records every cell of every step, so that both recording and compiling grow with the sequence.
-Packed sequences and LSTM projections go on to the composite.
+torch's composite records every cell of every time step, so recording and compiling time grow with the sequence.
+Packed sequences and LSTM projections use the composite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from xla_amp.lazy.graph.meta_results import SHAPES
-from xla_amp.lazy.ops.composites import taken_apart
+from xla_amp.lazy.ops.composites import is_transformed
 
 aten = torch.ops.aten
 _library = torch.library.Library("xla_amp", "FRAGMENT")
@@ -85,12 +85,12 @@ def _network(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """What the ``input`` overloads of torch's recurrent networks compute: (outputs, last states...)."""
+    """The ``input`` overloads of torch's recurrent networks: (outputs, last states...)."""
     start = list(hx) if mode == "lstm" else [hx]
     directions, each = (2 if bidirectional else 1), (4 if has_biases else 2)
     x = input.transpose(0, 1) if batch_first and input.dim() == 3 else input
     fits = (
-        not taken_apart(x)
+        not is_transformed(x)
         and x.dim() == 3
         and x.shape[0] > 0
         and len(params) == num_layers * directions * each  # more with projections
@@ -100,7 +100,7 @@ def _network(
     if not fits:
         return composite(
             input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-        )  # which also has torch's own errors
+        )  # which also raises torch's errors
     lasts: list[list[torch.Tensor]] = [[], []]
     for layer in range(num_layers):
         outputs = []
@@ -108,7 +108,7 @@ def _network(
             index = layer * directions + direction
             weight, recurrent, *biases = params[index * each : (index + 1) * each]
             gates = torch.nn.functional.linear(x, weight, *biases[:1])
-            # Under autocast the product is of the low dtype, and so is then everything that a fused cell would get.
+            # Under autocast the product has the low dtype; the fused cell needs one dtype for all operands.
             hidden, *state = (t[index].to(gates.dtype) for t in start)
             bias = biases[1].to(gates.dtype) if biases else None
             reverse = direction == 1

@@ -1,14 +1,13 @@
 """Sparse gradients: COO tensors on the lazy device, for embeddings with ``sparse=True``.
 
-A sparse tensor is torch's own: two tensors of the device, indices and values, behind the dispatch key
-SparsePrivateUse1.  What torch's kernels do with those two alone (hand them out, scale them, copy them) they do here as
-well; what reads their bytes has a kernel of ours.
+A sparse tensor is torch's: two tensors of the device, indices and values, behind the dispatch key SparsePrivateUse1.
+torch's kernels that only use these two as tensors (return, scale or copy them) are used as they are; the others are
+written here.
 
-XLA compiles for sizes, and how many different rows a batch touches only the data knows.  So coalescing keeps the number
-of entries: the sums come first, in order, and each entry that became free has the value zero at a place past the end
-(index ``size[0]``, else 0).  Such an entry is skipped by everything that adds or reads rows, and dropped on the way to
-another device.  Nothing is read back, and batches of one size share an executable; only ``_nnz()`` is that of the CPU
-before coalescing.
+XLA compiles for fixed sizes, and the number of distinct rows in a batch depends on data.  So coalescing keeps the
+number of entries: the sums come first, in order, and each unused entry has the value zero and an index past the end
+(``size[0]``, then zeros).  Operations that add or read rows skip such entries, and a copy to another device drops them.
+Nothing is read back, and batches of one size share an executable; only ``_nnz()`` counts the entries before coalescing.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FROM_TORCH: Sequence[str] = (
     "values",
     "zero_",
 )
-"""Operations whose kernel for the CPU touches no bytes: it works through indices and values as tensors."""
+"""Operations whose CPU kernel reads no memory: it calls operations on the indices and values."""
 
 _instructions: dict[Any, Instruction] = {}
 
@@ -66,7 +65,7 @@ def _recorded(
     *tensors: torch.Tensor,
     fixed: Any = None,
 ) -> int:
-    """Records ``emit(*arrays)``; returns the number of its first result.  `fixed` is what else shapes `emit`."""
+    """Records ``emit(*arrays)``; returns the number of its first result.  `fixed` is any other key of `emit`."""
     numbers, specs = zip(*(tensor_io.read(tensor) for tensor in tensors), strict=True)
     key = (name, specs, outs, fixed)
     instruction = _instructions.get(key)
@@ -82,7 +81,7 @@ def _recorded(
 def _new(name: str, emit: Callable[..., Any], outs: tuple[Spec, ...], *tensors: torch.Tensor, fixed: Any = None) -> Any:
     with trace.lock:
         first = _recorded(name, emit, outs, *tensors, fixed=fixed)
-        made = [tensor_io.new_tensor(value_spec, first + place) for place, value_spec in enumerate(outs)]
+        made = [tensor_io.new_tensor(value_spec, first + index) for index, value_spec in enumerate(outs)]
     return made[0] if len(made) == 1 else made
 
 
@@ -110,18 +109,18 @@ def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def coalesce(tensor: torch.Tensor) -> torch.Tensor:
-    """Entries of one place summed, in the order of their places; see the module's docstring for those that go free.
+    """Sums the entries of each index, in the order of the indices; the module's docstring explains unused entries.
 
     Half types are summed in float32 and rounded once, as torch does on a GPU.
     """
     indices, values = tensor._indices(), tensor._values()
     sizes = tuple(tensor.shape[: indices.shape[0]])
 
-    def emit(places: jax.Array, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
-        count = places.shape[1]
+    def emit(positions: jax.Array, entries: jax.Array) -> tuple[jax.Array, jax.Array]:
+        count = positions.shape[1]
         if count == 0:
-            return places, entries
-        flat = _flat(places, sizes)
+            return positions, entries
+        flat = _flat(positions, sizes)
         order = jnp.argsort(flat, stable=True)
         flat = flat[order]
         begins = jnp.concatenate([jnp.zeros(1, bool), flat[1:] != flat[:-1]])
@@ -130,36 +129,36 @@ def coalesce(tensor: torch.Tensor) -> torch.Tensor:
         wide = entries[order].astype(jnp.float32) if half else entries[order]
         sums = jax.ops.segment_sum(wide, group, count, indices_are_sorted=True)
         unused = jnp.full(count, math.prod(sizes), flat.dtype)
-        return _places(unused.at[group].set(flat), sizes), sums.astype(entries.dtype)
+        return _unflatten(unused.at[group].set(flat), sizes), sums.astype(entries.dtype)
 
     outs = _spec_of(indices), _spec_of(values)
     new_indices, new_values = _new("coalesce", emit, outs, indices, values, fixed=sizes)
     return _make(new_indices, new_values, tensor.shape, True)
 
 
-def _flat(places: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """int64 (n): place in row-major order; ``prod(sizes)`` past the end."""
-    flat = jnp.zeros(places.shape[1], places.dtype)
-    for extent, place in zip(sizes, places, strict=True):
-        flat = flat * extent + place
+def _flat(positions: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """int64 (n): row-major offset of each index; ``prod(sizes)`` if it is past the end."""
+    flat = jnp.zeros(positions.shape[1], positions.dtype)
+    for extent, index in zip(sizes, positions, strict=True):
+        flat = flat * extent + index
     return jnp.minimum(flat, math.prod(sizes))
 
 
-def _places(flat: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """int64 (dims, n): the opposite."""
-    places = []
+def _unflatten(flat: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+    """int64 (dims, n): the inverse of `_flat`."""
+    positions = []
     for extent in reversed(sizes[1:]):
-        places.append(flat % extent)
+        positions.append(flat % extent)
         flat = flat // extent
-    return jnp.stack([flat, *reversed(places)])
+    return jnp.stack([flat, *reversed(positions)])
 
 
-def _add_rows(dense: jax.Array, places: jax.Array, entries: jax.Array) -> tuple[jax.Array]:
-    return (dense.at[tuple(places)].add(entries.astype(dense.dtype), mode="drop"),)
+def _add_rows(dense: jax.Array, positions: jax.Array, entries: jax.Array) -> tuple[jax.Array]:
+    return (dense.at[tuple(positions)].add(entries.astype(dense.dtype), mode="drop"),)
 
 
 def _plus(dense: torch.Tensor, tensor: torch.Tensor, alpha: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `_add_rows` takes; raises as torch does where the shapes differ."""
+    """The arguments of `_add_rows`; raises as torch does if the shapes differ."""
     if dense.shape != tensor.shape:
         raise RuntimeError(
             f"add: expected 'self' and 'other' to have the same size, but self has size {list(dense.shape)} while "
@@ -220,7 +219,7 @@ def _number(self: torch.Tensor, other: Any, name: str) -> Any:
 
 
 def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The entries of the dense `self` at the places of `mask`."""
+    """The entries of the dense `self` at the indices of `mask`."""
     if self.is_sparse:
         raise _unsupported("sparse_mask of a sparse tensor")
     if self.shape != mask.shape:
@@ -229,8 +228,8 @@ def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             f"{list(mask.shape)}"
         )
 
-    def emit(dense: jax.Array, places: jax.Array) -> tuple[jax.Array]:
-        return (dense.at[tuple(places)].get(mode="fill", fill_value=0),)
+    def emit(dense: jax.Array, positions: jax.Array) -> tuple[jax.Array]:
+        return (dense.at[tuple(positions)].get(mode="fill", fill_value=0),)
 
     value_spec = spec(tuple(mask._values().shape), self.dtype)
     return _make(
@@ -242,7 +241,7 @@ def sparse_mask(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def to_dense(self: torch.Tensor, dtype: torch.dtype | None = None, masked_grad: bool | None = None) -> torch.Tensor:
-    """The dense tensor; entries of one place add up."""
+    """The dense tensor; entries of one index are added."""
     return add_(torch.zeros(self.shape, dtype=dtype or self.dtype, device=self.device), self)
 
 
@@ -256,9 +255,9 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> torch.Tensor:
-    """A copy in another dtype or on another device, where entries without a place are left behind.
+    """A copy in another dtype or on another device; a copy to another device drops unused entries.
 
-    Called for a tensor of the CPU too, when it goes to this device.
+    Called for a CPU tensor too if the target is this device.
     """
     device = self.device if device is None else device
     values = self._values().to(dtype=dtype or self.dtype, copy=True)
@@ -286,15 +285,15 @@ def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
 def embedding_backward(
     grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> torch.Tensor:
-    """Sparse gradient (num_weights, features) of an embedding: one entry per looked-up row."""
+    """Sparse gradient (num_weights, features) of an embedding: one entry for each row that was read."""
     if scale_grad_by_freq:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
-    places, entries = indices.reshape(1, -1).to(torch.int64), grad.reshape(-1, grad.shape[-1])
+    positions, entries = indices.reshape(1, -1).to(torch.int64), grad.reshape(-1, grad.shape[-1])
     if padding_idx != -1:
-        dropped = places == padding_idx
-        places = places.masked_fill(dropped, num_weights)
+        dropped = positions == padding_idx
+        positions = positions.masked_fill(dropped, num_weights)
         entries = entries.masked_fill(dropped.reshape(-1, 1), 0)
-    return _make(places, entries, (num_weights, grad.shape[-1]), False)
+    return _make(positions, entries, (num_weights, grad.shape[-1]), False)
 
 
 def missing(operator: Any, *args: Any, **kwargs: Any) -> Any:

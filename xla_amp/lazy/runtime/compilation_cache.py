@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache, on by request: a program that some process has compiled is read from a folder."""
+"""Switch on JAX's persistent compilation cache, which reads programs that another process has compiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from xla_amp.errors import FileError, PolicyError
 def compilation_cache(
     path: str | os.PathLike[str] | None, *, least_seconds: float = 0.0, most_bytes: int | None = None
 ) -> None:
-    """Keeps compiled programs in a folder, for this process's next compilations and for later processes.
+    """Stores compiled programs in a folder, for later compilations of this and other processes.
 
-    The folder is JAX's own cache (``jax_compilation_cache_dir``), so programs of JAX code go there too.  What XLA reads
-    back are the same instructions: results have the same bits.  ``XLA_AMP_CACHE`` names a folder without a call.
+    The folder is JAX's cache (``jax_compilation_cache_dir``), so it also stores programs of JAX code.  A program from
+    the cache gives bitwise the same results.  ``XLA_AMP_CACHE`` names a folder without a call.
 
     Args:
-        path: the folder, made when it is missing; None switches the cache off.
-        least_seconds: programs that compile faster are not kept; 0 keeps all.
+        path: the folder, created if it is missing; None switches the cache off.
+        least_seconds: programs that compile faster are not stored; 0 stores all.
         most_bytes: size at which the least recently used programs are dropped; None is no limit.
 
     Raises:
@@ -43,7 +43,7 @@ def compilation_cache(
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
         jax.config.update("jax_compilation_cache_max_size", -1 if most_bytes is None else most_bytes)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
-    jax_cache.reset_cache()  # JAX looks at these once, at its first compilation
+    jax_cache.reset_cache()  # JAX reads these options once, at its first compilation
 
 
 def _require_writable(folder: Path) -> None:

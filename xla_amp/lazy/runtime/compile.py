@@ -1,4 +1,4 @@
-"""From a trace to one XLA executable: interpretation under `jax.jit`, pairing of donated inputs with outputs."""
+"""Compile a trace to one XLA executable: interpret it under `jax.jit`, pair donated inputs with outputs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from xla_amp.lowering.operand import Deferred, materialize
 
 
 class Shardings(NamedTuple):
-    """Where on a mesh values are; empty without one."""
+    """Shardings of a program's values over the mesh; empty without a mesh."""
 
     parameters: tuple[Any, ...] = ()
     """`jax.sharding.Sharding` of each parameter."""
     wanted: tuple[Any, ...] = ()
-    """The same of each wanted value, None where XLA may choose."""
+    """Sharding of each wanted value, None if XLA may choose."""
 
 
 NO_SHARDINGS = Shardings()
@@ -32,37 +32,37 @@ NO_SHARDINGS = Shardings()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
-    """Everything that shapes an executable; equal keys share one."""
+    """Cache key of a program: everything that shapes its executable."""
 
     code: tuple[int, ...]
     wanted: tuple[int, ...]
-    """Numbers of the values that live buffers need, in buffer order."""
+    """Numbers of the values to return, one for each live buffer."""
     spent: tuple[int, ...]
-    """Parameters whose array nobody will read again."""
+    """Parameters whose array can be donated."""
     shardings: Shardings = NO_SHARDINGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A compiled trace."""
+    """The program of a trace; XLA compiles it on the first call."""
 
     call: Any
-    """``call(donated, kept, floats, ints)`` gives the outputs.  Not inside another program: see `nested`."""
+    """``call(donated, kept, floats, ints)`` returns the outputs.  Inside another program call `nested`."""
     nested: Any
-    """`call` without options for XLA and orders in memory, which JAX refuses to take for a part of a program."""
+    """`call` without compiler options and layouts, which `jax.jit` rejects when nested."""
     donated: tuple[int, ...]
-    """Parameters handed over for the outputs to live in."""
+    """Parameters whose memory the outputs reuse."""
     kept: tuple[int, ...]
     outputs: tuple[int, ...]
     """Per wanted value: its position among the outputs, or ``~parameter`` when it is a parameter unchanged."""
     operations: int
     abstract: tuple[Any, ...]
-    """What `call` takes, as `jax.ShapeDtypeStruct`."""
+    """Arguments of `call`, as `jax.ShapeDtypeStruct`."""
     input_formats: tuple[InputFormat, ...] = ()
-    """Inputs of `call` that must lie in memory in an order of their own."""
+    """Inputs of `call` that need another memory layout than JAX's default."""
 
     def lower(self) -> Any:
-        """The program in JAX's ahead-of-time form (`jax.stages.Lowered`), for looking at its text."""
+        """The program as `jax.stages.Lowered`, to read its text."""
         with private_api.x64():
             return self.call.lower(*self.abstract)
 
@@ -74,7 +74,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Context:
-    """What an instruction's `emit` may know of the program it is part of."""
+    """Properties of the program that an instruction's `emit` may use."""
 
     platform: str
     replicas: str | None = None
@@ -100,14 +100,14 @@ def build(
     streams: int,
     platform: str,
 ) -> Program:
-    """The program of a trace; compiled by XLA on its first call.
+    """Builds the program of a trace; XLA compiles it on the first call.
 
     Args:
-        key: the trace.
-        parameter_numbers, parameter_specs: its inputs, in the order of first use.
-        numbers: how many lifted floats and ints come with it.
-        streams: how many (seed, offset) pairs come in front of the ints.
-        platform: XLA's platform, for lowerings that have a form of their own there, and for `compile_options`.
+        key: of the trace.
+        parameter_numbers, parameter_specs: of the trace's inputs, in the order of first use.
+        numbers: count of lifted floats and of lifted ints.
+        streams: count of (seed, offset) pairs, which precede the ints.
+        platform: XLA platform, for platform-specific lowerings and `compile_options`.
     """
     parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
     specs: list[Spec | None] = []
@@ -145,7 +145,7 @@ def build(
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
     chosen = compile_options.for_platform(platform)
-    # Over several devices the order is left to XLA.
+    # Over several devices XLA chooses the layouts.
     orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
     input_formats: list[InputFormat] = []
     if orders:
@@ -178,13 +178,13 @@ def build(
 
 
 def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` on each process's own values; without the check that arrays which count as equal are."""
+    """`step` on the values of each process, without the check that replicated arrays are equal."""
     whole = jax.sharding.PartitionSpec()
     return jax.shard_map(step, mesh=mesh.active, in_specs=whole, out_specs=whole, check_vma=False)
 
 
 def _pair(spent: Sequence[int], parameter_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
-    """The spent parameters for which an output of the same spec exists: JAX warns about any other donation."""
+    """The spent parameters that have an output of the same spec: JAX warns about any other donation."""
     room: dict[Spec | None, int] = {}
     for output in outputs:
         room[output] = room.get(output, 0) + 1
@@ -249,10 +249,10 @@ def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, 
 
 
 def _conform(result: Any, spec: Spec) -> jax.Array:
-    """A lowering's result in the dtype and shape that torch promised for it.
+    """A lowering's result in the dtype and shape of torch's meta kernel.
 
-    Where it gives None, the call's ``output_mask`` left the result out, which torch's meta kernels do not heed: a batch
-    norm of the images themselves has no gradient for them.  Nobody reads it.
+    None is a result that ``output_mask`` leaves out, as the input gradient of a model's first layer.  torch's meta
+    kernels ignore the mask, so zeros that are never read stand for it.
     """
     if result is None:
         return jnp.zeros(spec.shape, spec.numpy_dtype)

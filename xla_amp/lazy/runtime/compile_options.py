@@ -1,9 +1,9 @@
-"""What XLA is asked for beyond its defaults when a step is compiled, by platform.
+"""XLA compiler options for steps, by platform.
 
-An option stands here only where XLA's default gives a slower program, or another one than the user wrote.  Users
-change options in two ways, as those of JAX do: what ``XLA_FLAGS`` names is left as it says there, and
-``XLA_AMP_COMPILER_OPTIONS`` replaces and adds (`xla_amp.config.compiler_options`).  JAX takes options for a whole
-program only, so a recording that becomes a part of a user's program has those of that program.
+An option is listed only if XLA's default gives a slower program, or another program than the user wrote.  An option in
+``XLA_FLAGS`` is not set here; ``XLA_AMP_COMPILER_OPTIONS`` replaces and adds options
+(`xla_amp.config.compiler_options`).  JAX accepts options for a whole program only, so torch code inside a JAX program
+is compiled with the options of that program.
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
         "gpu": {
             "xla_allow_excess_precision": Option(
                 "False",
-                "Allowed, XLA leaves out a rounding between two float32 computations.  What one kernel hands to the "
-                "next is then stored in float32 although the policy's casts made it low: for a residual network "
-                "with leaky ReLU a third more bytes.",
+                "If allowed, XLA omits a rounding between two float32 computations, and stores in float32 what the "
+                "policy has cast to a low dtype: a third more bytes for a residual network with leaky ReLU.",
                 "xla/xla.proto, DebugOptions; tests/training/test_compile_options.py",
             ),
         },
         "tpu": {},
     }
 )
-"""Platform -> name of XLA's option -> what we ask for."""
+"""Platform -> name of the XLA option -> its value."""
 
 
 def for_platform(platform: str) -> dict[str, str]:
-    """Options for a program on `platform`, as `jax.jit` takes them (``compiler_options``).
+    """``compiler_options`` of `jax.jit` for a program on `platform`.
 
-    The user's are for the device: what the host computes beside a TPU would not know TPU's options.
+    The user's options apply to the device only: the CPU backend rejects TPU options.
 
     Raises:
         PolicyError: ``XLA_AMP_COMPILER_OPTIONS`` cannot be read.

@@ -23,13 +23,13 @@ from xla_amp.lazy.runtime.metrics import metrics
 
 _programs: OrderedDict[Key, Program] = OrderedDict()
 _PROGRAM_LIMIT = 1024
-"""Programs kept, least recently run out first: a loop whose shapes never repeat must not grow without end."""
+"""Most programs kept; the least recently run goes first, so a loop with ever new shapes runs in bounded memory."""
 _newest: Callable[[], list[Any]] = list
-"""Gives what the newest program computed, as far as somebody still has it."""
+"""Returns the newest program's results that are still referenced."""
 
 
 class Observer(Protocol):
-    """Who wants to know what a flush runs (`xla_amp.lazy.capture.observer`)."""
+    """Called around each flush (`xla_amp.lazy.capture.observer`)."""
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
@@ -40,15 +40,15 @@ class Observer(Protocol):
 
 observer: Observer | None = None
 admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
-"""Called with each new program, its trace and its arguments before it first runs; may refuse it by raising."""
+"""Called with each new program, its trace and its arguments before the first run; raises to reject the program."""
 
 
 def flush() -> None:
-    """Runs the trace, asynchronously; does nothing when nothing was recorded.
+    """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
 
     Raises:
-        StepFailedError: an operation could not be lowered or XLA refused the program.  Every tensor that had a value
-            before the first operation of the trace has that value again.
+        StepFailedError: an operation could not be lowered, or XLA rejected the program.  Every tensor is restored to
+            its value before the first operation of the trace.
     """
     with trace.lock:
         if trace.code:
@@ -82,7 +82,7 @@ def programs() -> list[Program]:
 
 
 def clear_programs() -> None:
-    """Drops all compiled programs; the next steps compile anew."""
+    """Drops all compiled programs; the next steps are compiled again."""
     with trace.lock:
         _programs.clear()
 
@@ -91,7 +91,7 @@ def _run() -> None:
     if mesh.active is not None:
         mesh.move_to_mesh(trace.parameters)
     parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
-    held = [count > ALONE for count in reference_counts(parameters)]  # by a storage: somebody can still read the buffer
+    held = [count > ALONE for count in reference_counts(parameters)]  # by a storage, so the buffer can still be read
     computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
         buffer
@@ -107,14 +107,14 @@ def _run() -> None:
         spent = _spent(arrays, held)
         shardings = NO_SHARDINGS
         if mesh.is_partitioned():
-            # Only a value that is overwritten has a successor with its layout, into whose memory it can go.
+            # Only an overwritten value has an output of the same sharding, which can reuse its memory.
             spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
             shardings = Shardings(
                 tuple(array.sharding for array in arrays), mesh.output_shardings(targets, len(overwritten))
             )
         wanted = tuple(buffer.number for buffer in targets)
         key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
-        # A step is mostly the one before it once more, and comparing thousands of numbers costs less than hashing them.
+        # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
         before, program = next(reversed(_programs.items()), (None, None))
         again = before == key
         if not again:
@@ -137,8 +137,8 @@ def _run() -> None:
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
                 outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
-        told = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
-        reason = error if isinstance(error, XlaAmpError) else StepFailedError(told)
+        message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
+        reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
         _restore(targets, arrays, reason)
         if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
             raise
@@ -162,7 +162,7 @@ def _run() -> None:
 
 
 def set_newest(newest: Callable[[], list[Any]]) -> None:
-    """Remembers how to get at what the newest program computed, for ``sync(wait=True)``."""
+    """Sets the function that returns the newest program's results, for ``sync(wait=True)``."""
     global _newest
     _newest = newest
 
@@ -180,7 +180,7 @@ def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.nd
 
 def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
-    if not donated and not kept:  # nothing else says where to run
+    if not donated and not kept:  # no argument tells the device
         return program.call(donated, kept, mesh.put(floats), mesh.put(ints))
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
         return program.call(donated, kept, floats, ints)
@@ -195,13 +195,13 @@ def _forget(targets: list[Buffer]) -> None:
 
 
 def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> None:
-    """Takes back the trace: buffers keep the arrays from before it, values that never came to be say why."""
+    """Discards the trace: buffers keep their old arrays; values that were not computed or were donated are poisoned."""
     for buffer, array in zip(trace.parameters, arrays, strict=True):
         if array.is_deleted():
-            buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")  # type: ignore[assignment]
+            buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
     for buffer in targets:
         if buffer.array is None:
-            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {reason}")  # type: ignore[assignment]
+            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {reason}")
     _forget(targets)
 
 
@@ -210,15 +210,15 @@ def reference_counts(items: list[Any]) -> list[int]:
     return list(map(sys.getrefcount, items))
 
 
-# References that a list holds and `_counts` adds while it looks; Python versions differ in the second part.
 ALONE = reference_counts([object()])[0]
+"""References of an item that only its list holds; how many `getrefcount` adds depends on the Python version."""
 
 
 def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
-    """Parameters whose array can be overwritten: nothing else holds it, and nobody will read the old value again.
+    """Parameters whose array can be donated: nothing else holds it, and the old value is not read again.
 
-    Those that are overwritten come first.  A gradient that was given and dropped would else get the parameter's new
-    value, the parameter's memory that of its state, and XLA would have to copy what is still read.
+    Overwritten ones come first.  Otherwise a weight's new value would be written to the memory of a dropped gradient,
+    its optimizer state to the memory of the weight, and XLA would copy what is still read.
     """
     array_counts = reference_counts(arrays)
     overwritten, dropped = [], []

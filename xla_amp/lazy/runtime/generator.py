@@ -1,8 +1,8 @@
-"""Random numbers: a (seed, offset) pair on the host, as CUDA's Philox generator keeps one.
+"""The device's random generator: a (seed, offset) pair on the host, like the state of CUDA's Philox generator.
 
-The pair is an input of the executable and each random operation adds its own index, so the same seed gives the same
-numbers wherever the trace was flushed, and a new seed never compiles.  Setting the state in the middle of a trace
-(activation checkpointing does) opens a second stream in the same executable.
+The pair is an input of the executable, and each random operation adds its index.  So a seed gives the same numbers
+wherever the trace is flushed, and a new seed never recompiles.  Setting the state in the middle of a trace, as
+activation checkpointing does, starts a second stream in the same executable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ seedings = 0
 
 
 def stream() -> tuple[int, int]:
-    """(seed, offset) at which the present stream began."""
+    """(seed, offset) at the start of the current stream."""
     return _seed, _offset
 
 
 def advance(draws: int) -> None:
-    """Moves the state past `draws` random operations (the flush calls it)."""
+    """Moves the state past `draws` random operations; called by `flush`."""
     global _offset
     _offset += draws
 
@@ -47,7 +47,7 @@ def set_state(seed: int, offset: int) -> None:
 
 
 def draw() -> tuple[int, int]:
-    """(stream, index) of a random operation that is being recorded."""
+    """(stream, index) for the random operation that is being recorded."""
     index = trace.draws
     trace.draws = index + 1
     return max(len(trace.streams) - 1, 0), index

@@ -1,8 +1,8 @@
-"""How arrays lie in the device's memory, where a lowering says that it matters (``minor`` of `xla_amp.lowering`).
+"""Memory layouts of program inputs and outputs that a lowering prefers (``minor`` of `xla_amp.lowering.register`).
 
-JAX takes and gives arrays in the order that XLA has for their shape.  Where an operation wants another, XLA copies:
-a weight into that order and back, and the optimizer's state with it, in every step.  So a program takes such arrays,
-and gives them, as the operation wants them; what comes in another order is put right once.
+JAX passes arrays in XLA's default layout for their shape.  If an operation prefers another layout, XLA copies a weight
+and its optimizer state to that layout and back in every step.  So the program accepts and returns such arrays in the
+preferred layout; an array in another layout is copied once.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from xla_amp.lazy.runtime import pjrt
 
 
 class InputFormat(NamedTuple):
-    """An input of a program that has an order of its own."""
+    """An input of a program with another layout than the default."""
 
     parameter: int
     position: int
-    """Among the inputs of the call, those handed over first."""
+    """Among the inputs of the call, donated ones first."""
     format: Format
 
 
 def orders(operations: Iterable[tuple[Instruction, Any, Sequence[int]]], platform: str) -> dict[Spec, Numbers]:
-    """Dimensions from the outermost in memory to the innermost, for parameters of which an operation prefers an order.
+    """Major-to-minor dimensions of the parameters for which an operation prefers a layout.
 
-    By spec: a weight's gradient and its optimizer's state are read and written together with it.
+    The key is the spec, because a weight's gradient and optimizer state are read and written together with it.
 
     Args:
-        operations: of a trace, as `program.steps` gives them.
-        platform: XLA's.
+        operations: `compile.steps` of a trace.
+        platform: XLA platform.
     """
     specs: list[Spec | None] = []
-    origins: dict[int, Spec] = {}  # of a parameter, and of what is made of its elements one by one: a cast
+    origins: dict[int, Spec] = {}  # of a parameter, and of elementwise results such as a cast
     found: dict[Spec, Numbers] = {}
     for instruction, _, inputs in operations:
         number = len(specs)
@@ -58,19 +58,19 @@ def _alike(outs: Sequence[Spec | None], source: Spec | None) -> bool:
 
 
 def shardings(specs: Iterable[Spec | None], found: dict[Spec, Numbers]) -> Iterator[Any]:
-    """``in_shardings`` of ``jax.jit`` for arrays of `specs`: the device, and the order where one is wanted."""
+    """``in_shardings`` of ``jax.jit`` for arrays of `specs`: the device, and the layout if one is preferred."""
     home = jax.sharding.SingleDeviceSharding(pjrt.jax_device())
     for spec in specs:
         yield home if spec not in found else Format(Layout(found[spec]), home)  # type: ignore[index]
 
 
 def copy(array: jax.Array) -> jax.Array:
-    """A copy in the same order, which JAX's own is not."""
+    """A copy in the same layout; `jax.Array.copy` uses the default layout."""
     return put(array.copy(), array.format)
 
 
 def put(array: jax.Array, wanted: Format) -> jax.Array:
-    """`array` in the order of `wanted`."""
+    """`array` in the layout of `wanted`."""
     layout = array.format.layout
     if layout is not None and layout.major_to_minor == wanted.layout.major_to_minor:  # type: ignore[union-attr]
         return array

@@ -1,8 +1,8 @@
-"""Several devices as one: values laid out over a mesh, one program for all of them (SPMD).
+"""The mesh of devices that a program runs on (SPMD), and the shardings of buffers over it.
 
-While a mesh is in use every array lives on all its devices, whole on each unless its buffer asks for something else.
-XLA partitions the program after the shardings of its inputs and puts the collectives in; what overwrites a value gets
-that value's sharding, so that a training step leaves everything where it was.
+With a mesh every array is on all its devices, replicated unless its buffer has another sharding.  XLA partitions the
+program by the shardings of its inputs and inserts the collectives.  A value that overwrites another one gets its
+sharding, so a training step keeps all shardings.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ AXIS = "replica"
 """The only axis of a mesh of processes."""
 active: Mesh | None = None
 replicas = False
-"""Whether the mesh is made of processes that each have values of their own (`processes`)."""
+"""Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
 ended: Callable[[], Sequence[str]] | None = None
-"""Names the processes that are known to have ended, where there are several (`processes`)."""
+"""Returns the names of processes that have ended; None for a single process."""
 _CERTAINTY = 1.0
-"""Seconds until the system shows that a process whose connections are closed has ended."""
+"""Seconds to wait until a process with closed connections is reported as ended."""
 _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
 def use(mesh: Mesh) -> None:
-    """Lays everything from now on out over `mesh`; a process has one.
+    """Makes `mesh` the mesh of this process, which has only one.
 
     Raises:
-        DeviceError: another one is in use, or it has devices of another platform.
+        DeviceError: another mesh is in use, or its devices are of another platform.
     """
     global active
     if active is not None and active != mesh:
@@ -54,7 +54,7 @@ def use(mesh: Mesh) -> None:
 
 
 def use_processes() -> None:
-    """Makes every process a replica: one device of each, values of their own, the same program."""
+    """Makes every process a replica: one device of each process, separate values, the same program."""
     global active, replicas
     chosen = {device.process_index: device for device in reversed(jax.devices(pjrt.jax_device().platform))}
     active = Mesh(np.array([chosen[index] for index in sorted(chosen)]), (AXIS,))
@@ -62,7 +62,7 @@ def use_processes() -> None:
 
 
 def is_partitioned() -> bool:
-    """Whether XLA splits programs over the devices of the mesh: not without one, nor among processes."""
+    """Whether XLA partitions programs over the mesh; False without a mesh and for replicas."""
     return active is not None and not replicas
 
 
@@ -72,7 +72,7 @@ def describe(mesh: Mesh) -> str:
 
 
 def put(value: np.ndarray | jax.Array) -> jax.Array:
-    """A value of this process on the device or the mesh (with 64-bit types enabled)."""
+    """Puts a value of this process on the device or the mesh; call with 64-bit types enabled."""
     if not replicas:
         return jax.device_put(value, default_placement())
     local = jax.device_put(value, pjrt.jax_device())
@@ -80,19 +80,19 @@ def put(value: np.ndarray | jax.Array) -> jax.Array:
 
 
 def default_placement() -> jax.Device | NamedSharding:
-    """Where a value goes that nobody has laid out."""
+    """Device or sharding of a value whose buffer has no sharding."""
     return pjrt.jax_device() if active is None else NamedSharding(active, PartitionSpec())
 
 
 def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
-    """Gives a buffer a sharding: its array now, and whatever it gets later."""
+    """Sets the sharding of a buffer, for its present array and later ones."""
     _shardings[buffer] = sharding
     if isinstance(buffer.array, jax.Array):
         buffer.array = _moved(buffer.array, sharding)
 
 
 def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
-    with private_api.x64():  # without it int64 becomes int32 on the way
+    with private_api.x64():  # otherwise int64 becomes int32
         return jax.device_put(array, where)
 
 
@@ -102,7 +102,7 @@ def sharding_of(buffer: Buffer) -> NamedSharding | None:
 
 
 def move_to_mesh(buffers: Iterable[Buffer]) -> None:
-    """Puts values from before the mesh on it."""
+    """Moves arrays from before the mesh to the mesh."""
     devices = default_placement().device_set  # type: ignore[union-attr]  # called with a mesh only
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
@@ -111,7 +111,7 @@ def move_to_mesh(buffers: Iterable[Buffer]) -> None:
 
 
 def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
-    """The sharding of each target, None where XLA may choose; the first `overwritten` ones keep what they have."""
+    """The sharding of each target, None if XLA may choose; the first `overwritten` ones keep their sharding."""
     return tuple(
         sharding_of(buffer) or (buffer.array.sharding if index < overwritten else None)
         for index, buffer in enumerate(targets)
@@ -119,7 +119,7 @@ def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.s
 
 
 def ended_peers() -> str:
-    """To be said after an error of the device: which other processes have ended; empty for one process."""
+    """Suffix for device errors that names peers that have ended; empty for a single process."""
     if ended is None:
         return ""
     until = time.monotonic() + _CERTAINTY

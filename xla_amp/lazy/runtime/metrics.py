@@ -1,4 +1,4 @@
-"""What the engine did, in exact counts."""
+"""Counters of executions, compilations, host syncs and transfers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNTERS: dict[str, str] = {
     "operations": "operations inside the executables run",
     "fallbacks": "operations run on the CPU for want of a lowering",
 }
-"""Counter -> what it counts."""
+"""Counter -> description."""
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""The PJRT device underneath: which one, its platform, waiting for it."""
+"""The PJRT device of lazy tensors, and its platform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "
 
 @functools.cache
 def jax_device() -> jax.Device:
-    """The JAX device that lazy tensors live on: the first of the configured platform, else JAX's default.
+    """The JAX device of lazy tensors: the first of the configured platform, or JAX's default.
 
     Raises:
         DeviceError: the configured platform has no device here.

@@ -1,4 +1,4 @@
-"""A line on the terminal while XLA compiles for long."""
+"""Progress line on the terminal during long compilations."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from xla_amp import config
 _log = logging.getLogger(__name__)
 
 QUIET: float = 3.0
-"""Seconds that a compilation may take before anything is shown."""
+"""Seconds of compilation before the line is shown."""
 _BEAT = 1.0
 """Seconds between two updates of the line."""
 
 
 @contextlib.contextmanager
 def compiling(operations: int, platform: str) -> Iterator[None]:
-    """Inside, a step is compiled: shows for how long on stderr, logs the time taken at level INFO.
+    """Context manager around a compilation: shows its duration on stderr and logs it at level INFO.
 
-    Shown only when stderr is a terminal, or as ``XLA_AMP_PROGRESS`` says.
+    The line is shown if stderr is a terminal, or as ``XLA_AMP_PROGRESS`` demands.
 
     Args:
-        operations: how many the step has.
-        platform: what it is compiled for.
+        operations: count of operations in the step.
+        platform: XLA platform of the program.
     """
     stream = sys.stderr
     begin = time.monotonic()
