@@ -1,4 +1,4 @@
-"""`export`: what a call on the lazy device runs, as one StableHLO program with its casts inside."""
+"""`export`: the program of one call on the lazy device as StableHLO, with its casts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A program that has left torch; `xla_amp.stablehlo` reads it, and any PJRT client runs it."""
+    """An exported program; `xla_amp.stablehlo` reads it, and any PJRT client runs it."""
 
     inputs: tuple[Value, ...]
     """Tensor arguments in their order, then parameters, buffers and other values that it reads."""
@@ -61,7 +61,7 @@ class Exported:
         return bytes(self.exported.serialize())
 
     def call(self, *values: Any) -> list[jax.Array]:
-        """Runs the program on arrays, one for each of `inputs`; without any, on the values before the call."""
+        """Runs the program on one array for each of `inputs`; without arrays, on the values before the call."""
         given = values or tuple(each.initial for each in self.inputs)
         if len(given) != len(self.inputs):
             names = ", ".join(each.name for each in self.inputs)
@@ -73,13 +73,13 @@ class Exported:
 def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     """The StableHLO program of one call of a step or module on the lazy device.
 
-    The call runs: a training step changes its parameters as always.  Call a step once before, so that optimizers have
-    made their state.  Python numbers, learning rates and the random seed of this call become constants of the program.
+    The call runs: a training step changes its parameters.  Call a step once before, so that optimizers have created
+    their state.  Python numbers, learning rates and the random seed of this call become constants of the program.
 
     Args:
-        step: a module, or a function; of a function, the modules, optimizers and tensors that it sees by name (from
-            around it, or global) become inputs.  Values that have no name are constants, unless the call changes them.
-        *args, **kwargs: what to call it with; tensors on the lazy device become inputs.
+        step: a module, or a function.  Modules, optimizers and tensors in the function's closure and globals become
+            inputs.  Values without a name are constants, unless the call changes them.
+        *args, **kwargs: arguments of the call; tensors on the lazy device become inputs.
 
     Raises:
         CaptureError: the call runs more than one program, or none: it reads a value on the host, or syncs inside.
@@ -112,7 +112,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     returned = [
         ("output" + _pytree.keystr(path), leaf)
         for path, leaf in _pytree.tree_flatten_with_path(result)[0]
-        if _here(leaf)
+        if _is_lazy(leaf)
     ]
     arguments = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
     return _assemble(run, names, list(dict.fromkeys(arguments)), returned)
@@ -129,7 +129,7 @@ class _Run:
 
 
 class _Recorder:
-    """Watches the flushes inside a block."""
+    """Observes the programs that run inside a block."""
 
     def __init__(self) -> None:
         self.runs: list[_Run] = []
@@ -141,14 +141,14 @@ class _Recorder:
         execute.observer = self._outer
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Called by the flush: inputs may be overwritten by the program, so they are copied."""
+        """Called before a program runs: copies its inputs, which it may overwrite."""
         self._initial = [np.array(parameter.array) for parameter in parameters]
         streams = list(trace.streams) or [generator.stream()]
         self._ints = [*(word for stream in streams for word in stream), *trace.ints]
         self._floats = list(trace.floats)
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called by the flush once `program` was dispatched."""
+        """Called after `program` was dispatched."""
         parameters, targets = list(trace.parameters), list(targets)
         run = _Run(
             program=program,
@@ -175,22 +175,22 @@ class _Recorder:
 def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]) -> Exported:
     program = run.program
     changed = [
-        place for place, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
+        index for index, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
     ]
-    written = {id(run.targets[place]) for place in changed}
+    written = {id(run.targets[index]) for index in changed}
     label = {i: names.get(id(parameter)) for i, parameter in enumerate(run.parameters)}
     for index, parameter in enumerate(run.parameters):
         if label[index] is None and id(parameter) in written:
             label[index] = f"value {index}"
     order = sorted((i for i in label if label[i] is not None), key=lambda i: _rank(label[i], arguments))
-    places = {parameter: place for place, parameter in enumerate(order)}
+    indices = {parameter: index for index, parameter in enumerate(order)}
     inputs = tuple(_value(str(label[i]), run.initial[i]) for i in order)
     floats, ints = np.array(run.floats, np.float64), np.array(run.ints, np.int64)
     given = [(name, tensor, tensor_io.buffer_of(tensor)) for name, tensor in returned]
 
     def program_of_step(*values: jax.Array) -> list[jax.Array]:
         parameters = [
-            values[places[i]] if i in places else jnp.asarray(run.initial[i]) for i in range(len(run.parameters))
+            values[indices[i]] if i in indices else jnp.asarray(run.initial[i]) for i in range(len(run.parameters))
         ]
         results = program.nested(
             [parameters[i] for i in program.donated],
@@ -198,11 +198,11 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
             jnp.asarray(floats),
             jnp.asarray(ints),
         )
-        made = [results[place] if place >= 0 else parameters[~place] for place in program.outputs]
+        made = [results[index] if index >= 0 else parameters[~index] for index in program.outputs]
         by_buffer = {id(parameter): value for parameter, value in zip(run.parameters, parameters, strict=True)}
         by_buffer.update((id(target), value) for target, value in zip(run.targets, made, strict=True))
-        seen = [_seen(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
-        return [*seen, *(made[place] for place in changed)]
+        returned_values = [_read_view(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
+        return [*returned_values, *(made[index] for index in changed)]
 
     known = {id(each) for each in (*run.parameters, *run.targets)}
     for name, _, buffer in given:
@@ -213,7 +213,7 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
         platform = {"gpu": "cuda"}.get(pjrt.platform(), pjrt.platform())
         exported = jax.export.export(jax.jit(program_of_step, keep_unused=True), platforms=[platform])(*structs)
     index_of = {id(parameter): i for i, parameter in enumerate(run.parameters)}
-    news = [f"new {label[index_of[id(run.targets[place])]]}" for place in changed]
+    news = [f"new {label[index_of[id(run.targets[index])]]}" for index in changed]
     outputs = tuple(
         Value(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
         for name, aval in zip([name for name, _ in returned] + news, exported.out_avals, strict=True)
@@ -229,8 +229,8 @@ def _value(name: str, initial: np.ndarray[Any, Any]) -> Value:
     return Value(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
 
 
-def _seen(buffer: jax.Array, tensor: torch.Tensor) -> jax.Array:
-    """The elements of a buffer that a tensor shows, in its shape."""
+def _read_view(buffer: jax.Array, tensor: torch.Tensor) -> jax.Array:
+    """The elements of a buffer that a tensor views, in the tensor's shape."""
     shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
     if tensor.is_contiguous() and tensor.numel() == buffer.size:
         return buffer.reshape(shape)
@@ -242,12 +242,12 @@ def _seen(buffer: jax.Array, tensor: torch.Tensor) -> jax.Array:
 # Names.
 
 
-def _here(value: Any) -> bool:
+def _is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == tensor_io.DEVICE_TYPE
 
 
 def _tensors(tree: Any) -> Sequence[torch.Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if _here(leaf)]
+    return [leaf for leaf in _pytree.tree_leaves(tree) if _is_lazy(leaf)]
 
 
 def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,7 +255,7 @@ def _named_arguments(step: Callable[..., Any], args: Any, kwargs: Any) -> Iterat
     bound = inspect.signature(called).bind(*args, **kwargs).arguments
     for argument, value in bound.items():
         for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
-            if _here(leaf):
+            if _is_lazy(leaf):
                 yield argument + _pytree.keystr(path), leaf
 
 
@@ -267,25 +267,25 @@ def _named_state(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]
     function = getattr(function, "__func__", function)
     if not inspect.isfunction(function):
         return
-    around = inspect.getclosurevars(function)
-    for name, value in (*around.nonlocals.items(), *around.globals.items()):
+    variables = inspect.getclosurevars(function)
+    for name, value in (*variables.nonlocals.items(), *variables.globals.items()):
         yield from _state(name, value)
 
 
 def _state(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     prefix = f"{name}." if name else ""
-    if _here(value):
+    if _is_lazy(value):
         yield name, value
     elif isinstance(value, torch.nn.Module):
         for own, tensor in (*value.named_parameters(), *value.named_buffers()):
-            if _here(tensor):
+            if _is_lazy(tensor):
                 yield prefix + own, tensor
     elif isinstance(value, torch.optim.Optimizer):
         for number, entries in enumerate(value.state.values()):
             for key, tensor in entries.items():
-                if _here(tensor):
+                if _is_lazy(tensor):
                     yield f"{prefix}state[{number}].{key}", tensor
     elif isinstance(value, list | tuple | dict):
         for path, leaf in _pytree.tree_flatten_with_path(value)[0]:
-            if _here(leaf):
+            if _is_lazy(leaf):
                 yield name + _pytree.keystr(path), leaf

@@ -1,8 +1,8 @@
-"""`functional`: a torch module as a pure function of JAX arrays, differentiated as torch differentiates it.
+"""`functional`: a torch module as a pure function of JAX arrays, differentiated by torch's autograd.
 
-When JAX traces the function, the module's forward runs on placeholders of the lazy device, which records and computes
-nothing; the recording is then read as a JAX function.  Under differentiation torch's autograd records the backward
-pass right behind it, and the two parts become a `jax.custom_vjp`.
+When JAX traces the function, the module's forward runs on placeholders of the lazy device, which records operations and
+computes nothing; the trace then becomes a JAX function.  Under differentiation torch's autograd records the backward
+pass after it, and the two parts become a `jax.custom_vjp`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.utils import _pytree
 from xla_amp.backends import base
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
-from xla_amp.lazy.interop.functionalize import Piece, Recording
-from xla_amp.lazy.interop.shared_arrays import lend
+from xla_amp.lazy.interop.arrays import array_behind
+from xla_amp.lazy.interop.functionalize import FunctionTrace, PureFunction
 from xla_amp.lazy.interop.torch_function import has_64_bits
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device
@@ -30,8 +30,8 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunc
     """The parameters of a torch module, and the module as a pure JAX function of them.
 
     Args:
-        module: on the lazy device or on the CPU; its parameters, buffers and mode (``train()``, ``eval()``) are those
-            of this moment.  On the lazy device nothing is copied.
+        module: on the lazy device or on the CPU; its current parameters, buffers and mode (``train()``, ``eval()``)
+            are used.  On the lazy device nothing is copied.
 
     Returns:
         ``(params, fn)``: arrays by parameter name, and ``fn(params, *args, **kwargs)``.
@@ -56,8 +56,8 @@ def functional(module: torch.nn.Module) -> tuple[dict[str, jax.Array], TorchFunc
 class TorchFunction:
     """A torch module as a JAX function; `functional` makes it.
 
-    It can be jitted, differentiated in reverse mode, and be part of `xla_amp.jax.autocast`; torch's own regions that
-    are open while JAX traces it count too.  Outside of `jax.jit` every call records the module anew.
+    It can be jitted, differentiated in reverse mode, and used under `xla_amp.jax.autocast`; torch's autocast regions
+    that are open while JAX traces it apply too.  Outside of `jax.jit` each call records the module again.
     """
 
     def __init__(self, module: torch.nn.Module, buffers: dict[str, jax.Array]) -> None:
@@ -78,9 +78,9 @@ class TorchFunction:
 
         Args:
             params: an array for each parameter.
-            *args, **kwargs: what the module takes; arrays for tensors, anything else as it is.  Where JAX's 64-bit
-                types are off, int32 arrays become int64 tensors, torch's dtype of indices and labels.
-            buffers: an array for each buffer.  Without it those of `self.buffers` are read and changes are dropped.
+            *args, **kwargs: what the module takes, with arrays for tensors.  If JAX's 64-bit types are off, int32
+                arrays become int64 tensors, torch's dtype of indices and labels.
+            buffers: an array for each buffer.  Without it `self.buffers` are read and changes are dropped.
             rng: a JAX key, which modules that draw random numbers (dropout in training mode) need.
 
         Returns:
@@ -88,30 +88,30 @@ class TorchFunction:
             pair of that and the new buffers.  Gradients flow to `params` and to floating-point arguments.
 
         Raises:
-            TypeError: names that do not fit the module, tensors among the arguments, or a missing `rng`.
-            EngineError: the module looks at values while it runs.
+            TypeError: names that the module does not have, tensors among the arguments, or a missing `rng`.
+            EngineError: the module reads values while it runs.
         """
         state = self.buffers if buffers is None else buffers
         _require_names("params", params, [name for name in self._dtypes if name not in self.buffers])
         _require_names("buffers", state, list(self.buffers))
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
+        flat_args, tree = jax.tree.flatten((args, kwargs))
+        for arg in flat_args:
+            if isinstance(arg, torch.Tensor):
                 raise TypeError(
-                    f"a torch module called from JAX takes arrays, got a tensor of shape {list(leaf.shape)} on "
-                    f"{leaf.device}; convert it with xla_amp.jax.to_jax(tensor)"
+                    f"a torch module called from JAX takes arrays, got a tensor of shape {list(arg.shape)} on "
+                    f"{arg.device}; convert it with xla_amp.jax.to_jax(tensor)"
                 )
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | np.generic)]
-        call = _Call(self._module, self._dtypes, list(params), list(state), leaves, tree, places)
+        indices = [i for i, arg in enumerate(flat_args) if isinstance(arg, jax.Array | np.ndarray | np.generic)]
+        call = _Call(self._module, self._dtypes, list(params), list(state), flat_args, tree, indices)
         words = None if rng is None else _words(rng)
-        values = [jnp.asarray(params[name]) for name in params], [jnp.asarray(leaves[place]) for place in places]
-        results, news = call.run(*values, [jnp.asarray(state[name]) for name in state], words)
+        values = [jnp.asarray(params[name]) for name in params], [jnp.asarray(flat_args[index]) for index in indices]
+        results, new_buffers = call.run(*values, [jnp.asarray(state[name]) for name in state], words)
         output = call.output(results)
-        return output if buffers is None else (output, dict(zip(state, news, strict=True)))
+        return output if buffers is None else (output, dict(zip(state, new_buffers, strict=True)))
 
 
 class _Call:
-    """One call of a module: its recording, and the JAX function that this becomes."""
+    """One call of a module: its trace, and the JAX function made from it."""
 
     def __init__(
         self,
@@ -119,56 +119,61 @@ class _Call:
         dtypes: Mapping[str, torch.dtype],
         params: list[str],
         buffers: list[str],
-        leaves: list[Any],
+        flat_args: list[Any],
         tree: Any,
-        places: list[int],
+        indices: list[int],
     ) -> None:
         self._module = module
         self._dtypes = dtypes
         self._params, self._buffers = params, buffers
-        self._leaves, self._tree, self._places = leaves, tree, places
-        self._spec: Any = None
-        self._rest: list[Any] = []
+        self._flat_args, self._argument_tree, self._array_indices = flat_args, tree, indices
+        self._result_tree: Any = None
+        self._result_items: list[Any] = []
 
     def run(self, params: Any, inputs: Any, buffers: Any, words: Any) -> tuple[list[Any], list[Any]]:
         """(results, new buffers), differentiable by `params` and `inputs`."""
         differentiable = jax.custom_vjp(self._forward)
         differentiable.defvjp(self._forward_and_saved, self._backward)
-        results, news = differentiable(params, inputs, buffers, words)
-        return results, news
+        results, new_buffers = differentiable(params, inputs, buffers, words)
+        return results, new_buffers
 
     def output(self, results: Sequence[Any]) -> Any:
-        """What the module returned, with arrays in it."""
+        """What the module returned, with arrays for tensors."""
         arrays = iter(results)
-        return _plain(_pytree.tree_unflatten([next(arrays) if x is _HERE else x for x in self._rest], self._spec))
+        return _as_dicts(
+            _pytree.tree_unflatten([next(arrays) if x is _TENSOR else x for x in self._result_items], self._result_tree)
+        )
 
     def _forward(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
-        with Recording() as recording, torch.no_grad():
-            made, state = self._record(recording, params, inputs, buffers, grad=False)[:2]
-            piece = recording.whole([*made, *state])
-        return self._parted(_run(piece, [*params, *buffers, *inputs], words, self._wide(params, buffers, inputs)), made)
+        with FunctionTrace() as trace, torch.no_grad():
+            made, state = self._record(trace, params, inputs, buffers, grad=False)[:2]
+            function = trace.whole([*made, *state])
+        dtypes = self._placeholder_dtypes(params, buffers, inputs)
+        return self._split_results(_run(function, [*params, *buffers, *inputs], words, dtypes), made)
 
     def _forward_and_saved(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
-        with Recording() as recording, torch.enable_grad():
-            made, state, sources = self._record(recording, params, inputs, buffers, grad=True)
-            numbers = recording.numbers([*made, *state])
-            recording.split()
+        with FunctionTrace() as trace, torch.enable_grad():
+            made, state, sources = self._record(trace, params, inputs, buffers, grad=True)
+            numbers = trace.numbers([*made, *state])
+            trace.split()
             roots = [x for x in made if x.requires_grad]
-            # Only these have a cotangent that counts; the others' places hold None.
-            cotangents = [recording.argument(x.shape, x.dtype) for x in roots]
+            # Only these need a cotangent; the others get None.
+            cotangents = [trace.argument(x.shape, x.dtype) for x in roots]
             gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True) if roots and sources else ()
             present = [gradient for gradient in gradients if gradient is not None]
-            forward, backward = recording.halves(numbers, present)
-        outs = _run(forward, [*params, *buffers, *inputs], words, self._wide(params, buffers, inputs), whole=True)
+            forward, backward = trace.halves(numbers, present)
+        outs = _run(
+            forward, [*params, *buffers, *inputs], words, self._placeholder_dtypes(params, buffers, inputs), whole=True
+        )
         count = len(made) + len(state)
-        plan = _Plan(
+        plan = _BackwardFunction(
             backward,
             roots=tuple(i for i, x in enumerate(made) if x.requires_grad),
             dtypes=tuple(TO_NUMPY[x.dtype] for x in roots),
             found=tuple(gradient is not None for gradient in gradients),
         )
         saved = jax.tree_util.Partial(plan, outs[count:])
-        return self._parted(_narrow(outs[:count]), made), (saved, params, inputs, words)
+        return self._split_results(_narrow(outs[:count]), made), (saved, params, inputs, words)
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
         plan, params, inputs, words = residuals
@@ -183,30 +188,30 @@ class _Call:
         return [gradient(x) for x in params], [gradient(x) for x in inputs], None, None
 
     def _record(
-        self, recording: Recording, params: Any, inputs: Any, buffers: Any, grad: bool
+        self, trace: FunctionTrace, params: Any, inputs: Any, buffers: Any, grad: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Runs the module on placeholders: results, buffers, and what to differentiate with respect to."""
-        types = self._wide(params, buffers, inputs)
+        types = self._placeholder_dtypes(params, buffers, inputs)
         values = [*params, *buffers, *inputs]
-        tensors = [recording.argument(x.shape, dtype) for x, dtype in zip(values, types, strict=True)]
+        tensors = [trace.argument(x.shape, dtype) for x, dtype in zip(values, types, strict=True)]
         first, last = len(params), len(params) + len(buffers)
         state = tensors[first:last]
         sources = [x for x in (*tensors[:first], *tensors[last:]) if x.is_floating_point() or x.is_complex()]
         if grad:
             for source in sources:
                 source.requires_grad_()
-        filled = list(self._leaves)
-        for place, tensor in zip(self._places, tensors[last:], strict=True):
-            filled[place] = tensor.clone()  # the module may write to it
-        args, kwargs = jax.tree.unflatten(self._tree, filled)
+        filled = list(self._flat_args)
+        for index, tensor in zip(self._array_indices, tensors[last:], strict=True):
+            filled[index] = tensor.clone()  # the module may write to it
+        args, kwargs = jax.tree.unflatten(self._argument_tree, filled)
         named = dict(zip((*self._params, *self._buffers), tensors[:last], strict=True))
         result = torch.func.functional_call(self._module, named, args, kwargs)
-        flat, self._spec = _pytree.tree_flatten(result)
-        self._rest = [_HERE if _here(x) else x for x in flat]
-        return [x for x in flat if _here(x)], state, sources
+        flat, self._result_tree = _pytree.tree_flatten(result)
+        self._result_items = [_TENSOR if _is_lazy(x) else x for x in flat]
+        return [x for x in flat if _is_lazy(x)], state, sources
 
-    def _wide(self, params: Any, buffers: Any, inputs: Any) -> list[torch.dtype]:
-        """Dtypes of the placeholders: integers of the module have its own, whatever JAX's 64-bit switch made them."""
+    def _placeholder_dtypes(self, params: Any, buffers: Any, inputs: Any) -> list[torch.dtype]:
+        """Dtypes of the placeholders: the module's integers keep their dtypes, whatever JAX's 64-bit setting is."""
         named = list(zip((*self._params, *self._buffers), (*params, *buffers), strict=True))
         own = [
             TO_TORCH[np.dtype(x.dtype)] if jnp.issubdtype(x.dtype, jnp.inexact) else self._dtypes[name]
@@ -215,57 +220,59 @@ class _Call:
         return [*own, *(_argument_dtype(x) for x in inputs)]
 
     @staticmethod
-    def _parted(values: list[Any], made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _split_results(values: list[Any], made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         return values[: len(made)], values[len(made) :]
 
 
-_HERE = object()
-"""Stands for a tensor among what a module returned."""
+_TENSOR = object()
+"""Marks a tensor in what a module returned."""
 
 
-class _Plan:
-    """The backward part and how JAX's cotangents map to it; equal to any other of the same recording."""
+class _BackwardFunction:
+    """The backward part, and how JAX's cotangents map to its inputs; equal to others of the same trace."""
 
-    def __init__(self, piece: Piece, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]) -> None:
-        self._piece = piece
+    def __init__(
+        self, function: PureFunction, roots: tuple[int, ...], dtypes: tuple[Any, ...], found: tuple[bool, ...]
+    ) -> None:
+        self._function = function
         self._roots = roots
         self._dtypes = dtypes
         self._found = found
 
     def __call__(self, saved: Sequence[Any], cotangents: Sequence[Any], words: Any) -> list[Any]:
         """Gradients, None for those that are zero."""
-        given = [cotangents[place] for place in self._roots]
+        given = [cotangents[index] for index in self._roots]
         with private_api.x64():
             given = [x.astype(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
-            made = iter(self._piece([*saved, *given], words if self._piece.draws else None))
+            made = iter(self._function([*saved, *given], words if self._function.draws else None))
         return [next(made) if found else None for found in self._found]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Plan) and self._identity() == other._identity()
+        return isinstance(other, _BackwardFunction) and self._identity() == other._identity()
 
     def __hash__(self) -> int:
         return hash(self._identity())
 
     def _identity(self) -> Any:
-        piece = self._piece
-        numbers = piece.floats.tobytes(), piece.ints.tobytes(), piece.streams.tobytes()
-        constants = tuple(map(id, piece.constants))
-        return id(piece.program), piece.arguments, constants, numbers, self._roots, self._dtypes, self._found
+        function = self._function
+        numbers = function.floats.tobytes(), function.ints.tobytes(), function.streams.tobytes()
+        constants = tuple(map(id, function.constants))
+        return id(function.program), function.arguments, constants, numbers, self._roots, self._dtypes, self._found
 
 
 def _run(
-    piece: Piece, values: Sequence[Any], words: Any, dtypes: Sequence[torch.dtype], whole: bool = False
+    function: PureFunction, values: Sequence[Any], words: Any, dtypes: Sequence[torch.dtype], whole: bool = False
 ) -> list[Any]:
-    if piece.draws and words is None:
+    if function.draws and words is None:
         raise TypeError("the module draws random numbers; pass a key, fn(params, ..., rng=key), or call module.eval()")
     with private_api.x64():
         wide = [x.astype(TO_NUMPY[dtype]) for x, dtype in zip(values, dtypes, strict=True)]
-        outs = piece(wide, words if piece.draws else None)
+        outs = function(wide, words if function.draws else None)
     return outs if whole else _narrow(outs)
 
 
 def _narrow(values: Sequence[Any]) -> list[Any]:
-    """Values in the dtypes that JAX's 64-bit switch allows."""
+    """Values in the dtypes that JAX's 64-bit setting allows."""
     return [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
 
 
@@ -275,31 +282,31 @@ def _words(rng: jax.Array) -> jax.Array:
 
 
 def _argument_dtype(x: Any) -> torch.dtype:
-    """Where 64-bit types are off an int32 array may well be meant as an index, and torch's are int64."""
+    """int64 for an int32 array if 64-bit types are off: it may be an index, and torch's indices are int64."""
     if x.dtype == np.int32 and not has_64_bits():
         return torch.int64
     return TO_TORCH[np.dtype(x.dtype)]
 
 
-def _here(value: Any) -> bool:
+def _is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
 
 
 def _array(tensor: torch.Tensor) -> jax.Array:
-    return lend(tensor if _here(tensor) else tensor.detach().to(device()))
+    return array_behind(tensor if _is_lazy(tensor) else tensor.detach().to(device()))
 
 
-def _plain(value: Any) -> Any:
-    """Mappings that JAX does not know, such as transformers' outputs, as dicts."""
+def _as_dicts(value: Any) -> Any:
+    """`value` with mappings that JAX does not know, such as the outputs of transformers, as dicts."""
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _as_dicts(item) for name, item in value.items()}
     return value
 
 
-def _require_names(what: str, given: Mapping[str, Any], names: list[str]) -> None:
+def _require_names(kind: str, given: Mapping[str, Any], names: list[str]) -> None:
     if set(given) != set(names):
         missing, extra = sorted(set(names) - set(given)), sorted(set(given) - set(names))
         raise TypeError(
-            f"the {what} of a torch module: expected an array for each of its names; "
+            f"the {kind} of a torch module: expected an array for each of its names; "
             f"missing {missing or 'none'}, not known {extra or 'none'}"
         )

@@ -1,7 +1,7 @@
-"""What torch code records, as functions of arrays, without running it.
+"""Trace torch code as pure functions of arrays, without running it.
 
-Placeholders stand for the arguments.  The trace is then read as one function, or as two: a forward part, and a backward
-part whose inputs are, beside its own, the values of the forward part that it needs.
+Placeholders are the arguments.  The trace is read as one function, or as two: a forward part, and a backward part that
+also takes the values of the forward part that it needs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from xla_amp.lazy.runtime.compile import Key, Program, build, steps
 from xla_amp.lazy.tensors import step_marker, tensor_io
 
 
-class _Argument:
-    """Stands in a buffer for an array to come."""
+class _Placeholder:
+    """The value of a buffer that is an argument."""
 
 
-class _Refusal:
-    """What a recording answers to a flush."""
+class _RaiseOnFlush:
+    """An observer that raises on a flush."""
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         raise EngineError(
@@ -39,11 +39,11 @@ class _Refusal:
         )
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Never called."""
+        """Is never called."""
 
 
 class _Position(NamedTuple):
-    """How far the trace had got."""
+    """A position in the trace."""
 
     code: int
     count: int
@@ -57,12 +57,12 @@ class _Position(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """Part of a recording as a function of arrays."""
+class PureFunction:
+    """A trace, or a part of one, as a function of arrays."""
 
     program: Program
     arguments: tuple[int, ...]
-    """Per parameter of the program: its place among the arguments, or ``~place`` among `constants`."""
+    """Per parameter of the program: its index among the arguments, or ``~index`` among `constants`."""
     constants: tuple[jax.Array, ...]
     floats: np.ndarray[Any, Any]
     ints: np.ndarray[Any, Any]
@@ -72,19 +72,19 @@ class Piece:
     """Whether anything is random."""
 
     def __call__(self, values: Sequence[Any], words: Any = None) -> list[Any]:
-        """The wanted values; `words`, two integers, say from where to draw (64-bit types must be on)."""
-        parameters = [values[place] if place >= 0 else self.constants[~place] for place in self.arguments]
-        # JAX lowers the making of a key after this, with 64-bit types off again: a seed must not need them.
+        """The wanted values; `words` are seed and offset of random draws (64-bit types must be on)."""
+        parameters = [values[index] if index >= 0 else self.constants[~index] for index in self.arguments]
+        # JAX lowers the creation of a key later, when 64-bit types are off again: a seed must not need them.
         small = self.draws and bool(np.all(abs(self.ints) < 2**31))
         integer = np.int32 if small else np.int64
         streams = [_scalar(word, integer) for word in self.streams.reshape(-1)]
         if words is not None:
-            streams = [word + words[place % 2].astype(integer) for place, word in enumerate(streams)]
+            streams = [word + words[index % 2].astype(integer) for index, word in enumerate(streams)]
         ints = _vector([*streams, *(_scalar(value, integer) for value in self.ints)], integer)
         floats = _vector([_scalar(value, np.float64) for value in self.floats], np.float64)
         program = self.program
         outputs = program.nested([], [parameters[index] for index in program.kept], floats, ints)
-        return [outputs[place] if place >= 0 else parameters[~place] for place in program.outputs]
+        return [outputs[index] if index >= 0 else parameters[~index] for index in program.outputs]
 
 
 def _scalar(value: Any, dtype: Any) -> jax.Array:
@@ -92,14 +92,14 @@ def _scalar(value: Any, dtype: Any) -> jax.Array:
 
 
 def _vector(values: Sequence[jax.Array], dtype: Any) -> jax.Array:
-    """Numbers as data of a program.  An array of them would be a constant that transformations must carry along."""
+    """Numbers as data of a program.  A NumPy array would be a constant that transformations carry along."""
     return jax.numpy.stack(values) if values else jax.lax.full((0,), 0, dtype)
 
 
-class Recording:
-    """Context manager: inside, operations are recorded for nobody but the owner of the recording.
+class FunctionTrace:
+    """Context manager: operations inside are recorded and then dropped, unless `whole` or `halves` reads them.
 
-    What was recorded before is run first.  Tensors made inside must not leave it.  One thread records at a time.
+    Earlier operations run first.  Tensors made inside must not be used outside.  Only one thread may record.
 
     Raises:
         EngineError: on a flush inside.
@@ -109,11 +109,11 @@ class Recording:
         self._buffers: list[Buffer] = []
         self._split: _Position | None = None
 
-    def __enter__(self) -> Recording:
-        with jax.ensure_compile_time_eval():  # while JAX traces, what was recorded before is no part of that
+    def __enter__(self) -> FunctionTrace:
+        with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
             execute.flush()
         self._state = generator.state()
-        self._observer, execute.observer = execute.observer, _Refusal()
+        self._observer, execute.observer = execute.observer, _RaiseOnFlush()
         self._paused = step_marker.paused()
         self._paused.__enter__()
         self._limit, trace.limit = trace.limit, sys.maxsize
@@ -135,31 +135,31 @@ class Recording:
             for buffer in trace.parameters:
                 buffer.number = -1
             for buffer in self._buffers:
-                buffer.array = Poisoned("it stood for an argument of torch code called from JAX")  # type: ignore[assignment]
+                buffer.array = Poisoned("it was a placeholder for an argument of torch code called from JAX")  # type: ignore[assignment]
             trace.clear()
             generator.set_state(*self._state)
 
     def argument(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that stands for the next argument."""
-        of = spec(tuple(shape), dtype)
-        tensor = private_api.create_tensor(of.shape, of.dtype)
-        tensor.untyped_storage()._xla_amp = buffer = Buffer(of, array=_Argument())  # type: ignore[arg-type]
+        """A placeholder tensor for the next argument."""
+        value_spec = spec(tuple(shape), dtype)
+        tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+        tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, array=_Placeholder())  # type: ignore[arg-type]
         with trace.lock:
             add_parameter(buffer)
         self._buffers.append(buffer)
         return tensor
 
     def split(self) -> None:
-        """Ends the forward part; arguments made from now on are those of the backward part."""
+        """Ends the forward part; placeholders made after this are arguments of the backward part."""
         self._split = _Position.now()
         self._forward_arguments = len(self._buffers)
 
-    def whole(self, wanted: Sequence[torch.Tensor]) -> Piece:
-        """The recording as a function of the arguments that gives the values of `wanted`."""
+    def whole(self, wanted: Sequence[torch.Tensor]) -> PureFunction:
+        """The trace as a function from the arguments to the values of `wanted`."""
         numbers = _numbers(wanted)
-        return _piece([], list(trace.code), numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
+        return _pure_function([], list(trace.code), numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
 
-    def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[Piece, Piece]:
+    def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[PureFunction, PureFunction]:
         """The two parts.
 
         Args:
@@ -167,19 +167,19 @@ class Recording:
             wanted: results of the backward part.
 
         Returns:
-            A function of the first arguments that gives the results and then what the other needs, and a function of
-            that and of the arguments made after `split`.
+            A function from the first arguments to the results followed by the saved values; and a function from the
+            saved values and the arguments made after `split` to `wanted`.
         """
         numbers = _numbers(wanted)
         at = self._split
         if at is None:
-            raise EngineError("Recording.halves() before split()")
+            raise EngineError("FunctionTrace.halves() before split()")
         saved: dict[int, int] = {}
         for number in (*(n for _, _, inputs in steps(trace.code[at.code :]) for n in inputs), *numbers):
             if 0 <= number < at.count:
                 saved.setdefault(number, len(saved))
         specs = [out for instruction, _, _ in steps(trace.code[: at.code]) for out in instruction.outs]
-        forward = _piece(
+        forward = _pure_function(
             [],
             trace.code[: at.code],
             [*results, *saved],
@@ -198,7 +198,7 @@ class Recording:
         for instruction, draw, inputs in steps(trace.code[at.code :]):
             code += [instruction.id, *draw, *map(renumbered, inputs)]
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
-        backward = _piece(
+        backward = _pure_function(
             before,
             code,
             [renumbered(number) for number in numbers],
@@ -210,7 +210,7 @@ class Recording:
         return forward, backward
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Numbers that the present values of tensors have in the trace."""
+        """Numbers of the tensors' current values in the trace."""
         return _numbers(tensors)
 
 
@@ -219,7 +219,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor_io.read(tensor)[0] for tensor in tensors]
 
 
-def _piece(
+def _pure_function(
     before: Sequence[Buffer],
     code: Sequence[int],
     wanted: Sequence[int],
@@ -227,17 +227,17 @@ def _piece(
     floats: Sequence[float],
     ints: Sequence[int],
     arguments: Sequence[Buffer],
-) -> Piece:
+) -> PureFunction:
     full = (*(buffer.spec.parameter.id for buffer in before), *code)
-    place = {id(buffer): index for index, buffer in enumerate((*before, *arguments))}
-    places: list[int] = []
+    index = {id(buffer): index for index, buffer in enumerate((*before, *arguments))}
+    indices: list[int] = []
     constants: list[Any] = []
     for buffer in (*before, *parameters):
-        found = place.get(id(buffer))
+        found = index.get(id(buffer))
         if found is None:
             found = ~len(constants)
             constants.append(buffer.array)
-        places.append(found)
+        indices.append(found)
     streams = np.array(trace.streams or [generator.stream()], np.int64)
     program = _program(
         full,
@@ -247,9 +247,9 @@ def _piece(
         len(ints),
         len(streams),
     )
-    return Piece(
+    return PureFunction(
         program=program,
-        arguments=tuple(places),
+        arguments=tuple(indices),
         constants=tuple(constants),
         floats=np.array(floats, np.float64),
         ints=np.array(ints, np.int64),

@@ -1,4 +1,4 @@
-"""`torch_function`: a JAX function inside a torch step, recorded with it and differentiated by JAX."""
+"""`torch_function`: call a JAX function inside a torch step; it is recorded with the step and differentiated by JAX."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base
-from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lazy.graph.trace import Instruction
-from xla_amp.lazy.interop import jax_op, shared_arrays
+from xla_amp.errors import UnsupportedDtypeError
+from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
+from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
+from xla_amp.lazy.interop.arrays import tensor_over
+from xla_amp.lazy.runtime.execute import flush_if_full
+from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device
 
 
 def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a JAX function callable on lazy tensors: differentiable, any number of times, and in the step's program.
+    """Makes a JAX function callable on lazy tensors, as a part of the step's program; derivatives of any order.
 
-    Each new combination of shapes, dtypes and other arguments is traced once.  Tensors become arrays of their dtype
-    (64-bit ones as JAX is set to treat them), Python floats become data, everything else stays as it is and must be
-    hashable.  jax.Arrays among the arguments are inputs too; those that `fn` closes over are constants.
+    `fn` is traced once per combination of shapes, dtypes and other arguments.  Tensors become arrays of their dtype
+    (64-bit ones according to JAX's setting), Python floats become data, and other arguments must be hashable.
+    jax.Arrays among the arguments are inputs too; those that `fn` closes over are constants.
 
-    torch's autocast does not reach into `fn`: use ``torch_function(xla_amp.jax.autocast(fn))``.
+    torch's autocast does not apply inside `fn`: use ``torch_function(xla_amp.jax.autocast(fn))``.
 
     Args:
         fn: function of pytrees that returns a pytree of arrays.
@@ -36,7 +39,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
         A function that takes tensors where `fn` takes arrays, and returns tensors of the lazy device.
 
     Raises:
-        TypeError: an argument cannot be hashed, or a result is no array.
+        TypeError: an argument cannot be hashed, or a result is not an array.
 
     Example:
         >>> import jax, torch, xla_amp
@@ -60,7 +63,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
         kinds: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, jax.Array):
-                leaf = shared_arrays.adopt(leaf)
+                leaf = tensor_over(leaf)
             if isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
                 kinds.append(_TENSOR)
@@ -71,7 +74,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
                 kinds.append((type(leaf), leaf))
         recording = torch.is_grad_enabled()
         wanted = tuple(
-            place for place, x in enumerate(tensors) if recording and x.requires_grad and x.is_floating_point()
+            index for index, x in enumerate(tensors) if recording and x.requires_grad and x.is_floating_point()
         )
         signature = tuple((tuple(x.shape), x.dtype) for x in tensors)
         key = tree, tuple(kinds), signature, wanted, has_64_bits()
@@ -80,8 +83,8 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError as error:
             raise TypeError(f"{_name(fn)}: arguments beside tensors and floats must be hashable: {error}") from None
         if found is None:
-            found = traced[key] = _Traced.of(fn, tree, kinds, tensors, len(numbers), wanted)
-        tensors = [x if x.device.type == DEVICE_TYPE or x.dim() == 0 else _elsewhere(fn, x) for x in tensors]
+            found = traced[key] = _Traced.trace(fn, tree, kinds, tensors, len(numbers), wanted)
+        tensors = [x if x.device.type == DEVICE_TYPE or x.dim() == 0 else _raise_wrong_device(fn, x) for x in tensors]
         recorded = _Call.apply if wanted else _without_gradients
         results = recorded(found, numbers, *tensors)
         return jax.tree.unflatten(found.tree, results)
@@ -90,7 +93,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_64_bits() -> bool:
-    """Whether JAX makes 64-bit arrays where the caller is."""
+    """Whether JAX makes 64-bit arrays in the current context."""
     return bool(jax.dtypes.canonicalize_dtype(np.int64) == np.int64)
 
 
@@ -101,7 +104,7 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _elsewhere(fn: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _raise_wrong_device(fn: Any, tensor: torch.Tensor) -> torch.Tensor:
     raise TypeError(
         f"torch_function({_name(fn)}) takes tensors of the lazy device, got one of shape {list(tensor.shape)} on "
         f"{tensor.device}; move it with tensor.to(xla_amp.xla_device())"
@@ -110,21 +113,21 @@ def _elsewhere(fn: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Traced:
-    """A JAX function for one signature, as instructions."""
+    """A JAX function traced for one signature, as instructions."""
 
     forward: Instruction
-    """Tensors and numbers to results, and then to what the backward pass needs."""
+    """From tensors and numbers to results, followed by the residuals of the backward pass."""
     backward: Instruction | None
-    """That and the cotangents of `floating` results to the gradients of `wanted` tensors."""
+    """From residuals and cotangents of the `floating` results to gradients of the `wanted` tensors."""
     tree: Any
     results: int
     floating: tuple[int, ...]
     wanted: tuple[int, ...]
     again: Callable[..., Any] | None
-    """``again(tensors, numbers, cotangents)``: the gradients, to be differentiated in turn."""
+    """``again(tensors, numbers, cotangents)``: gradients that can be differentiated again."""
 
     @classmethod
-    def of(
+    def trace(
         cls,
         fn: Callable[..., Any],
         tree: Any,
@@ -144,17 +147,17 @@ class _Traced:
             return [jnp.asarray(out) for out in outs]
 
         def pullback(values: Sequence[Any], floats: Sequence[Any]) -> tuple[list[Any], Any]:
-            """All results, and JAX's function from cotangents of the floating ones to gradients of `wanted`."""
+            """All results, and the function from cotangents of the floating ones to gradients of `wanted`."""
 
             def chosen(differentiated: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 filled = list(values)
-                for place, value in zip(wanted, differentiated, strict=True):
-                    filled[place] = value
+                for index, value in zip(wanted, differentiated, strict=True):
+                    filled[index] = value
                 outs = flat(filled, floats)
                 seen["floating"] = tuple(i for i, out in enumerate(outs) if jnp.issubdtype(out.dtype, jnp.inexact))
                 return [outs[i] for i in seen["floating"]], outs
 
-            _, vjp, outs = jax.vjp(chosen, [values[place] for place in wanted], has_aux=True)
+            _, vjp, outs = jax.vjp(chosen, [values[index] for index in wanted], has_aux=True)
             return outs, vjp
 
         def forward(values: Sequence[Any], floats: Sequence[Any]) -> list[Any]:
@@ -170,11 +173,13 @@ class _Traced:
 
         structs = [_struct(x) for x in tensors]
         float_struct = jax.ShapeDtypeStruct((), jnp.result_type(float), weak_type=True)
-        ahead = jax.make_jaxpr(forward)(structs, [float_struct] * numbers)
+        forward_jaxpr = jax.make_jaxpr(forward)(structs, [float_struct] * numbers)
         name = _name(fn)
-        run = jax_op.instruction(name, _evaluator(ahead, len(structs)), ahead.out_avals, len(structs), numbers)
+        run = _instruction(
+            name, _evaluator(forward_jaxpr, len(structs)), forward_jaxpr.out_avals, len(structs), numbers
+        )
         if not wanted:
-            count = len(ahead.out_avals)
+            count = len(forward_jaxpr.out_avals)
             return cls(forward=run, backward=None, tree=seen["tree"], results=count, floating=(), wanted=(), again=None)
 
         def backward(saved: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
@@ -184,14 +189,16 @@ class _Traced:
             ]
             return list(jax.tree.unflatten(seen["vjp"], kept)(list(cotangents))[0])
 
-        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ahead.out_avals]
-        cotangents = [avals[place] for place in seen["floating"]]
+        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in forward_jaxpr.out_avals]
+        cotangents = [avals[index] for index in seen["floating"]]
         saved = avals[seen["results"] :]
-        back = jax.make_jaxpr(backward)(saved, cotangents)
+        backward_jaxpr = jax.make_jaxpr(backward)(saved, cotangents)
         count = len(saved) + len(cotangents)
         return cls(
             forward=run,
-            backward=jax_op.instruction(f"{name} (backward)", _evaluator(back, count), back.out_avals, count),
+            backward=_instruction(
+                f"{name} (backward)", _evaluator(backward_jaxpr, count), backward_jaxpr.out_avals, count
+            ),
             tree=seen["tree"],
             results=seen["results"],
             floating=seen["floating"],
@@ -217,7 +224,7 @@ def _packed(value: Any) -> Any:
 
 
 def _evaluator(closed: Any, arrays: int) -> Callable[..., Sequence[Any]]:
-    """A traced function as an instruction calls it: arrays and numbers in the types that it was traced for."""
+    """A traced function that first converts arrays and numbers to the dtypes that it was traced for."""
     dtypes = [np.dtype(aval.dtype) for aval in closed.in_avals]
 
     def evaluate(values: Sequence[Any], floats: Sequence[Any] = ()) -> Sequence[Any]:
@@ -230,20 +237,60 @@ def _evaluator(closed: Any, arrays: int) -> Callable[..., Sequence[Any]]:
     return evaluate
 
 
+def _instruction(
+    name: str, function: Callable[..., Sequence[Any]], results: Sequence[Any], inputs: int, floats: int = 0
+) -> Instruction:
+    """An instruction that runs a JAX function.
+
+    Args:
+        name: for errors.
+        function: ``function(arrays, numbers)``, called when a program is built; gives one array per result.
+        results: a `jax.ShapeDtypeStruct` for each result.
+        inputs: how many tensors it takes.
+        floats: how many Python numbers it takes as data, each a 0-d float64.
+
+    Raises:
+        UnsupportedDtypeError: torch has no counterpart of a result's dtype.
+    """
+    outs = []
+    for result in results:
+        dtype = TO_TORCH.get(result.dtype) if isinstance(result.dtype, np.dtype) else None
+        if dtype is None:
+            raise UnsupportedDtypeError(
+                f"{name}: a value of dtype {result.dtype} has no counterpart in torch; convert it inside the function"
+            )
+        outs.append(spec(tuple(result.shape), dtype))
+
+    def emit(context: Any, inputs: Any, floats: Any, *_: Any) -> Sequence[Any]:
+        return function(inputs, floats)
+
+    return Instruction(name, emit, tuple(outs), inputs, floats)
+
+
+def _append(run: Instruction, tensors: Sequence[torch.Tensor], floats: Sequence[float] = ()) -> list[torch.Tensor]:
+    """Records an instruction on these tensors and numbers; returns a new tensor for each result."""
+    with trace.lock:
+        flush_if_full()
+        numbers, _ = tensor_io.operands(tensors)
+        trace.floats.extend(floats)
+        first = record(run, *numbers)
+        return [tensor_io.new_tensor(out, first + index) for index, out in enumerate(run.outs) if out is not None]
+
+
 def _without_gradients(traced: _Traced, numbers: Sequence[float], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    return jax_op.append(traced.forward, tensors, numbers)
+    return _append(traced.forward, tensors, numbers)
 
 
 class _Call(torch.autograd.Function):
-    """One call of a traced function, as autograd sees it."""
+    """One call of a traced function, for autograd."""
 
     @staticmethod
     def forward(ctx: Any, traced: _Traced, numbers: Sequence[float], *tensors: torch.Tensor) -> Any:
-        made = jax_op.append(traced.forward, tensors, numbers)
-        results = made[: traced.results]
+        outputs = _append(traced.forward, tensors, numbers)
+        results = outputs[: traced.results]
         ctx.traced, ctx.numbers, ctx.inputs = traced, numbers, len(tensors)
-        ctx.save_for_backward(*tensors, *made[traced.results :])
-        ctx.mark_non_differentiable(*(x for place, x in enumerate(results) if place not in traced.floating))
+        ctx.save_for_backward(*tensors, *outputs[traced.results :])
+        ctx.mark_non_differentiable(*(x for index, x in enumerate(results) if index not in traced.floating))
         return tuple(results)
 
     @staticmethod
@@ -251,12 +298,12 @@ class _Call(torch.autograd.Function):
         traced: _Traced = ctx.traced
         saved = ctx.saved_tensors
         tensors, kept = saved[: ctx.inputs], saved[ctx.inputs :]
-        cotangents = [grads[place] for place in traced.floating]
+        cotangents = [grads[index] for index in traced.floating]
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated
-            made = traced.again(list(tensors), list(ctx.numbers), cotangents)  # type: ignore[misc]
+            outputs = traced.again(list(tensors), list(ctx.numbers), cotangents)  # type: ignore[misc]
         else:
-            made = jax_op.append(traced.backward, [*kept, *cotangents])  # type: ignore[arg-type]
+            outputs = _append(traced.backward, [*kept, *cotangents])  # type: ignore[arg-type]
         gradients: list[Any] = [None] * len(tensors)
-        for place, gradient in zip(traced.wanted, made, strict=True):
-            gradients[place] = gradient
+        for index, gradient in zip(traced.wanted, outputs, strict=True):
+            gradients[index] = gradient
         return None, None, *gradients

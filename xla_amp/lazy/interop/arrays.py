@@ -1,0 +1,147 @@
+"""Exchange arrays with JAX and other torch devices without a copy.
+
+A step donates dead arrays to its program, which writes results into their memory.  It donates only arrays that nothing
+but a lazy tensor references.  The caller of `to_jax` holds such a reference.  Memory of an array from outside may be
+reachable in other ways (shards, views), so such an array is never donated.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import torch
+
+from xla_amp.backends import base
+from xla_amp.errors import DeviceError, UnsupportedDtypeError
+from xla_amp.lazy import private_api, to_device
+from xla_amp.lazy.dtypes import TO_TORCH
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import spec
+from xla_amp.lazy.runtime import mesh, pjrt
+from xla_amp.lazy.tensors import dlpack, tensor_io
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration.device import device
+
+
+def to_jax(tensor: torch.Tensor) -> jax.Array:
+    """The array that holds a lazy tensor's value now, without a copy.
+
+    Recorded operations are dispatched first, without waiting for them.  A step never overwrites the array while there
+    is a reference to it: the tensor gets another array.  (Hold the array itself, not only a shard of it.)  A tensor
+    that is a view of a part of its buffer gets a copy.  64-bit dtypes are kept, also if JAX has them switched off.
+
+    Args:
+        tensor: on the lazy device, or on torch_xla's, which is waited for; gradients do not flow through.
+
+    Raises:
+        DeviceError: a tensor of another device.
+        EngineError: torch_xla's platform shares no memory with JAX.
+
+    Example:
+        >>> import torch, xla_amp
+        >>> to_jax(torch.ones(2, device=xla_amp.xla_device())) + 1
+        Array([2., 2.], dtype=float32)
+    """
+    if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
+        from xla_amp.backends.torch_xla import dlpack
+
+        return dlpack.to_jax(tensor)
+    return array_behind(tensor)
+
+
+def from_jax(array: jax.Array) -> torch.Tensor:
+    """A tensor over a JAX array, without a copy: on the lazy device, or on torch_xla's if that engine is in use.
+
+    The array stays valid and unchanged: writing to the tensor gives the tensor another array.  Do not donate the array
+    to a JAX program while the tensor needs it.
+
+    Args:
+        array: on the device that the tensors live on.  Weakly typed arrays (made of Python numbers) are copied.
+
+    Raises:
+        DeviceError: the array is on another device, or was donated.
+        UnsupportedDtypeError: torch has no such dtype.
+        TypeError: not a concrete array.
+        EngineError: torch_xla's platform shares no memory with JAX.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from_jax(jnp.arange(3.0)).sum().item()
+        3.0
+    """
+    if base.select().DEVICE_TYPE != DEVICE_TYPE:
+        from xla_amp.backends.torch_xla import dlpack
+
+        return dlpack.from_jax(array)
+    device()
+    return tensor_over(array)
+
+
+def from_torch(tensor: torch.Tensor) -> torch.Tensor:
+    """A lazy tensor over the memory of a tensor of another torch device.
+
+    A CUDA tensor is shared if the lazy device is the same GPU; a CPU tensor if the lazy device is the CPU (XLA copies
+    memory that is not aligned to 64 bytes).  Other tensors are copied, as by ``tensor.to(device)``.
+    Do not write to the original while the lazy tensor needs its value.
+
+    Raises:
+        DeviceError: a tensor without memory (``meta``).
+        EngineError: the process uses torch_xla.
+    """
+    base.require_lazy("from_torch()", "tensor.to(xla_amp.xla_device())")
+    device()
+    if tensor.device.type == DEVICE_TYPE:
+        return tensor
+    if tensor.device.type == "meta":
+        raise DeviceError("from_torch() expects a tensor that has values, got one on meta")
+    if not dlpack.beside(tensor):
+        return to_device(tensor.cpu())
+    result = tensor_over(dlpack.from_memory(tensor))
+    return result.requires_grad_() if tensor.requires_grad and tensor.is_leaf else result
+
+
+def array_behind(tensor: torch.Tensor) -> jax.Array:
+    """The array of a lazy tensor, without a copy if the tensor is its whole buffer; runs the recorded operations.
+
+    Raises:
+        DeviceError: a tensor of another device.
+    """
+    if tensor.device.type != tensor_io.DEVICE_TYPE:
+        raise DeviceError(
+            f"expected a tensor of the lazy device, got one on {tensor.device}: move it with "
+            "tensor.to(xla_amp.xla_device()), or without a copy with xla_amp.jax.from_torch(tensor)"
+        )
+    return tensor_io.array_of(tensor.detach())
+
+
+def tensor_over(array: jax.Array) -> torch.Tensor:
+    """A lazy tensor over an array, without a copy.
+
+    Raises:
+        DeviceError: the array lives on another JAX device, or was donated.
+        UnsupportedDtypeError: torch has no such dtype.
+        TypeError: not an array, or a tracer.
+    """
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        hint = "; inside a JAX function call torch code through xla_amp.jax.functional(module)"
+        traced = isinstance(array, jax.core.Tracer)
+        raise TypeError(f"expected a concrete jax.Array, got {type(array).__name__}{hint if traced else ''}")
+    dtype = TO_TORCH.get(array.dtype) if isinstance(array.dtype, np.dtype) else None
+    if dtype is None:
+        raise UnsupportedDtypeError(f"a jax.Array of dtype {array.dtype} has no counterpart in torch")
+    if array.is_deleted():
+        raise DeviceError(f"the jax.Array {array.dtype}{list(array.shape)} was donated to a JAX program and is gone")
+    if mesh.active is None and array.sharding.device_set != {pjrt.jax_device()}:
+        devices = ", ".join(sorted(map(str, array.sharding.device_set)))
+        raise DeviceError(
+            f"the jax.Array lives on {devices}, lazy tensors live on {pjrt.jax_device()}: move it with "
+            "jax.device_put(array, device)"
+        )
+    if array.weak_type:  # its dtype yields in promotion, a tensor's does not
+        with private_api.x64():
+            array = jax.lax.convert_element_type(array, array.dtype)
+    value_spec = spec(tuple(array.shape), dtype)
+    tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
+    tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, array=array)
+    buffer.external = array
+    return tensor
