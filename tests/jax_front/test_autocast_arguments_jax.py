@@ -66,11 +66,3 @@ def test_an_object_of_a_class_and_a_method_can_be_wrapped():
 
     assert autocast(Model())(jnp.ones((2, 2))).dtype == jnp.float32
     assert Model().method(jnp.ones((2, 2))).dtype == jnp.float32
-
-
-def test_the_package_names_what_it_has():
-    import xla_amp.jax
-
-    assert "autocast" in dir(xla_amp.jax)
-    with pytest.raises(AttributeError, match=r"autocasts.*public names: .*autocast"):
-        _ = xla_amp.jax.autocasts

@@ -1,23 +1,42 @@
 """Mixed precision for JAX functions, optimizers and training steps.
 
-Names are loaded when they are first used; importing this package loads no JAX.
+Names are loaded on first use; importing this package loads neither jax nor torch.
 """
 
+from __future__ import annotations
+
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
+    from xla_amp.jax.api import autocast as autocast
+    from xla_amp.jax.loss_scale import LossScale as LossScale
+    from xla_amp.jax.loss_scale import ScaledGradients as ScaledGradients
+    from xla_amp.jax.loss_scale import all_finite as all_finite
+    from xla_amp.jax.loss_scale import select as select
+    from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
+    from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
+    from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
+    from xla_amp.lazy.interop.arrays import from_jax as from_jax
+    from xla_amp.lazy.interop.arrays import from_torch as from_torch
+    from xla_amp.lazy.interop.arrays import to_jax as to_jax
+    from xla_amp.lazy.interop.functional import TorchFunction as TorchFunction
+    from xla_amp.lazy.interop.functional import functional as functional
+    from xla_amp.lazy.interop.torch_function import torch_function as torch_function
 
 _PUBLIC = {
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
-    "SkipNonfiniteState": "xla_amp.jax.skip_nonfinite",
+    "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
     "TorchFunction": "xla_amp.lazy.interop.functional",
     "all_finite": "xla_amp.jax.loss_scale",
-    "autocast": "xla_amp.jax.autocast",
+    "autocast": "xla_amp.jax.api",
     "from_jax": "xla_amp.lazy.interop.arrays",
     "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",
     "select": "xla_amp.jax.loss_scale",
-    "skip_nonfinite": "xla_amp.jax.skip_nonfinite",
+    "skip_nonfinite": "xla_amp.jax.optax_wrapper",
     "to_jax": "xla_amp.lazy.interop.arrays",
     "torch_function": "xla_amp.lazy.interop.torch_function",
     "value_and_grad": "xla_amp.jax.loss_scale",
@@ -26,13 +45,14 @@ _PUBLIC = {
 
 __all__ = sorted(_PUBLIC)
 
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'xla_amp.jax' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'xla_amp.jax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,14 +1,17 @@
-"""What is private of JAX, or differs between its versions: everything else uses public names only."""
+"""Access to JAX's private API and to what differs between JAX versions; no other module uses private names."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import core, source_info_util
+from jax._src import api_util, core, source_info_util
 from jax._src import linear_util as lu
+from jax._src.interpreters import ad as private_ad
+from jax._src.interpreters import partial_eval as pe
+from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined, unused-ignore]
 from jax.extend import core as extended
 from jax.interpreters import ad, partial_eval
 
@@ -18,8 +21,8 @@ ClosedJaxpr = extended.ClosedJaxpr
 Jaxpr = extended.Jaxpr
 set_current_trace = core.set_current_trace
 
-REGION = "xla_amp_region"
-"""Name scope of what a region inside a function has decided already."""
+REGION_SCOPE = "xla_amp_region"
+"""Name scope of primitives that an inner region has already decided."""
 
 
 def typeof(value: Any) -> Any:
@@ -28,7 +31,7 @@ def typeof(value: Any) -> Any:
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_info: Any = None) -> ClosedJaxpr:
-    """`function`, flat arrays to flat arrays, as a jaxpr for arguments of these types."""
+    """Traces `function`, flat arrays to flat arrays, to a jaxpr for arguments of these types."""
     if debug_info is None:
         debug_info = core.DebugInfo("xla_amp", getattr(function, "__name__", "function"), None, None)
     else:
@@ -38,16 +41,12 @@ def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_in
 
 
 def debug_info(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What JAX tells in errors about a function that is traced."""
-    from jax._src import api_util
-
-    return api_util.debug_info("xla_amp.jax.autocast", function, args, kwargs)
+    """Names of a traced function and its arguments, for JAX's errors."""
+    return api_util.debug_info("autocast", function, args, kwargs)
 
 
 def without_constants(closed: ClosedJaxpr) -> Jaxpr:
     """The jaxpr with its constants as leading arguments."""
-    from jax._src.interpreters import partial_eval as pe
-
     return pe.convert_constvars_jaxpr(closed.jaxpr)
 
 
@@ -62,7 +61,7 @@ def slice_aval(aval: Any, length: int) -> Any:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants a ``scan`` equation has, and how many values it carries; the arrays of steps follow them."""
+    """The numbers of constants and of carried values of a ``scan`` equation, its first operands."""
     if "ft_in" in params:  # JAX 0.11
         constants, carried, _ = params["ft_in"].unpack()
         return len(constants), len(carried)
@@ -70,7 +69,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def scan_params(params: dict[str, Any], body: ClosedJaxpr, constants: int) -> dict[str, Any]:
-    """The parameters of a ``scan`` equation with another body, which takes `constants` constants."""
+    """The parameters of a ``scan`` equation with another body, which has `constants` constants."""
     if "ft_in" not in params:
         return {**params, "jaxpr": body, "num_consts": constants}
     from jax._src import flattree  # type: ignore[attr-defined, unused-ignore]  # JAX 0.11
@@ -80,36 +79,36 @@ def scan_params(params: dict[str, Any], body: ClosedJaxpr, constants: int) -> di
 
 
 @contextlib.contextmanager
-def equation(eqn: Any) -> Any:
-    """Inside, what is bound has the name scopes, source line and context of `eqn`."""
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Gives primitives bound inside the name scopes, source line and context of `eqn`."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
         yield
 
 
-def scopes(eqn: Any) -> tuple[Any, ...]:
+def name_stack(eqn: Any) -> tuple[Any, ...]:
     """Name scopes and transformations around an equation, outermost first."""
-    return eqn.source_info.name_stack.stack
+    return tuple(eqn.source_info.name_stack.stack)
 
 
-def is_region(scope: Any) -> bool:
-    """Whether a name scope marks what an inner region has decided."""
-    return bool(scope.name == REGION)
+def is_region_scope(scope: Any) -> bool:
+    """Whether a name scope marks primitives that an inner region has decided."""
+    return bool(scope.name == REGION_SCOPE)
 
 
-def is_transpose(scope: Any) -> bool:
-    """Whether a name scope says that this is part of a backward pass."""
+def is_transpose_scope(scope: Any) -> bool:
+    """Whether a name scope marks part of a backward pass."""
     return isinstance(scope, source_info_util.Transform) and scope.name == "transpose"
 
 
-def depth() -> int:
-    """Number of name scopes and transformations that are open."""
+def name_stack_depth() -> int:
+    """Number of open name scopes and transformations."""
     return len(source_info_util.current_name_stack())
 
 
-def differentiates(depth: int) -> bool:
-    """Whether a derivative is being taken that was asked for inside the first `depth` scopes."""
+def is_differentiating(depth: int) -> bool:
+    """Whether a transformation opened after the first `depth` scopes differentiates."""
     stack = source_info_util.current_name_stack().stack
     return len(stack) > depth and any(
         isinstance(scope, source_info_util.Transform) and scope.name in ("jvp", "transpose") for scope in stack[depth:]
@@ -117,7 +116,7 @@ def differentiates(depth: int) -> bool:
 
 
 def location(eqn: Any | None) -> str:
-    """The user's ``file:line`` of an equation, or of what runs now."""
+    """The user's ``file:line`` of an equation, or of the running code if `eqn` is None."""
     source = source_info_util.current() if eqn is None else eqn.source_info
     frame = source_info_util.user_frame(source.traceback)
     return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
@@ -128,54 +127,54 @@ def current_trace() -> Any:
     return core.trace_ctx.trace
 
 
-def is_running(trace: Any) -> bool:
-    """Whether `trace` computes at once and writes no program."""
+def is_eager(trace: Any) -> bool:
+    """Whether `trace` evaluates primitives immediately."""
     return isinstance(trace, core.EvalTrace)
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether `value` is an array and not a tracer."""
+    """Whether `value` is not a tracer."""
     return not isinstance(value, core.Tracer)
 
 
-def fun(function: Callable[..., Any], like: Any) -> Any:
-    """`function` as JAX passes functions of custom derivatives on, with the names of `like`."""
+def wrap_function(function: Callable[..., Any], like: Any) -> Any:
+    """`function` as the ``WrappedFun`` that custom derivatives take, with the debug info of `like`."""
     return lu.wrap_init(function, debug_info=like.debug_info)
 
 
-def evaluate(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr as it is."""
+def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a jaxpr without autocast."""
     return list(core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
 
 
 def def_linearization(primitive: Any, rule: Callable[..., tuple[Any, Any, Any, Callable[..., Any]]]) -> None:
-    """Says how `primitive` is linearized.
+    """Registers the linearization rule of `primitive`.
 
     Args:
         primitive: with one result.
-        rule: ``rule(is_vjp, nonzero, *primals, **params)`` gives the result, whether its tangent is nonzero, residuals,
-            and a function from residuals and tangents to the result's tangent.
+        rule: ``rule(is_vjp, nonzero, *primals, **params)`` returns the result, whether its tangent is nonzero,
+            residuals, and a function from residuals and tangents to the result's tangent.
     """
-    from jax._src.interpreters import ad as private
 
     def structured(*args: Any, **params: Any) -> tuple[Any, Any, Any, None, Callable[..., Any]]:
         out, nonzero, residuals, linear = rule(*args, **params)
         return out, nonzero, residuals, None, lambda residuals, _, *tangents: linear(residuals, *tangents)
 
     # Since 0.11.1 rules return structured residuals too.
-    private.primitive_linearizations[primitive] = structured if jax.__version_info__ >= (0, 11, 1) else rule
+    private_ad.primitive_linearizations[primitive] = structured if jax.__version_info__ >= (0, 11, 1) else rule
 
 
 def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Binds with the parameters of an equation; always a list."""
+    """Binds a primitive with the parameters of an equation; returns a list also for a single result."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(out) if primitive.multiple_results else [out]
 
 
 def custom_jvp_rule(params: dict[str, Any], primitive: Any) -> Callable[..., Sequence[Any]]:
-    """The rule of a ``custom_jvp`` equation: primals and tangents in, results and their tangents out."""
+    """The rule of a ``custom_jvp`` equation: primals and tangents to results and their tangents."""
     _, rule = primitive.get_bind_params(params)["subfuns"]
-    return rule.call_wrapped
+    function: Callable[..., Sequence[Any]] = rule.call_wrapped
+    return function
 
 
 def custom_vjp_rules(
@@ -185,24 +184,25 @@ def custom_vjp_rules(
 
     Returns:
         The forward rule (values, each followed by whether it is differentiated, to residuals and results), the backward
-        rule (residuals and cotangents to cotangents), and what gives the number of residuals that the forward rule
-        returns and, for each residual, the argument that it is, or None.
+        rule (residuals and cotangents to cotangents), and a function that returns the number of residuals that the
+        forward rule returns and, for each residual, the index of the argument that it is, or None.  Call it after the
+        forward rule.
     """
     _, forward, backward = primitive.get_bind_params(params)["subfuns"]
 
-    def residuals() -> tuple[int, list[int | None]]:
+    def residual_layout() -> tuple[int, list[int | None]]:
         _, tree, forwarded = params["out_trees"]()
         return tree.num_leaves - sum(index is not None for index in forwarded), forwarded
 
-    return forward.call_wrapped, BackwardRule(backward), residuals
+    return forward.call_wrapped, BackwardRule(backward), residual_layout
 
 
 _LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
-"""Whether backward rules of ``custom_vjp`` return a dict of what they log beside the cotangents: JAX 0.11.2."""
+"""Whether backward rules of ``custom_vjp`` also return a dict of logged values: JAX 0.11.2."""
 
 
 class BackwardRule:
-    """A flat backward rule of ``custom_vjp`` as a function to a list: the cotangents, then what is logged.
+    """A flat backward rule of ``custom_vjp`` as a function that returns a list: cotangents, then logged values.
 
     Args:
         rule: as JAX passes it.
@@ -218,18 +218,18 @@ class BackwardRule:
         return [*cotangents, *logged]
 
     def split(self, outs: Sequence[Any]) -> tuple[list[Any], dict[str, Any] | None]:
-        """Cotangents, and the dict of what is logged, of a list such as the last call gave."""
+        """Splits a list like the last call's result into cotangents and the dict of logged values."""
         count = len(outs) - self._logs.num_leaves
         return list(outs[:count]), jax.tree.unflatten(self._logs, outs[count:])
 
 
-def rule_returns(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:
-    """What a flat backward rule of ``custom_vjp`` returns."""
+def backward_result(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:
+    """The result of a flat backward rule of ``custom_vjp``."""
     return (cotangents, logs) if _LOGS else cotangents
 
 
 def defvjp(function: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, Any]]) -> None:
-    """``function.defvjp`` with a backward rule that returns cotangents and what is logged."""
+    """``function.defvjp`` with a backward rule that returns cotangents and logged values."""
     if _LOGS:
         function.defvjp_with_logs(forward, backward)
     else:
@@ -237,19 +237,17 @@ def defvjp(function: Any, forward: Callable[..., Any], backward: Callable[..., t
 
 
 def is_zero(cotangent: Any) -> bool:
-    """Whether a rule returned JAX's symbolic zero."""
+    """Whether `cotangent` is JAX's symbolic zero."""
     return isinstance(cotangent, ad.Zero) or type(cotangent).__name__ in ("Zero", "SymbolicZero")
 
 
-def per_operand() -> dict[str, Any]:
-    """Parameters of ``jit`` that have an entry for each operand, and the entry of an operand that is added."""
-    from jax._src.sharding_impls import UNSPECIFIED
-
+def per_operand_params() -> dict[str, Any]:
+    """Parameters of ``jit`` with an entry for each operand -> the entry of an added operand."""
     return {"donated_invars": False, "in_layouts": None, "in_shardings": UNSPECIFIED}
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """The programs among the parameters of an equation."""
+    """The jaxprs among the parameters of an equation."""
     found = []
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -260,7 +258,7 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     return found
 
 
-def typeof_tangent(aval: Any) -> Any:
+def tangent_aval(aval: Any) -> Any:
     """Type of a tangent of a value of type `aval`."""
     return aval.to_tangent_aval()
 

@@ -1,4 +1,4 @@
-"""What a region asks for, and the decision for a primitive."""
+"""Settings of an autocast region, and the policy's decision for a primitive."""
 
 from __future__ import annotations
 
@@ -14,63 +14,63 @@ from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
-from xla_amp.jax.primitives import TREATMENTS, Treatment
+from xla_amp.jax.primitives import PRIMITIVES, PrimitiveInfo
 from xla_amp.policy import Decision, Policy, PolicyLike
 from xla_amp.types import LOW_DTYPES
 
 Carry: TypeAlias = Literal["keep", "low"]
 
-_FLOATS = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
+_CASTABLE = frozenset(jnp.dtype(name) for name in ("float32", *LOW_DTYPES))
 """The dtypes that a cast may change: float64, complex, integers and 8-bit floats stay as they are."""
 
 F32 = jnp.dtype(jnp.float32)
 
 
 def dtype_of(value: Any) -> Any:
-    """dtype of an array, tracer or scalar; None for what has none."""
+    """dtype of an array, tracer, scalar or aval; None if it has none."""
     return getattr(value, "dtype", None)
 
 
-def is_float(dtype: Any) -> bool:
-    """Whether casts apply to this dtype."""
-    return dtype in _FLOATS
+def is_castable(dtype: Any) -> bool:
+    """Whether autocast changes this dtype."""
+    return dtype in _CASTABLE
 
 
 @functools.lru_cache(maxsize=8192)
-def decide(policy: Policy, primitive: str) -> tuple[Decision, Treatment | None]:
-    """The rule for a primitive: that of its ATen name, or of its own name where ATen has none."""
+def decide(policy: Policy, primitive: str) -> tuple[Decision, PrimitiveInfo | None]:
+    """The policy's decision for a primitive, by its ATen name, or by its own name if it has no ATen counterpart."""
     operation = policies.equivalent("jaxpr", primitive)
     decision = policy.decide(operation or primitive)
-    return decision, TREATMENTS.get(primitive)
+    return decision, PRIMITIVES.get(primitive)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What one region asks for; hashable, so it can be a key."""
+class Settings:
+    """Resolved arguments of one `autocast`; hashable, for use in cache keys."""
 
     policy: Policy
     low: Any
     """The low dtype, a NumPy dtype."""
     carry: Carry = "keep"
 
-    def now(self) -> Policy:
+    def current_policy(self) -> Policy:
         """The policy with the overrides that are open on this thread."""
         return policies.overridden(self.policy)
 
 
-def rules(policy: PolicyLike | None, dtype: Any, carry: Carry) -> Rules:
-    """What the arguments of `autocast` mean now.
+def resolve_settings(policy: PolicyLike | None, dtype: Any, carry: Carry) -> Settings:
+    """Resolves the arguments of `autocast` against the current backend, file and environment.
 
     Raises:
         PolicyError: `policy` cannot be loaded.
-        UnsupportedDtypeError: the policy has no such low dtype.
+        UnsupportedDtypeError: the policy does not offer this low dtype.
     """
     chosen = policies.default_name(jax.default_backend()) if policy is None else policy
     effective = policies.resolve(policies.load(chosen))
-    return Rules(policy=effective, low=_low(effective, dtype), carry=carry)
+    return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry)
 
 
-def _low(policy: Policy, dtype: Any) -> Any:
+def _low_dtype(policy: Policy, dtype: Any) -> Any:
     if dtype is None:
         return jnp.dtype(policy.low)
     try:
@@ -86,20 +86,20 @@ def _low(policy: Policy, dtype: Any) -> Any:
     return jnp.dtype(name)
 
 
-def banned(primitive: str, decision: Decision) -> PolicyError:
-    """The error for a primitive that the policy forbids."""
+def ban_error(primitive: str, decision: Decision) -> PolicyError:
+    """The error for a primitive that the policy bans."""
     return PolicyError(
         f"{primitive} under autocast: the rule for {decision.operation!r} ({decision.origin}) bans it: {decision.why}. "
         "Call it inside `with xla_amp.jax.autocast(enabled=False)`, or override the rule"
     )
 
 
-def note(
+def emit_decision(
     policy: Policy, primitive: str, decision: Decision, given: list[Any], used: list[Any], outs: list[Any], eqn: Any
 ) -> None:
-    """Tells `xla_amp.events` about one primitive; the caller has seen that somebody listens."""
+    """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`."""
     rule = decision.rule
-    kept = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
+    casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
     events.emit(
         events.DecisionRecord(
             operation=decision.operation if policies.equivalent("jaxpr", primitive) else primitive,
@@ -107,13 +107,13 @@ def note(
             layer=decision.layer,
             policy=policy.name,
             front="jax",
-            given=tuple(before for before, _ in kept),
-            used=tuple(after for _, after in kept),
+            given=tuple(before for before, _ in casts),
+            used=tuple(after for _, after in casts),
             why=decision.why,
             source=rule.source if rule else "",
             origin=decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),
             location=compat.location(eqn),
-            module="/".join(str(scope.name) for scope in compat.scopes(eqn)) if eqn is not None else "",
+            module="/".join(str(scope.name) for scope in compat.name_stack(eqn)) if eqn is not None else "",
         )
     )

@@ -1,127 +1,132 @@
-"""The walker: applies the rules to one primitive after the other, for both drivers.
+"""Jaxpr interpreter that applies autocast's decisions to one primitive after the other.
 
-It knows no primitive by name; what it needs to know of them stands in `xla_amp.jax.primitives` and in the policy.
+Both drivers use it: the jaxpr driver evaluates whole programs (`Interpreter.eval_jaxpr`), the trace driver passes
+single primitives (`Interpreter.process_primitive`).  It names no primitive: `xla_amp.jax.primitives` sorts them into
+kinds, and the policy decides their dtypes.  Each kind whose primitives contain jaxprs (control flow, calls, custom
+derivatives) has a rule in a table that the driver passes: `xla_amp.jax.higher_order.handlers.HIGHER_ORDER_RULES`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import contract_low
-from xla_amp.jax.decisions import F32, Rules, banned, decide, dtype_of, is_float, note
-from xla_amp.jax.higher_order import handlers
-from xla_amp.jax.primitives import DTYPE_PARAMETER, FOLLOWS_BACK, TREATMENTS
-from xla_amp.jax.value_info import Frame
+from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable
+from xla_amp.jax.jaxpr_analysis import gradient_outputs
+from xla_amp.jax.primitives import DTYPE_PARAMETER
+from xla_amp.jax.value_info import ValueTable
 from xla_amp.policy import Decision
 
 
-class Walker:
-    """Applies the rules of one region to the values of one program.
+class Interpreter:
+    """Applies the decisions of one region to the values of one program.
 
     Args:
-        rules: what the region asks for.
-        backward: whether the program belongs to a backward pass, where JAX's own differentiation has run before us.
+        settings: of the region.
+        rules: kind of higher-order primitive (`xla_amp.jax.primitives.Kind`) -> rule.
+        backward: whether the program belongs to a backward pass that JAX's own differentiation has made.
     """
 
-    def __init__(self, rules: Rules, *, backward: bool = False) -> None:
+    def __init__(self, settings: Settings, rules: HigherOrderRules, *, backward: bool = False) -> None:
+        self.settings = settings
         self.rules = rules
-        self.frame = Frame(rules)
+        self.table = ValueTable(settings.low)
         self.backward = backward
 
-    def run(
+    def eval_jaxpr(
         self,
         closed: compat.ClosedJaxpr,
         values: Sequence[Any],
         *,
         weights: Sequence[bool] | None = None,
-        wanted: Sequence[bool] | None = None,
+        f32_outputs: Sequence[bool] | None = None,
     ) -> list[Any]:
-        """Runs a jaxpr under the rules; results have the dtypes that follow, not those of the jaxpr.
+        """Evaluates a jaxpr under autocast; results have the dtypes that follow, not those of the jaxpr.
 
         Args:
-            closed: the program.
+            closed: the jaxpr.
             values: its arguments, in any floating dtype.
-            weights: which of them come from outside; None for all.
-            wanted: which results are wanted in float32 as they leave a contraction of a backward pass.
+            weights: which arguments come from outside the program; None for all.
+            f32_outputs: which results stay float32 if a contraction of a backward pass computes them; None for all.
         """
         jaxpr = closed.jaxpr
         environment: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
         environment.update(zip(jaxpr.constvars, closed.consts, strict=True))
-        outside = zip(values, weights if weights is not None else [True] * len(values), strict=True)
-        for value, weight in (*outside, *((const, True) for const in closed.consts)):
+        arguments = zip(values, weights if weights is not None else [True] * len(values), strict=True)
+        for value, weight in (*arguments, *((const, True) for const in closed.consts)):
             if weight:
-                self.frame.mark_weight(value)
-        leaving = _leaving(jaxpr, self.backward, wanted)
+                self.table.mark_weight(value)
+        gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
 
         def read(atom: Any) -> Any:
             return _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
-            flags = [var in leaving for var in eqn.outvars]
-            with compat.equation(eqn):
-                outs = self.apply(eqn.primitive, operands, eqn.params, eqn=eqn, wanted=flags)
+            flags = [var in gradients for var in eqn.outvars]
+            with compat.equation_context(eqn):
+                outs = self.process_primitive(eqn.primitive, operands, eqn.params, eqn=eqn, f32_outputs=flags)
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def apply(
+    def process_primitive(
         self,
         primitive: Any,
         operands: list[Any],
         params: dict[str, Any],
         *,
         eqn: Any = None,
-        wanted: Sequence[bool] = (),
+        f32_outputs: Sequence[bool] = (),
     ) -> list[Any]:
-        """One primitive under the rules: its results, as a list.
+        """Binds one primitive under autocast and returns its results.
 
         Args:
             primitive: as JAX binds it.
             operands: values in any floating dtype.
-            params: its parameters.
-            eqn: where it stands in a jaxpr; None while a program runs.
-            wanted: for each result, whether it is wanted in float32.
+            params: parameters of the primitive.
+            eqn: the equation of a jaxpr; None under the trace driver.
+            f32_outputs: for each result, whether it stays float32.
         """
-        if eqn is not None and any(map(compat.is_region, compat.scopes(eqn))):
-            return compat.bind(primitive, self.typed(operands, _avals(eqn)), params)
-        policy = self.rules.now()
-        decision, treatment = decide(policy, primitive.name)
-        kind = treatment.kind if treatment else None
-        if kind in handlers.HANDLERS:
-            call = handlers.Call(primitive, operands, params, _avals(eqn), eqn, list(wanted), self)
-            return handlers.HANDLERS[kind](call)
+        if eqn is not None and any(map(compat.is_region_scope, compat.name_stack(eqn))):
+            return compat.bind(primitive, self.cast_to_avals(operands, _avals(eqn)), params)
+        policy = self.settings.current_policy()
+        decision, info = decide(policy, primitive.name)
+        kind = info.kind if info else None
+        if kind in self.rules:
+            call = HigherOrderCall(primitive, operands, params, _avals(eqn), eqn, list(f32_outputs), self)
+            return self.rules[kind](call)
         if decision.cast == "ban":
-            raise banned(primitive.name, decision)
+            raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast == "low" and all(is_float(dtype_of(v)) for v in operands[:2]):
-            used, outs = self._contract(primitive, operands, params, _avals(eqn) or operands, any(wanted))
+        castable = all(is_castable(dtype_of(v)) for v in operands[:2])
+        if kind == "contraction" and decision.cast == "low" and castable:
+            used, outs = self._contract(primitive, operands, params, _avals(eqn) or operands, any(f32_outputs))
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
             outs = compat.bind(primitive, used, params)
-            if kind in ("moves", "converts"):
-                self.frame.moved(primitive, params, used, outs[0])
+            if kind in ("data_movement", "conversion"):
+                self.table.record_move(primitive, params, used, outs[0])
         if events.sinks:
-            note(policy, primitive.name, decision, operands, used, outs, eqn)
+            emit_decision(policy, primitive.name, decision, operands, used, outs, eqn)
         return outs
 
     def _contract(
-        self, primitive: Any, operands: list[Any], params: dict[str, Any], text: Sequence[Any], wanted: bool
+        self, primitive: Any, operands: list[Any], params: dict[str, Any], avals: Sequence[Any], f32_output: bool
     ) -> tuple[list[Any], list[Any]]:
-        low = self.rules.low
-        masters = [value if self.frame.is_weight(value) else None for value in operands[:2]]
-        used = [self.frame.low_copy(value) if dtype_of(value) != low else value for value in operands[:2]]
-        # A float32 result of operands that the program itself has in a low dtype is the program's own wish.
-        wish = params.get("preferred_element_type") == F32 and all(dtype_of(each) != F32 for each in text[:2])
+        low = self.settings.low
+        masters = [value if self.table.is_weight(value) else None for value in operands[:2]]
+        used = [self.table.low_copy(value) if dtype_of(value) != low else value for value in operands[:2]]
+        # The user asked for a float32 result if the program contracts operands that are low without autocast.
+        requested = params.get("preferred_element_type") == F32 and all(dtype_of(aval) != F32 for aval in avals[:2])
         values = [*used, *operands[2:]]
-        result = contract_low(
-            primitive, values, (masters[0], masters[1]), params, low=low, out=F32 if wanted or wish else low
-        )
+        out = F32 if f32_output or requested else low
+        result = contract_low(primitive, values, (masters[0], masters[1]), params, low=low, out=out)
         return values, [result]
 
     def _cast(
@@ -134,29 +139,66 @@ class Walker:
         weak: Sequence[bool],
         eqn: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
-        if kind in ("typed", "kernel") or (kind is None and compat.sub_jaxprs(params)):
-            return self.typed(operands, _avals(eqn)), params
-        if kind in ("moves", "converts"):
+        if kind in ("fixed_dtype", "kernel") or (kind is None and compat.sub_jaxprs(params)):
+            return self.cast_to_avals(operands, _avals(eqn)), params
+        if kind in ("data_movement", "conversion"):
             return operands, params
         if decision.cast == "low":
-            used = [self.frame.cast(value, self.rules.low) for value in operands]
+            used = [self.table.cast(value, self.settings.low) for value in operands]
         elif decision.cast in ("fp32", "fp32_out", "fp32_append"):
-            used = [self.frame.cast(value, F32) for value in operands]
-        elif kind == "separate":
+            used = [self.table.cast(value, F32) for value in operands]
+        elif kind == "independent":
             used = operands
         else:
-            used = self.frame.unified(operands, weak)
+            used = self.table.promote(operands, weak)
         name = DTYPE_PARAMETER.get(primitive.name)
-        if name is not None and is_float(params.get(name)):
-            params = {**params, name: next((dtype_of(v) for v in used if is_float(dtype_of(v))), params[name])}
+        if name is not None and is_castable(params.get(name)):
+            dtypes = (dtype_of(value) for value in used)
+            params = {**params, name: next((dtype for dtype in dtypes if is_castable(dtype)), params[name])}
         return used, params
 
-    def typed(self, operands: Sequence[Any], avals: Sequence[Any] | None) -> list[Any]:
-        """`operands` in the dtypes of the program text; as they are while a program runs."""
+    def cast_to_avals(self, operands: Sequence[Any], avals: Sequence[Any] | None) -> list[Any]:
+        """`operands` in the dtypes that the jaxpr was traced with; unchanged under the trace driver (`avals` None)."""
         if avals is None:
             return list(operands)
         pairs = zip(operands, avals, strict=True)
-        return [self.frame.cast(v, aval.dtype) if is_float(dtype_of(aval)) else v for v, aval in pairs]
+        return [self.table.cast(v, aval.dtype) if is_castable(dtype_of(aval)) else v for v, aval in pairs]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HigherOrderCall:
+    """One primitive that contains jaxprs: the argument of its rule."""
+
+    primitive: Any
+    operands: list[Any]
+    params: dict[str, Any]
+    avals: list[Any] | None
+    """Types of the operands in the jaxpr; None under the trace driver."""
+    eqn: Any
+    f32_outputs: list[bool]
+    interpreter: Interpreter
+
+    def inner_interpreter(self, *, backward: bool = False) -> Interpreter:
+        """An interpreter for a jaxpr that this primitive contains."""
+        transposed = self.eqn is not None and any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
+        outer = self.interpreter
+        return Interpreter(outer.settings, outer.rules, backward=outer.backward or transposed or backward)
+
+    def is_weight(self, index: int) -> bool:
+        """Whether an operand comes from outside the program."""
+        return self.interpreter.table.is_weight(self.operands[index])
+
+    def weight_flags(self) -> tuple[bool, ...]:
+        """`is_weight` of all operands."""
+        return tuple(self.is_weight(index) for index in range(len(self.operands)))
+
+    def cast(self, value: Any, dtype: Any) -> Any:
+        """`value` in `dtype`, where casts apply to both."""
+        return self.interpreter.table.cast(value, dtype) if is_castable(dtype) else value
+
+
+HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Any]]
+HigherOrderRules: TypeAlias = Mapping[str | None, HigherOrderRule]
 
 
 def _avals(eqn: Any) -> list[Any] | None:
@@ -166,52 +208,13 @@ def _avals(eqn: Any) -> list[Any] | None:
 def _literal(atom: Any) -> Any:
     value = atom.val
     dtype = dtype_of(atom.aval)
-    if dtype is None or (dtype_of(value) is not None and not is_float(dtype)):
+    if dtype is None or (dtype_of(value) is not None and not is_castable(dtype)):
         return value
     return np.asarray(value, dtype)
 
 
 def _is_weak(atom: Any) -> bool:
     if isinstance(atom, compat.Literal):
-        return False  # judged by its value
+        return False  # `ValueTable.adopts_dtype` judges a literal by its value
     aval = getattr(atom, "aval", None)
     return bool(getattr(aval, "weak_type", False))
-
-
-def _leaving(jaxpr: Any, backward: bool, wanted: Sequence[bool] | None) -> frozenset[Any]:
-    """Variables through which a gradient leaves the backward pass: the optimizer, or the caller, gets them."""
-    parts = [backward or any(map(compat.is_transpose, compat.scopes(eqn))) for eqn in jaxpr.eqns]
-    if not any(parts):
-        return frozenset()
-    flags = [True] * len(jaxpr.outvars) if wanted is None else wanted
-    found = {v for v, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not isinstance(v, compat.Literal)}
-    for eqn, inside in zip(reversed(jaxpr.eqns), reversed(parts), strict=True):
-        if not inside or (_follows_back(eqn.primitive.name) and not found.isdisjoint(eqn.outvars)):
-            found.update(atom for atom in eqn.invars if not isinstance(atom, compat.Literal))
-    made = {var for eqn, inside in zip(jaxpr.eqns, parts, strict=True) if inside for var in eqn.outvars}
-    return frozenset(found & made)
-
-
-@functools.cache
-def _follows_back(primitive: str) -> bool:
-    row = TREATMENTS.get(primitive)
-    return primitive in FOLLOWS_BACK or (row is not None and row.kind == "moves")
-
-
-def has_kernels(jaxpr: Any) -> bool:
-    """Whether a program contains a kernel that only its caller can ask for in another dtype."""
-    return any(_kernel(eqn) or any(map(has_kernels, compat.sub_jaxprs(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def _kernel(eqn: Any) -> bool:
-    row = TREATMENTS.get(eqn.primitive.name)
-    floats = any(dtype_of(atom.aval) == F32 for atom in eqn.invars)
-    return row is not None and row.kind == "kernel" and floats
-
-
-def has_backward(jaxpr: Any) -> bool:
-    """Whether a program contains a backward pass."""
-    return any(
-        any(map(compat.is_transpose, compat.scopes(eqn))) or any(map(has_backward, compat.sub_jaxprs(eqn.params)))
-        for eqn in jaxpr.eqns
-    )

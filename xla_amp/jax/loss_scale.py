@@ -1,9 +1,9 @@
-"""`LossScale`, a loss scale as a pytree, and `value_and_grad` under it.
+"""Dynamic loss scale as a pytree (`LossScale`), and `value_and_grad` of a scaled loss.
 
 A loss is multiplied by the scale before the backward pass, so that small float16 gradients do not become zero
-(Micikevicius et al. 2018, section 3.2).  Everything that shapes the next steps is a leaf of the pytree, bounds and
-factors too: nothing is lost on the way through `jax.jit`, `jax.lax.scan`, a checkpoint or a pickle.  The arithmetic is
-`xla_amp.loss_scaling.update`, the same as that of the PyTorch scaler.
+(Micikevicius et al. 2018, section 3.2).  All state and settings, bounds and factors too, are leaves of the pytree, so
+`jax.jit`, `jax.lax.scan`, checkpoints and pickles keep them.  The arithmetic is `xla_amp.loss_scaling.update`, as in
+the PyTorch scaler.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Concatenate, Final, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
 
 _Tree = TypeVar("_Tree")
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 SMALLEST: Final = 2.0**-126
 LARGEST: Final = 2.0**126
@@ -30,10 +32,10 @@ LARGEST: Final = 2.0**126
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """A loss scale and what decides how it moves; made by `dynamic` or `static`.
+    """A loss scale, its settings and counters; construct it with `dynamic` or `static`.
 
-    Every field is a 0-d array (float32 or int32) and a leaf, so a restored checkpoint brings its settings along, and
-    another setting compiles nothing anew.
+    Every field is a 0-d array (float32 or int32) and a leaf: checkpoints restore the settings, and changing a setting
+    does not recompile.
 
     Example:
         >>> loss_scale = LossScale.dynamic(2.0**15)
@@ -42,18 +44,18 @@ class LossScale:
     """
 
     value: jax.Array
-    """What the loss is multiplied by, float32."""
+    """The factor of the loss, float32."""
     growth_tracker: jax.Array
-    """Clean steps in a row since the scale last moved, int32."""
+    """Consecutive finite steps since the scale last changed, int32."""
     growth_factor: jax.Array
     backoff_factor: jax.Array
     growth_interval: jax.Array
     min_scale: jax.Array
     max_scale: jax.Array
     skipped: jax.Array
-    """Steps with gradients that were not finite, all of them, int32."""
+    """Number of all steps with nonfinite gradients, int32."""
     skipped_in_a_row: jax.Array
-    """Of these the newest without a clean step between; a number that keeps growing means that the model diverged."""
+    """Number of consecutive nonfinite steps up to now, int32; if it keeps growing, the model diverged."""
 
     @classmethod
     def dynamic(
@@ -66,13 +68,13 @@ class LossScale:
         min_scale: float = SMALLEST,
         max_scale: float = LARGEST,
     ) -> LossScale:
-        """A scale that falls after an overflow and rises after a run of clean steps; defaults are torch's.
+        """A scale that falls after an overflow and rises after consecutive finite steps; defaults are torch's.
 
         Args:
             initial: first scale.
-            growth_factor: multiplies the scale after `growth_interval` clean steps; at least 1.
+            growth_factor: multiplies the scale after `growth_interval` finite steps; at least 1.
             backoff_factor: multiplies it after an overflow; above 0, at most 1.
-            growth_interval: clean steps between two growths; at least 1.
+            growth_interval: finite steps between two growths; at least 1.
             min_scale, max_scale: bounds that the scale never leaves, within 2**-126 and 2**126.
 
         Raises:
@@ -98,7 +100,7 @@ class LossScale:
 
     @classmethod
     def static(cls, scale: float = 1.0) -> LossScale:
-        """A scale that never moves; 1 switches scaling off and still counts steps that are not finite.
+        """A constant scale; 1 switches scaling off and still counts nonfinite steps.
 
         Raises:
             PolicyError: `scale` is not between 2**-126 and 2**126.
@@ -106,30 +108,31 @@ class LossScale:
         return cls.dynamic(scale, growth_factor=1.0, backoff_factor=1.0)
 
     def scale(self, tree: _Tree) -> _Tree:
-        """`tree`, e.g. a loss, times the scale; half dtypes come back as float32, where a scale of 65536 fits.
+        """`tree`, e.g. a loss, times the scale; half dtypes become float32, which can hold a scale of 65536.
 
         Leaves that are not floating point stay as they are.
         """
-        return jax.tree.map(lambda x: _wide(x) * self._like(x) if is_inexact(x) else x, tree)
+        scaled: _Tree = jax.tree.map(lambda x: _wide(x) * self._value_like(x) if is_inexact(x) else x, tree)
+        return scaled
 
     def unscale(self, tree: _Tree, *, keep_dtype: bool = False) -> _Tree:
         """`tree`, e.g. gradients, divided by the scale, computed in float32 (float64 leaves in float64).
 
         Args:
-            tree: any pytree; leaves that are not floating point, ``float0`` and leaves that are no arrays among them,
-                stay as they are.
-            keep_dtype: give half leaves back in their own dtype, which loses what the scale was for; else float32.
+            tree: any pytree; leaves that are not floating point (also ``float0`` and other objects) stay as they are.
+            keep_dtype: return half leaves in their dtype, where small gradients underflow again; otherwise float32.
         """
 
-        def unscaled(x: Any) -> Any:
+        def divide(x: Any) -> Any:
             if not is_inexact(x):
                 return x
-            wide = _wide(x) / self._like(x)
+            wide = _wide(x) / self._value_like(x)
             return wide.astype(jnp.result_type(x)) if keep_dtype else wide
 
-        return jax.tree.map(unscaled, tree)
+        unscaled: _Tree = jax.tree.map(divide, tree)
+        return unscaled
 
-    def _like(self, x: Any) -> jax.Array:
+    def _value_like(self, x: Any) -> jax.Array:
         return self.value.astype(jnp.finfo(_wide(x).dtype).dtype)
 
     def update(self, finite: Any) -> LossScale:
@@ -159,7 +162,7 @@ class LossScale:
         )
 
     def state_dict(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The fields by name as NumPy arrays, for formats that know no dataclasses, such as flax's msgpack."""
+        """The fields by name as NumPy arrays, for formats without dataclasses, such as flax's msgpack."""
         return {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     @classmethod
@@ -167,7 +170,7 @@ class LossScale:
         """The inverse of `state_dict`.
 
         Raises:
-            PolicyError: a field is missing, or one that is not ours is there.
+            PolicyError: a field is missing or unknown.
         """
         template = cls.static().state_dict()
         if set(state) != set(template):
@@ -178,47 +181,47 @@ class LossScale:
         return cls(**{name: jnp.asarray(state[name], like.dtype) for name, like in template.items()})
 
 
-class ScaledGradients(NamedTuple):
-    """What a function of `value_and_grad` returns."""
+class ScaledGradients(NamedTuple, Generic[_T]):
+    """Result of a function that `value_and_grad` returns."""
 
-    value: Any
-    """What the function returned, unscaled: its loss, or ``(loss, aux)`` with `has_aux`."""
+    value: _T
+    """Result of the function, unscaled: its loss, or ``(loss, aux)`` with `has_aux`."""
     grads: Any
-    """Unscaled gradients; those of half arguments are float32 unless `keep_dtype` was asked for."""
+    """Unscaled gradients; those of half arguments are float32 unless `keep_dtype` is set."""
     finite: jax.Array
-    """Whether all of them are finite, 0-d bool."""
+    """Whether all gradients are finite, 0-d bool."""
     loss_scale: LossScale
     """For the next step."""
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
+    fn: Callable[_P, _T],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     axis_name: Any = None,
     keep_dtype: bool = False,
-) -> Callable[..., ScaledGradients]:
+) -> Callable[Concatenate[LossScale, _P], ScaledGradients[_T]]:
     """`jax.value_and_grad` with a scaled loss.
 
-    The gradients are divided by the scale that the loss was multiplied by, in float32, and only then does the scale
-    move.  Differentiated are the floating-point leaves of the chosen arguments; others (integers, keys, functions in
-    an Equinox module) have the gradient None.
+    The gradients are divided in float32 by the scale that the loss was multiplied by; then the scale is updated.  The
+    floating-point leaves of the chosen arguments are differentiated; other leaves (integers, keys, functions in an
+    Equinox module) have the gradient None.
 
     Args:
         fn: function of pytrees that returns a scalar loss, or ``(loss, aux)``.  A float32 loss is best: the backward
             pass of a float16 one begins with the scale in float16, where more than 65504 is an overflow.
         argnums: which positional arguments to differentiate, counted without the loss scale.
         has_aux: whether `fn` returns ``(loss, aux)``.
-        axis_name: axes of `jax.pmap` or `jax.shard_map` on which all devices must agree: one overflow anywhere counts
-            everywhere.  Gradients are not averaged.
-        keep_dtype: give gradients in the dtype of the argument instead of at least float32.
+        axis_name: axes of `jax.pmap` or `jax.shard_map` over which the finite flag is reduced: one device's
+            overflow counts on all.  Gradients are not averaged.
+        keep_dtype: return gradients in the dtype of the argument instead of at least float32.
 
     Returns:
         A function ``(loss_scale, *args, **kwargs)`` that returns `ScaledGradients`.
 
     Raises:
-        TypeError: from the function, if its first argument is no `LossScale` or the loss is no real scalar.
+        TypeError: raised by the function if its first argument is not a `LossScale` or the loss is not a real scalar.
 
     Example:
         >>> import jax.numpy as jnp
@@ -229,7 +232,7 @@ def value_and_grad(
     """
     chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
-    def scaled_value_and_grad(loss_scale: LossScale, *args: Any, **kwargs: Any) -> ScaledGradients:
+    def scaled_value_and_grad(loss_scale: LossScale, *args: _P.args, **kwargs: _P.kwargs) -> ScaledGradients[_T]:
         if not isinstance(loss_scale, LossScale):
             raise TypeError(
                 "value_and_grad(fn) takes the loss scale first: expected xla_amp.jax.LossScale, "
@@ -238,57 +241,62 @@ def value_and_grad(
         if any(not -len(args) <= number < len(args) for number in chosen):
             raise TypeError(f"value_and_grad(argnums={argnums}): fn was called with {len(args)} positional arguments")
         leaves, tree = jax.tree.flatten(tuple(args[number] for number in chosen))
-        places = [place for place, leaf in enumerate(leaves) if is_inexact(leaf)]
+        indices = [index for index, leaf in enumerate(leaves) if is_inexact(leaf)]
 
-        def scaled_loss(values: list[Any]) -> tuple[Any, Any]:
+        def scaled_loss(values: list[Any]) -> tuple[Any, _T]:
             filled = list(leaves)
-            for place, value in zip(places, values, strict=True):
-                filled[place] = value
-            given = list(args)
+            for index, value in zip(indices, values, strict=True):
+                filled[index] = value
+            arguments: list[Any] = list(args)
             for number, argument in zip(chosen, jax.tree.unflatten(tree, filled), strict=True):
-                given[number] = argument
-            result = fn(*given, **kwargs)
-            loss = result[0] if has_aux else result
+                arguments[number] = argument
+            result = fn(*arguments, **kwargs)
+            loss: Any = result[0] if has_aux else result  # type: ignore[index]  # a pair where has_aux is set
             if not is_inexact(loss) or jnp.shape(loss) != () or jnp.iscomplexobj(loss):
-                what = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if _is_array(loss) else repr(loss)
-                raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {what}")
+                got = f"{jnp.result_type(loss)}{list(jnp.shape(loss))}" if _is_array(loss) else repr(loss)
+                raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {got}")
             return loss_scale.scale(loss), result
 
-        scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[place]) for place in places])
+        scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[index]) for index in indices])
         unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
         finite = all_finite(unscaled, axis_name=axis_name)
         grads: list[Any] = [None] * len(leaves)
-        for place, gradient in zip(places, unscaled, strict=True):
-            grads[place] = gradient
+        for index, gradient in zip(indices, unscaled, strict=True):
+            grads[index] = gradient
         gradients = jax.tree.unflatten(tree, grads)
         return ScaledGradients(
             value, gradients[0] if isinstance(argnums, int) else gradients, finite, loss_scale.update(finite)
         )
 
-    return scaled_value_and_grad
+    return scaled_value_and_grad  # type: ignore[return-value, unused-ignore]  # also by keyword
 
 
 def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     """Whether no floating-point leaf of `tree` has an inf or a nan, 0-d bool.
 
     Args:
-        axis_name: axes of `jax.pmap` or `jax.shard_map` over which the answer is one.
+        axis_name: axes of `jax.pmap` or `jax.shard_map` over which the flag is reduced.
     """
     flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    finite = jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True)
+    return on_all_devices(jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True), axis_name)
+
+
+def on_all_devices(flag: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether `flag` is true on all devices of these axes; `flag` itself if `axis_name` is None."""
     if axis_name is None:
-        return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name) != 0
+        return flag
+    reduced: jax.Array = jax.lax.pmin(flag.astype(jnp.int32), axis_name)
+    return reduced != 0
 
 
 def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
-    """`new` where `finite`, else `old`, leaf by leaf and bit by bit; leaves that are no arrays are those of `new`.
+    """`new` if `finite`, otherwise `old`, leaf by leaf and bitwise; leaves that are not arrays are those of `new`.
 
-    It is a select, never a conditional: on GPUs a conditional makes the host wait.
+    It is a select, not a conditional: on GPUs a conditional makes the host wait.
 
     Args:
         finite: 0-d bool.
-        new, old: pytrees of one structure; old leaves take the dtypes of new ones.
+        new, old: pytrees of the same structure; old leaves take the dtypes of new ones.
     """
 
     def chosen(after: Any, before: Any) -> Any:
@@ -298,11 +306,12 @@ def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
             before = jnp.asarray(before).astype(after.dtype)
         return jax.lax.select(jnp.broadcast_to(finite, jnp.shape(after)), after, jnp.asarray(before))
 
-    return jax.tree.map(chosen, new, old)
+    selected: _Tree = jax.tree.map(chosen, new, old)
+    return selected
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is floating point or complex: an array, a NumPy scalar or a Python number."""
+    """Whether a leaf (array, NumPy scalar or Python number) is floating point or complex."""
     return (_is_array(leaf) or isinstance(leaf, float | complex)) and jnp.issubdtype(
         getattr(leaf, "dtype", type(leaf)), jnp.inexact
     )
@@ -313,9 +322,9 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _wide(x: Any) -> jax.Array:
-    """`x` in its own dtype if that has at least 32 bits, else in float32."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    """`x` in its dtype if that has at least 32 bits, otherwise in float32."""
+    array: jax.Array = jnp.asarray(x)
+    return array.astype(jnp.float32) if array.dtype.itemsize < 4 else array
 
 
 def _float(value: float) -> jax.Array:
@@ -328,7 +337,7 @@ def _int(value: int) -> jax.Array:
 
 def _require(name: str, value: Any, low: float, high: float, kind: type = numbers.Real) -> None:
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:  # type: ignore[operator]
-        what = "a whole number" if kind is numbers.Integral else "a number"
+        expected = "a whole number" if kind is numbers.Integral else "a number"
         raise PolicyError(
-            f"LossScale({name}={value!r}): expected {what} between {low:g} and {high:g}, got {type(value).__name__}"
+            f"LossScale({name}={value!r}): expected {expected} between {low:g} and {high:g}, got {type(value).__name__}"
         )

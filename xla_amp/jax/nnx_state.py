@@ -1,7 +1,7 @@
-"""Arguments that a function changes in place: modules and optimizers of `flax.nnx`.
+"""Functionalize functions that mutate their arguments: modules and optimizers of `flax.nnx`.
 
-A function that is traced as a whole must not write what the trace made into objects of its caller: the objects are
-split into a description and arrays, put together again inside, and updated with what comes out.
+Tracing must not write tracers into objects of the caller.  So the objects are split into a graph definition and arrays,
+merged inside the traced function, and updated with the arrays that it returns.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 import jax
 
 
-def lift(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any], Any] | None:
-    """How to call a function with such arguments by arrays alone; None where there are none.
+def functionalize(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any], Any] | None:
+    """Turns a call that may mutate nnx objects into a pure one; None if no argument contains such an object.
 
     Returns:
-        A function of the objects' state and the other arguments, these two, and what takes its result, puts the new
-        state into the objects and gives the function's own result.
+        A function of the objects' state and the other arguments; these two; and a function that takes its result,
+        writes the new state to the objects and returns the result of `function`.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
@@ -27,25 +27,25 @@ def lift(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, Any], A
         return isinstance(node, nnx.Pytree | nnx.Variable)
 
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
-    places = [place for place, leaf in enumerate(leaves) if is_object(leaf)]
-    if not places:
+    indices = [index for index, leaf in enumerate(leaves) if is_object(leaf)]
+    if not indices:
         return None
-    objects = {str(place): leaves[place] for place in places}
+    objects = {str(index): leaves[index] for index in indices}
     graph, arrays = nnx.split(objects)
     others = [None if is_object(leaf) else leaf for leaf in leaves]
 
     def pure(arrays: Any, others: list[Any]) -> tuple[Any, Any]:
-        inside = nnx.merge(graph, arrays)
+        merged = nnx.merge(graph, arrays)
         filled = list(others)
-        for place in places:
-            filled[place] = inside[str(place)]
-        given, named = jax.tree.unflatten(tree, filled)
-        out = function(*given, **named)
-        return out, nnx.state(inside)
+        for index in indices:
+            filled[index] = merged[str(index)]
+        positional, named = jax.tree.unflatten(tree, filled)
+        out = function(*positional, **named)
+        return out, nnx.state(merged)
 
     def finish(result: tuple[Any, Any]) -> Any:
-        out, after = result
-        nnx.update(objects, after)
+        out, state = result
+        nnx.update(objects, state)
         return out
 
     return pure, (arrays, others), finish

@@ -1,10 +1,9 @@
-"""How the parts of a JAX program are treated, beside the rule that decides their dtype.
+"""Table of JAX primitives by kind: how autocast handles each, apart from its dtype.
 
-Which dtype a primitive computes in is the policy's business (``policy/tables``, by the ATen name that
-``policy/tables/classes.toml`` gives the primitive).  What stands here is what the machinery needs to know to carry that
-out: which primitives are contractions, which contain programs of their own, and which cannot take another dtype than
-the one that they were traced with.  A primitive without a row follows its operands: they are brought to their widest
-dtype and it is bound as it is.
+The policy decides which dtype a primitive computes in (``policy/tables``, by the ATen name that
+``policy/tables/classes.toml`` gives the primitive).  This table says what the interpreter must know to apply the
+decision: which primitives are contractions, which contain jaxprs, and which accept only the dtypes that they were
+traced with.  The default, for a primitive without a row: promote the operands to their widest dtype and bind it.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal[
     "contraction",
-    "moves",
-    "separate",
-    "converts",
-    "typed",
+    "data_movement",
+    "independent",
+    "conversion",
+    "fixed_dtype",
     "kernel",
     "call",
     "checkpoint",
@@ -30,17 +29,17 @@ Kind: TypeAlias = Literal[
     "shard_map",
 ]
 """
-``contraction``  takes the form of `xla_amp.jax.contraction_primitives` where the policy says ``low``
-``moves``        one array in, the same values out in another place: a cast may be moved across it
-``separate``     its operands have nothing to do with each other: each keeps its dtype
-``converts``     changes the dtype itself, because the user wrote so: left alone
-``typed``        gets the dtypes that it was traced with: what it contains, or its kernel, exists for those only
-``kernel``       typed, and worth tracing the function again at the low dtype: the trace driver is chosen for it
-the others       contain programs, each with its own way in `xla_amp.jax.higher_order.handlers`
+``contraction``    bound as a primitive of `xla_amp.jax.contraction_primitives` if the policy says ``low``
+``data_movement``  returns elements of its first operand unchanged: a cast commutes with it
+``independent``    does not combine its operands: each keeps its dtype
+``conversion``     an explicit change of dtype or precision by the user: bound as it is
+``fixed_dtype``    gets the dtypes that it was traced with, since its sub-jaxpr or kernel exists for those only
+``kernel``         as ``fixed_dtype``; driver "auto" traces the function again at the low dtype with the trace driver
+the others         contain jaxprs; each has a rule in `xla_amp.jax.higher_order.handlers`
 """
 
 
-class Treatment(NamedTuple):
+class PrimitiveInfo(NamedTuple):
     """A row of the table."""
 
     kind: Kind
@@ -54,8 +53,8 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     ),
     (
-        "moves",
-        "values only move",
+        "data_movement",
+        "elements are moved, not computed",
         (
             "broadcast_in_dim",
             "copy",
@@ -75,8 +74,8 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         ),
     ),
     (
-        "separate",
-        "operands travel together but are not combined",
+        "independent",
+        "operands are not combined with each other",
         (
             "all_gather",
             "all_gather_invariant",
@@ -91,10 +90,10 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
             "sort",
         ),
     ),
-    ("converts", "the user asked for this dtype or precision", ("convert_element_type", "reduce_precision")),
+    ("conversion", "the user asked for this dtype or precision", ("convert_element_type", "reduce_precision")),
     (
-        "typed",
-        "what it contains was traced for these dtypes",
+        "fixed_dtype",
+        "its sub-jaxpr or kernel was traced for these dtypes",
         (
             "addupdate",
             "approx_top_k",
@@ -132,31 +131,31 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
     ),
     (
         "kernel",
-        "the kernel was written for these dtypes; only its caller can ask for another one",
+        "the kernel was built for these dtypes; only its caller can request others",
         ("custom_partitioning", "pallas_call", "triton_kernel_call"),
     ),
-    ("call", "a function with a name", ("closed_call", "core_call", "jit", "pjit")),
-    ("checkpoint", "a function that the backward pass runs again", ("checkpoint", "remat", "remat2")),
+    ("call", "a named function", ("closed_call", "core_call", "jit", "pjit")),
+    ("checkpoint", "a function that the backward pass recomputes", ("checkpoint", "remat", "remat2")),
     ("scan", "a loop over a leading axis", ("scan",)),
     ("while", "a loop until a condition", ("while",)),
     ("cond", "one of several functions", ("cond",)),
     ("custom_jvp", "a function with its own derivative", ("custom_jvp_call",)),
     ("custom_vjp", "a function with its own derivative", ("custom_vjp_call",)),
-    ("shard_map", "a function of one device's part", ("shard_map",)),
+    ("shard_map", "a function of one device's shard", ("shard_map",)),
 )
 
 
-def _table() -> Iterator[tuple[str, Treatment]]:
+def _table() -> Iterator[tuple[str, PrimitiveInfo]]:
     for kind, why, primitives in _ROWS:
         for primitive in primitives:
-            yield primitive, Treatment(kind, why)
+            yield primitive, PrimitiveInfo(kind, why)
 
 
-TREATMENTS: Final[Mapping[str, Treatment]] = MappingProxyType(dict(_table()))
-"""Primitive name -> how it is treated."""
+PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(dict(_table()))
+"""Primitive name -> row."""
 
-FOLLOWS_BACK: Final = frozenset({"add_any", "convert_element_type"})
-"""Primitives through which a weight's gradient leaves the backward pass as it was, besides ``moves``."""
+GRADIENT_PASSTHROUGH: Final = frozenset({"add_any", "convert_element_type"})
+"""Primitives that pass a weight's gradient on unchanged, besides ``data_movement``."""
 
 DTYPE_PARAMETER: Final[Mapping[str, str]] = MappingProxyType({"mul": "out_dtype"})
-"""Primitives that name the dtype of their result, and how."""
+"""Primitive -> the parameter that holds the dtype of its result."""

@@ -1,7 +1,7 @@
-"""The trace driver: the rules are applied while the program runs, so it sees the dtypes that torch's would.
+"""The trace driver: a JAX trace that applies autocast while the function runs.
 
-Its trace is JAX's current one while the region is open, and its values are those of the trace below: nothing is
-wrapped, and every transformation around the region works on what the rules made of the program.
+`AutocastTrace` is JAX's current trace while the region is open.  Its values are those of its parent trace: nothing is
+wrapped, and every transformation around the region sees the primitives that the interpreter binds.
 """
 
 from __future__ import annotations
@@ -13,52 +13,53 @@ from jax import lax
 
 from xla_amp.errors import DriverError
 from xla_amp.jax import compat
-from xla_amp.jax.decisions import Rules, dtype_of, is_float
-from xla_amp.jax.interpreter import Walker
+from xla_amp.jax.decisions import Settings, dtype_of, is_castable
+from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
+from xla_amp.jax.interpreter import Interpreter
 
 
-class RegionTrace(compat.Trace):
+class AutocastTrace(compat.Trace):
     """JAX's current trace inside a region.
 
     Args:
-        parent: the trace outside, which gets every primitive after the rules.
-        rules: what the region asks for.
+        parent: the trace outside, which gets the primitives that the interpreter binds.
+        settings: of the region.
     """
 
-    __slots__ = ("_depth", "parent", "rules", "walker")
+    __slots__ = ("_depth", "interpreter", "parent", "settings")
 
-    def __init__(self, parent: Any, rules: Rules) -> None:
+    def __init__(self, parent: Any, settings: Settings) -> None:
         super().__init__()
         self.parent = parent
-        self.rules = rules
+        self.settings = settings
         self.requires_low = False
-        self.walker = Walker(rules)
-        self._depth = compat.depth()
-        # Values inside are the parent's: whoever compares levels of traces (flax.nnx, before it writes to a variable)
-        # must find the same one. Where nothing is traced outside, jit's own caches must find another one.
-        if not compat.is_running(parent):
+        self.interpreter = Interpreter(settings, HIGHER_ORDER_RULES)
+        self._depth = compat.name_stack_depth()
+        # Values inside belong to the parent. flax.nnx compares trace levels before it writes to a variable, so it must
+        # find the parent's. Under eager evaluation jit's caches must find a different one.
+        if not compat.is_eager(parent):
             self._weakref = parent._weakref
 
     def stage_value(self, value: Any) -> Any:
         return self.parent.stage_value(value)
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        if compat.differentiates(self._depth):
+        if compat.is_differentiating(self._depth):
             raise DriverError(
                 f"{primitive.name} is differentiated by a jax.grad or jax.jvp that was called inside an open autocast "
-                "region: the derivative would meet other dtypes than the value. Open the region inside the function "
-                "that is differentiated, or make it autocast(function), whose jaxpr driver takes whole training steps"
+                "region: the derivative would get other dtypes than the value. Open the region inside the function "
+                "that is differentiated, or use autocast(function), whose jaxpr driver supports whole training steps"
             )
         for value in tracers:
-            if self.walker.frame.note(value) is None:
-                self.walker.frame.mark_weight(value)  # what this region has not made comes from outside
+            if self.interpreter.table.get(value) is None:
+                self.interpreter.table.mark_weight(value)  # not computed in this region, so it comes from outside
         with compat.set_current_trace(self.parent):
-            outs = self._made(self.walker.apply(primitive, list(tracers), params))
+            outs = self._mark_computed(self.interpreter.process_primitive(primitive, list(tracers), params))
         return outs if primitive.multiple_results else outs[0]
 
-    def _made(self, outs: Any) -> Any:
+    def _mark_computed(self, outs: Any) -> Any:
         for out in outs:
-            self.walker.frame.mark_made(out)
+            self.interpreter.table.mark_computed(out)
         return outs
 
     def process_call(self, primitive: Any, function: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
@@ -67,24 +68,24 @@ class RegionTrace(compat.Trace):
     def process_custom_jvp_call(
         self, primitive: Any, function: Any, rule: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        # JAX holds what a rule returns against its arguments, and the function's results against both, inside of them:
-        # they are traced as they are and walked afterwards.
+        # JAX checks the dtypes that a rule returns against its arguments and against the function's results inside the
+        # rule. So both are traced as written, and interpreted afterwards.
         dtypes: list[Any] = []
 
         def body(*values: Any) -> list[Any]:
-            outs = self._walked(function.call_wrapped, function.debug_info, values)
+            outs = self._interpret(function.call_wrapped, function.debug_info, values)
             dtypes[:] = map(dtype_of, outs)
             return outs
 
         def derivative(*values: Any) -> list[Any]:
-            outs = self._walked(rule.call_wrapped, rule.debug_info, values)
+            outs = self._interpret(rule.call_wrapped, rule.debug_info, values)
             primal, tangent = outs[: len(outs) // 2], outs[len(outs) // 2 :]
             types = dtypes or [dtype_of(out) for out in primal]
-            return [cast_like(out, dtype) for out, dtype in zip((*primal, *tangent), (*types, *types), strict=True)]
+            return [_cast(out, dtype) for out, dtype in zip((*primal, *tangent), (*types, *types), strict=True)]
 
-        functions = (compat.fun(body, function), compat.fun(derivative, rule))
+        functions = (compat.wrap_function(body, function), compat.wrap_function(derivative, rule))
         with compat.set_current_trace(self.parent):
-            return self._made(primitive.bind(*tracers, subfuns=functions, **params))
+            return self._mark_computed(primitive.bind(*tracers, subfuns=functions, **params))
 
     def process_custom_vjp_call(
         self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
@@ -92,36 +93,41 @@ class RegionTrace(compat.Trace):
         rule = compat.BackwardRule(backward)
 
         def derivative(*values: Any) -> Any:
-            return compat.rule_returns(*rule.split(self._walked(rule, backward.debug_info, values, back=True)))
+            outs = self._interpret(rule, backward.debug_info, values, backward=True)
+            return compat.backward_result(*rule.split(outs))
 
-        functions = [compat.fun(self._inside(each.call_wrapped), each) for each in (function, forward)]
-        functions.append(compat.fun(derivative, backward))
+        functions = [
+            compat.wrap_function(self._reopen(wrapped.call_wrapped), wrapped) for wrapped in (function, forward)
+        ]
+        functions.append(compat.wrap_function(derivative, backward))
         with compat.set_current_trace(self.parent):
-            return self._made(primitive.bind(*tracers, subfuns=tuple(functions), **params))
+            return self._mark_computed(primitive.bind(*tracers, subfuns=tuple(functions), **params))
 
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
     ) -> Any:
         with compat.set_current_trace(self.parent):
-            return self.parent.process_shard_map(primitive, self._inside(function), tracers, **params)
+            return self.parent.process_shard_map(primitive, self._reopen(function), tracers, **params)
 
-    def _inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def inside(*values: Any) -> Any:
-            with compat.set_current_trace(RegionTrace(compat.current_trace(), self.rules)):
+    def _reopen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with this region open on the trace that is current when it is called."""
+
+        def run(*values: Any) -> Any:
+            with compat.set_current_trace(AutocastTrace(compat.current_trace(), self.settings)):
                 return function(*values)
 
-        return inside
+        return run
 
-    def _walked(
-        self, function: Callable[..., Sequence[Any]], debug_info: Any, values: Sequence[Any], *, back: bool = False
+    def _interpret(
+        self, function: Callable[..., Sequence[Any]], debug_info: Any, values: Sequence[Any], *, backward: bool = False
     ) -> list[Any]:
-        """A function of a custom derivative, traced as it is, then walked.
+        """Traces a function of a custom derivative as written, then evaluates the jaxpr under autocast.
 
         Args:
             function: flat values to flat values.
-            debug_info: what JAX tells of it in errors.
+            debug_info: names for JAX's errors.
             values: its arguments, symbolic zeros among them.
-            back: whether it is a backward rule: its results keep the dtypes that it gave them.
+            backward: whether it is a backward rule: its results keep the dtypes that it gave them.
         """
         zeros: list[Any] = []
 
@@ -132,15 +138,18 @@ class RegionTrace(compat.Trace):
             return [out for out in outs if not compat.is_zero(out)]
 
         given = [value for value in values if not compat.is_zero(value)]
-        text = compat.trace(nonzero, [compat.typeof(value) for value in given], debug_info)
-        outs = Walker(self.rules, backward=back).run(text, given, weights=[False] * len(given))
-        if back:
-            outs = [cast_like(out, aval.dtype) for out, aval in zip(outs, text.out_avals, strict=True)]
-        kept = iter(outs)
-        return [next(kept) if zero is None else zero for zero in zeros]
+        closed = compat.trace(nonzero, [compat.typeof(value) for value in given], debug_info)
+        interpreter = Interpreter(self.settings, HIGHER_ORDER_RULES, backward=backward)
+        outs = interpreter.eval_jaxpr(closed, given, weights=[False] * len(given))
+        if backward:
+            outs = [_cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
+        remaining = iter(outs)
+        return [next(remaining) if zero is None else zero for zero in zeros]
 
 
-def cast_like(value: Any, dtype: Any) -> Any:
+def _cast(value: Any, dtype: Any) -> Any:
     """`value` in `dtype`, where casts apply to both."""
     given = dtype_of(value)
-    return lax.convert_element_type(value, dtype) if is_float(given) and is_float(dtype) and given != dtype else value
+    if not (is_castable(given) and is_castable(dtype)) or given == dtype:
+        return value
+    return lax.convert_element_type(value, dtype)

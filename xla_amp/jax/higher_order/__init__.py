@@ -1,1 +1,1 @@
-"""Higher-order primitives: control flow, calls, custom derivatives."""
+"""Rules for higher-order primitives: control flow, calls, custom derivatives."""

@@ -1,6 +1,7 @@
-"""Loops: what they carry keeps its dtype, or takes the low one where the region asks and the body gives it.
+"""Rules for ``scan`` and ``while``: dtypes of the carry, and casts of weights hoisted out of the loop.
 
-A float32 weight that a loop contracts is rounded once, before it.
+The carry keeps its dtype, or takes the low dtype if the region asks for that and the body computes it.  A float32
+weight that the body contracts is rounded once, before the loop.
 """
 
 from __future__ import annotations
@@ -10,149 +11,164 @@ from typing import Any
 
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
-from xla_amp.jax.decisions import F32, dtype_of, is_float
-from xla_amp.jax.higher_order.common import Call, contracted, retrace, types_of
+from xla_amp.jax.decisions import F32, dtype_of, is_castable
+from xla_amp.jax.higher_order.common import avals_of, retrace
+from xla_amp.jax.interpreter import HigherOrderCall
+from xla_amp.jax.jaxpr_analysis import contracted_arguments
 
 
-def scan(call: Call) -> list[Any]:
+def scan(call: HigherOrderCall) -> list[Any]:
     """``lax.scan``."""
     params = call.params
-    constants, carry = compat.scan_counts(params)
-    carried = constants + carry
+    num_consts, num_carry = compat.scan_counts(params)
+    first_xs = num_consts + num_carry
     closed: compat.ClosedJaxpr = params["jaxpr"]
-    steps = [compat.slice_aval(compat.typeof(x), params["length"]) for x in call.operands[carried:]]
-    consts, copies, places = _hoisted(call, call.operands[:constants], closed.jaxpr)
-    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * carry, *call.flags()[carried:])
-    results = closed.jaxpr.outvars[carry:]
-    wanted = (*(True,) * carry, *(call.wanted[carry:] or (False,) * len(results)))
+    x_avals = [compat.slice_aval(compat.typeof(x), params["length"]) for x in call.operands[first_xs:]]
+    consts = call.operands[:num_consts]
+    copies, copied = _hoist_low_copies(call, consts, closed.jaxpr)
+    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * num_carry, *call.weight_flags()[first_xs:])
+    ys = closed.jaxpr.outvars[num_carry:]
+    f32_outputs = (*(True,) * num_carry, *(call.f32_outputs[num_carry:] or (False,) * len(ys)))
 
-    def body(carry_types: Sequence[Any]) -> Callable[..., list[Any]]:
-        def walked(*values: Any) -> list[Any]:
-            originals, low = values[:constants], values[constants : constants + len(copies)]
-            rest = values[constants + len(copies) :]
-            walker = call.walk()
-            for place, copy in zip(places, low, strict=True):
-                walker.frame.give_low(originals[place], copy)
-            outs = walker.run(closed, (*originals, *rest), weights=weights, wanted=wanted)
-            return [*map(call.cast, outs, [t.dtype for t in carry_types]), *outs[len(carry_types) :]]
+    def body(carry_avals: Sequence[Any]) -> Callable[..., list[Any]]:
+        def evaluate(*values: Any) -> list[Any]:
+            originals, low = values[:num_consts], values[num_consts : num_consts + len(copies)]
+            rest = values[num_consts + len(copies) :]
+            interpreter = call.inner_interpreter()
+            for index, copy in zip(copied, low, strict=True):
+                interpreter.table.set_low_copy(originals[index], copy)
+            outs = interpreter.eval_jaxpr(closed, (*originals, *rest), weights=weights, f32_outputs=f32_outputs)
+            return [*map(call.cast, outs, [t.dtype for t in carry_avals]), *outs[len(carry_avals) :]]
 
-        return walked
+        return evaluate
 
-    start, traced = _settled(
+    init, traced = _trace_with_carry(
         call,
-        call.operands[constants:carried],
-        closed.in_avals[constants:carried],
-        lambda types: compat.trace(
-            body(types), (*types_of([*consts, *copies]), *types, *steps), closed.jaxpr.debug_info
+        call.operands[num_consts:first_xs],
+        closed.in_avals[num_consts:first_xs],
+        lambda carry: compat.trace(
+            body(carry), (*avals_of([*consts, *copies]), *carry, *x_avals), closed.jaxpr.debug_info
         ),
-        lambda values, types: _free_results(call, closed, [*consts], copies, places, weights, values, steps),
+        lambda carry: _uncast_carry_dtypes(call, closed, consts, weights, carry, x_avals),
     )
-    operands = [*traced.consts, *consts, *copies, *start, *call.operands[carried:]]
-    new = compat.scan_params(params, _closed(traced), len(traced.consts) + constants + len(copies))
+    operands = [*traced.consts, *consts, *copies, *init, *call.operands[first_xs:]]
+    new = compat.scan_params(params, _constants_as_arguments(traced), len(traced.consts) + num_consts + len(copies))
     return compat.bind(call.primitive, operands, new)
 
 
-def while_loop(call: Call) -> list[Any]:
+def while_loop(call: HigherOrderCall) -> list[Any]:
     """``lax.while_loop``."""
     params = call.params
-    split = params["cond_nconsts"]
-    start = split + params["body_nconsts"]
-    test: compat.ClosedJaxpr = params["cond_jaxpr"]
+    first_body_const = params["cond_nconsts"]
+    first_carry = first_body_const + params["body_nconsts"]
+    condition: compat.ClosedJaxpr = params["cond_jaxpr"]
     body: compat.ClosedJaxpr = params["body_jaxpr"]
-    consts, copies, places = _hoisted(call, call.operands[split:start], body.jaxpr)
-    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * (len(call.operands) - start))
+    consts = call.operands[first_body_const:first_carry]
+    copies, copied = _hoist_low_copies(call, consts, body.jaxpr)
+    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * (len(call.operands) - first_carry))
 
-    def walked(types: Sequence[Any]) -> Callable[..., list[Any]]:
-        def run(*values: Any) -> list[Any]:
+    def body_for(carry_avals: Sequence[Any]) -> Callable[..., list[Any]]:
+        def evaluate(*values: Any) -> list[Any]:
             originals, low = values[: len(consts)], values[len(consts) : len(consts) + len(copies)]
-            walker = call.walk()
-            for place, copy in zip(places, low, strict=True):
-                walker.frame.give_low(originals[place], copy)
-            outs = walker.run(body, (*originals, *values[len(consts) + len(copies) :]), weights=weights)
-            return list(map(call.cast, outs, [t.dtype for t in types]))
+            interpreter = call.inner_interpreter()
+            for index, copy in zip(copied, low, strict=True):
+                interpreter.table.set_low_copy(originals[index], copy)
+            carry = values[len(consts) + len(copies) :]
+            outs = interpreter.eval_jaxpr(body, (*originals, *carry), weights=weights)
+            return list(map(call.cast, outs, [t.dtype for t in carry_avals]))
 
-        return run
+        return evaluate
 
-    values, traced = _settled(
+    init, traced = _trace_with_carry(
         call,
-        call.operands[start:],
+        call.operands[first_carry:],
         body.in_avals[len(consts) :],
-        lambda types: compat.trace(walked(types), (*types_of([*consts, *copies]), *types), body.jaxpr.debug_info),
-        lambda types, _: _free_results(call, body, consts, copies, places, weights, types, ()),
+        lambda carry: compat.trace(body_for(carry), (*avals_of([*consts, *copies]), *carry), body.jaxpr.debug_info),
+        lambda carry: _uncast_carry_dtypes(call, body, consts, weights, carry, ()),
     )
-    asks = [*call.operands[:split], *values]
-    tested = retrace(call, test, asks, (False,) * len(asks), fixed=False)
-    new = {**params, "cond_jaxpr": _closed(tested), "body_jaxpr": _closed(traced)}
-    new["cond_nconsts"] = split + len(tested.consts)
-    new["body_nconsts"] = len(consts) + len(copies) + len(traced.consts)
-    operands = [*tested.consts, *call.operands[:split], *traced.consts, *consts, *copies, *values]
-    return compat.bind(call.primitive, operands, new)
+    condition_operands = [*call.operands[:first_body_const], *init]
+    no_weights = (False,) * len(condition_operands)
+    traced_condition = retrace(call, condition, condition_operands, no_weights, keep_constants=False)
+    new = {
+        **params,
+        "cond_jaxpr": _constants_as_arguments(traced_condition),
+        "cond_nconsts": first_body_const + len(traced_condition.consts),
+        "body_jaxpr": _constants_as_arguments(traced),
+        "body_nconsts": len(consts) + len(copies) + len(traced.consts),
+    }
+    condition_consts = [*traced_condition.consts, *call.operands[:first_body_const]]
+    return compat.bind(call.primitive, [*condition_consts, *traced.consts, *consts, *copies, *init], new)
 
 
-def _free_results(
-    call: Call,
+def _uncast_carry_dtypes(
+    call: HigherOrderCall,
     closed: compat.ClosedJaxpr,
-    consts: list[Any],
-    copies: list[Any],
-    places: list[int],
+    consts: Sequence[Any],
     weights: tuple[bool, ...],
-    carried: Sequence[Any],
-    steps: Sequence[Any],
+    carry: Sequence[Any],
+    x_avals: Sequence[Any],
 ) -> list[Any]:
-    """dtypes that the body gives what it carries, if nothing is cast back."""
-    walker = call.walk()
+    """dtypes that the body computes for the carry, without the casts back to the dtypes that it started with."""
+    interpreter = call.inner_interpreter()
 
-    def walked(*values: Any) -> list[Any]:
-        return list(walker.run(closed, values, weights=weights))
+    def evaluate(*values: Any) -> list[Any]:
+        return interpreter.eval_jaxpr(closed, values, weights=weights)
 
-    outs = compat.trace(walked, (*types_of(consts), *carried, *steps), closed.jaxpr.debug_info).out_avals
-    return [aval.dtype for aval in outs[: len(carried)]]
+    outs = compat.trace(evaluate, (*avals_of(consts), *carry, *x_avals), closed.jaxpr.debug_info).out_avals
+    return [aval.dtype for aval in outs[: len(carry)]]
 
 
-def _settled(
-    call: Call,
-    values: Sequence[Any],
+def _trace_with_carry(
+    call: HigherOrderCall,
+    init: Sequence[Any],
     avals: Sequence[Any],
     trace: Callable[[Sequence[Any]], compat.ClosedJaxpr],
-    gives: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+    uncast_dtypes: Callable[[Sequence[Any]], list[Any]],
 ) -> tuple[list[Any], compat.ClosedJaxpr]:
-    """What a loop starts with and its body: in the dtypes of the program text, or low where the body gives low."""
-    low = call.walker.rules.low
+    """Chooses the dtypes of the carry and traces the body: the jaxpr's dtypes, or low where the body computes low.
+
+    Args:
+        call: the loop.
+        init: initial carry.
+        avals: types of the carry in the jaxpr.
+        trace: traces the body for these types of the carry.
+        uncast_dtypes: dtypes that the body computes from these types of the carry.
+    """
+    low = call.interpreter.settings.low
     dtypes = [aval.dtype for aval in avals]
-    if call.walker.rules.carry == "low":
-        lowered = [low if dtype == F32 else dtype for dtype in dtypes]
+    if call.interpreter.settings.carry == "low":
+        tried = [low if dtype == F32 else dtype for dtype in dtypes]
+        # Start with all floats low and restore those that the body widens, until nothing changes.
         while True:
-            types = [_with(aval, dtype) for aval, dtype in zip(avals, lowered, strict=True)]
-            given = gives(types, avals)
+            outs = uncast_dtypes([_with_dtype(aval, dtype) for aval, dtype in zip(avals, tried, strict=True)])
             settled = [
                 wish if wish == dtype or out == low else dtype
-                for wish, dtype, out in zip(lowered, dtypes, given, strict=True)
+                for wish, dtype, out in zip(tried, dtypes, outs, strict=True)
             ]
-            if settled == lowered:
+            if settled == tried:
                 break
-            lowered = settled
-        dtypes = lowered
-    types = [_with(aval, dtype) for aval, dtype in zip(avals, dtypes, strict=True)]
-    return [call.cast(value, dtype) for value, dtype in zip(values, dtypes, strict=True)], trace(types)
+            tried = settled
+        dtypes = tried
+    carry = [_with_dtype(aval, dtype) for aval, dtype in zip(avals, dtypes, strict=True)]
+    return [call.cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)], trace(carry)
 
 
-def _with(aval: Any, dtype: Any) -> Any:
-    return compat.with_dtype(aval, dtype) if is_float(dtype) and aval.dtype != dtype else aval
+def _with_dtype(aval: Any, dtype: Any) -> Any:
+    return compat.with_dtype(aval, dtype) if is_castable(dtype) and aval.dtype != dtype else aval
 
 
-def _hoisted(call: Call, consts: Sequence[Any], jaxpr: Any) -> tuple[list[Any], list[Any], list[int]]:
-    """Low copies of what a loop contracts in every step, made before it; the places of what they are copies of."""
-    policy = call.walker.rules.now()
-    used = contracted(jaxpr, policy)
-    places = [i for i, const in enumerate(consts) if dtype_of(const) == F32 and used[i]]
-    low = call.walker.rules.low
+def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Any], jaxpr: Any) -> tuple[list[Any], list[int]]:
+    """Low copies, made before the loop, of the constants that its body contracts; and the indices of these."""
+    settings, table = call.interpreter.settings, call.interpreter.table
+    used = contracted_arguments(jaxpr, settings.current_policy())
+    indices = [i for i, const in enumerate(consts) if dtype_of(const) == F32 and used[i]]
     copies = []
-    for place in places:
-        value = consts[place]
-        known = call.walker.frame.has_low(value) and call.walker.frame.is_weight(value)
-        copies.append(call.walker.frame.low_copy(value) if known else low_copy(value, low))
-    return list(consts), copies, places
+    for index in indices:
+        value = consts[index]
+        reuse = table.has_low_copy(value) and table.is_weight(value)
+        copies.append(table.low_copy(value) if reuse else low_copy(value, settings.low))
+    return copies, indices
 
 
-def _closed(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
+def _constants_as_arguments(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
     return compat.ClosedJaxpr(compat.without_constants(traced), ()) if traced.consts else traced

@@ -1,4 +1,4 @@
-"""`skip_nonfinite`: an optax transformation that stands still where gradients are not finite."""
+"""`skip_nonfinite`: an optax wrapper that skips steps with nonfinite gradients, without a conditional."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xla_amp.errors import EngineError, PolicyError
-from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, select
+from xla_amp.jax.loss_scale import LossScale, all_finite, is_inexact, on_all_devices, select
 from xla_amp.jax.select_branches import without_conditionals
 
 if TYPE_CHECKING:
@@ -22,15 +22,15 @@ class SkipNonfiniteState(NamedTuple):
     """State of `skip_nonfinite`."""
 
     inner: Any
-    """State of the wrapped transformation: after a skipped step the one from before it, step counts included."""
+    """State of the wrapped transformation; a skipped step leaves it unchanged, step counts included."""
     skipped: jax.Array
-    """Steps skipped, all of them, int32."""
+    """Number of all skipped steps, int32."""
     skipped_in_a_row: jax.Array
-    """Of these the newest without a clean step between, int32; it keeps growing where the model diverged."""
+    """Number of consecutive skipped steps up to now, int32; if it keeps growing, the model diverged."""
     finite: jax.Array
-    """Whether the newest step was taken, bool."""
+    """Whether the last step was taken, bool."""
     loss_scale: LossScale | None
-    """The scale for the next loss, if it was given to `skip_nonfinite`."""
+    """The scale for the next loss, if one was passed to `skip_nonfinite`."""
 
 
 def skip_nonfinite(
@@ -42,31 +42,30 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optax transformation so that a step with an inf or nan among the gradients changes nothing.
 
-    The inner update always runs and a select takes its results or the old state; there is no conditional, for which a
-    GPU's host must wait and which ``optax.apply_if_finite`` has.
-    Every skipped step is counted, and none is ever taken because too many were skipped.
+    The inner update always runs, and a select takes its results or the old state.  ``optax.apply_if_finite`` uses a
+    conditional, which makes the host of a GPU wait.  Every skipped step is counted, and all nonfinite steps are
+    skipped, however many there are.
 
-    The updates of a skipped step are -0.0, so that adding them leaves parameters as they are, the sign of zero too.
-    (XLA flushes subnormal parameters to zero when it adds anything to them; ``select(state.finite, new, params)``
-    keeps also those.)
+    The updates of a skipped step are -0.0: adding them changes no parameter, not even the sign of a zero.  (XLA flushes
+    subnormal parameters to zero in any addition; ``select(state.finite, new, params)`` keeps them.)
 
     Args:
         inner: any ``GradientTransformation``; extra arguments of ``update`` are passed on to it.
-        loss_scale: a first scale, if this transformation is to look after it: ``update`` then expects gradients of
-            the scaled loss, divides them by ``state.loss_scale`` in float32 and moves the scale.  Leave it out with
-            `xla_amp.jax.value_and_grad`, which does the same itself.
-        axis_name: axes of `jax.pmap` or `jax.shard_map` on which all devices must agree.  Under `jax.jit` with
-            shardings they agree by themselves.
-        conditionals: what becomes of conditionals that `inner` has itself (``optax.novograd``, ``optax.MultiSteps``):
-            they stay, or ``"select"``: all branches run every step and a select takes from one.
+        loss_scale: initial scale, if this transformation manages it: ``update`` then expects gradients of the scaled
+            loss, divides them by ``state.loss_scale`` in float32 and updates the scale.  Leave it out with
+            `xla_amp.jax.value_and_grad`, which does the same.
+        axis_name: axes of `jax.pmap` or `jax.shard_map` over which the finite flag is reduced.  `jax.jit` with
+            shardings needs none.
+        conditionals: handling of conditionals inside `inner` (``optax.novograd``, ``optax.MultiSteps``): ``"keep"``,
+            or ``"select"``: all branches run in every step and a select takes the result of one.
 
     Returns:
-        A transformation whose ``update(grads, state, params=None, *, finite=None, **extra)`` also skips where the
-        flag `finite` is false.
+        A transformation whose ``update(grads, state, params=None, *, finite=None, **extra)`` also skips the step if
+        `finite` is false.
 
     Raises:
         EngineError: optax is not installed.
-        PolicyError: `conditionals` is neither of the two.
+        PolicyError: `conditionals` has another value.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -101,24 +100,23 @@ def skip_nonfinite(
         scale = state.loss_scale
         if scale is not None:
             updates = scale.unscale(updates)
-        clean = all_finite(updates)
+        taken = all_finite(updates)
         if finite is not None:
-            clean = clean & finite
-        if axis_name is not None:
-            clean = jax.lax.pmin(clean.astype(jnp.int32), axis_name) != 0
+            taken = taken & finite
+        taken = on_all_devices(taken, axis_name)
         changes, inner_state = run(updates, state.inner, params, extra)
-        skipped = (~clean).astype(jnp.int32)
-        return select(clean, changes, jax.tree.map(_nothing, changes)), SkipNonfiniteState(
-            inner=select(clean, inner_state, state.inner),
+        skipped = (~taken).astype(jnp.int32)
+        return select(taken, changes, jax.tree.map(_zero_update, changes)), SkipNonfiniteState(
+            inner=select(taken, inner_state, state.inner),
             skipped=state.skipped + skipped,
             skipped_in_a_row=(state.skipped_in_a_row + skipped) * skipped,
-            finite=clean,
-            loss_scale=None if scale is None else scale.update(clean),
+            finite=taken,
+            loss_scale=None if scale is None else scale.update(taken),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _nothing(change: Any) -> Any:
-    """What leaves a number as it is when it is added: -0.0, for 0.0 + -0.0 is 0.0 but -0.0 + 0.0 is not -0.0."""
+def _zero_update(change: Any) -> Any:
+    """-0.0, which changes no number when it is added: 0.0 + -0.0 is 0.0, but -0.0 + 0.0 is 0.0."""
     return jnp.full_like(change, -0.0) if is_inexact(change) else jnp.zeros_like(change)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LossScale, select, value_and_grad
-from xla_amp.jax.skip_nonfinite import SkipNonfiniteState, skip_nonfinite
+from xla_amp.jax.optax_wrapper import SkipNonfiniteState, skip_nonfinite
 from xla_amp.stablehlo.tools import targets
 
 OPTIMIZERS = {
@@ -242,7 +242,7 @@ warnings.filterwarnings("ignore", category=DeprecationWarning)  # pmap on a newe
 import jax, jax.numpy as jnp, optax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from xla_amp.jax.loss_scale import LossScale, value_and_grad
-from xla_amp.jax.skip_nonfinite import skip_nonfinite
+from xla_amp.jax.optax_wrapper import skip_nonfinite
 
 mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 params, x = {"w": jnp.arange(1.0, 9.0)}, jnp.ones((8, 8))
