@@ -17,12 +17,12 @@ KINKS = torch.tensor(
 
 
 def inputs(dtype: torch.dtype) -> torch.Tensor:
-    """Ordinary numbers, and those where a formula changes."""
+    """Ordinary numbers, and numbers at which a formula changes."""
     return torch.cat([sample(16, dtype=torch.float64, low=-5, high=5), KINKS.double()]).to(dtype).reshape(4, 8)
 
 
 def finite(dtype: torch.dtype) -> torch.Tensor:
-    # What torch gives at NaN and infinity depends on whether its kernel ran on vectors or on single numbers.
+    # torch's results at NaN and infinity depend on whether its kernel used vector instructions.
     return torch.nan_to_num(inputs(dtype), nan=1.5, posinf=2.5)
 
 
@@ -149,7 +149,7 @@ def test_a_kink_moved_is_noticed() -> None:
         ("glu_backward", (1,)),
     ],
 )
-def test_what_a_gradient_widens_again_stays_low(
+def test_saved_values_that_a_gradient_widens_stay_low(
     name: str, arguments: Any, dtype: Any, platform: str, low: bool
 ) -> None:
     lowering = lowering_of(name)
@@ -169,7 +169,7 @@ def test_what_a_gradient_widens_again_stays_low(
     ("name", "numbers"),
     [("hardsigmoid_backward", 0), ("hardtanh_backward", 2), ("leaky_relu_backward", 1), ("threshold_backward", 1)],
 )
-def test_a_tpu_may_make_again_what_a_gradient_only_compares(
+def test_a_tpu_may_recompute_what_a_gradient_only_compares(
     name: str, numbers: int, platform: str, barriers: int
 ) -> None:
     flags = (False,) if name == "leaky_relu_backward" else ()

@@ -112,7 +112,7 @@ def test_choice_of_form() -> None:
 @pytest.mark.parametrize("name", ["channels_first", "channels_last"])
 @pytest.mark.parametrize("strided", [False, True])
 def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str, strided: bool) -> None:
-    # the form is chosen by size; here small shapes are forced into it
+    # The form depends on the size; force it for small shapes.
     monkeypatch.setattr(convolution, "_cpu_form", lambda *_: name)
     x, weight, bias, geometry = Case(stride=2 if strided else 1, dilation=2 if strided else 1).arguments(F64)
     check("convolution", x, weight, bias, *geometry)
@@ -133,7 +133,7 @@ def test_extents() -> None:
 
 
 def test_output_padding_beyond_the_stride() -> None:
-    """torch allows it up to the dilation; no element of the input reaches the last places."""
+    """torch allows it up to the dilation; no input element contributes to the last elements of the result."""
     x, weight = sample(2, 4, 4, 4, dtype=torch.float64), sample(4, 2, 4, 5, dtype=torch.float64)
     geometry = ([3, 2], [1, 2], [4, 4], True, [2, 3], 2)
     check("convolution", x, weight, sample(4, dtype=torch.float64), *geometry)

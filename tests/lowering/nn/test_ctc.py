@@ -27,7 +27,7 @@ def test_loss_and_gradient(dtype):
 
 
 def clean(alpha: torch.Tensor) -> torch.Tensor:
-    """log_alpha as the lowering gives it: torch leaves the places that it never reaches as it found them."""
+    """log_alpha as the lowering returns it: torch does not initialize the states that it never reaches."""
     reached = alpha.clone()
     for row, (steps, width) in enumerate(zip(*LENGTHS, strict=True)):
         reached[row, steps:] = -torch.inf

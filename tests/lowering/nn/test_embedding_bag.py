@@ -1,7 +1,7 @@
-"""Embedding bags against bags made one by one of plain embeddings, in float64, with autograd for the gradients.
+"""Embedding bags against plain embeddings, bag by bag in float64, with autograd for the gradients.
 
-torch's own CPU kernels are no reference for everything here: they return other auxiliary tensors than a device does,
-and divide by the frequency of the wrong index with ``scale_grad_by_freq``.
+torch's CPU kernels are not the reference: they return other auxiliary tensors than a device's kernels, and with
+``scale_grad_by_freq`` they divide by the frequency of the wrong index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reference(weight: torch.Tensor, mode: str, padding: int, scales: torch.Tenso
 
 
 def promised(name: str, *args: Any) -> list[torch.Tensor]:
-    """Empty tensors of the shapes and dtypes that a device's kernel must return."""
+    """Empty tensors with the shapes and dtypes that a device's kernel must return."""
 
     def on(device: str, value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device=device) if isinstance(value, torch.Tensor) else value
@@ -101,8 +101,8 @@ def test_gradients_scaled_by_frequency():
     _, bag, size, places = call("_embedding_bag", weight, INDICES, OFFSETS)
     got = call("_embedding_bag_dense_backward", grad, INDICES, bag, size, places, 6, True, 0, None)[0]
     expected = torch.zeros(6, 3)
-    for index, of in zip(INDICES.tolist(), bag.tolist(), strict=True):
-        expected[index] += grad[of] / INDICES.tolist().count(index)
+    for index, number in zip(INDICES.tolist(), bag.tolist(), strict=True):
+        expected[index] += grad[number] / INDICES.tolist().count(index)
     compare(got, expected)
 
 

@@ -1,4 +1,4 @@
-"""Fractional max pooling against torch on the CPU, at the same random places."""
+"""Fractional max pooling against torch on the CPU, with the same random samples."""
 
 from __future__ import annotations
 

@@ -188,11 +188,11 @@ def test_halves_are_summed_in_float32() -> None:
     assert sum([torch.ones((), dtype=torch.bfloat16)] * 4096).item() == 256
 
 
-# -- the gradient of a loss over classes, which is not written out ----------------------------------------------------
+# -- the deferred gradient of a loss over classes ---------------------------------------------------------------------
 
 
 def both_gradients(dim: int, shape: tuple[int, ...] = (3, 7, 4)) -> tuple[Any, Any]:
-    """log_softmax's gradient of nll_loss's as a function of its result and of whether that is written out; a result."""
+    """log_softmax's gradient after nll_loss's, as a function of its output and `write_out`; and an example output."""
     backward, log_softmax_backward = lowering_of("nll_loss2d_backward"), lowering_of("_log_softmax_backward_data")
     rng = np.random.default_rng(0)
     output = jax.nn.log_softmax(jnp.asarray(rng.normal(size=shape), jnp.float32), axis=dim)
@@ -201,7 +201,7 @@ def both_gradients(dim: int, shape: tuple[int, ...] = (3, 7, 4)) -> tuple[Any, A
 
     def gradient(output: jax.Array, write_out: bool) -> jax.Array:
         one_hot = backward.function(jnp.float32(3), output, target, weight, 1, -1, jnp.float32(9))
-        assert (one_hot.shape, one_hot.dtype) == (shape, jnp.float32)  # as errors say them
+        assert (one_hot.shape, one_hot.dtype) == (shape, jnp.float32)  # error messages show them
         grad = one_hot.materialize() if write_out else one_hot
         assert grad.shape == shape
         return log_softmax_backward.function(grad, output, dim, jnp.float32)

@@ -1,4 +1,4 @@
-"""Normalisation and softmax against torch on the CPU."""
+"""Normalization and softmax against torch on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def options(dtype: torch.dtype) -> dict[str, Any]:
-    # bfloat16 against float64: torch rounds in between; float32 sums differ in their order
+    # bfloat16 against float64: torch rounds in between; float32 sums have another order
     return {F64: {}, F32: {"rtol": 1e-5, "atol": 1e-5}, BF16: {"wide": True}}[dtype]
 
 
@@ -105,7 +105,7 @@ def test_batch_norm_in_evaluation_leaves_statistics_and_saves_what_is_promised()
 
 
 def test_variance_does_not_cancel() -> None:
-    # mean 1000, deviation 0.01: E[x^2] - E[x]^2 in float32 would leave nothing of the deviation
+    # mean 1000, deviation 0.01: E[x^2] - E[x]^2 in float32 would lose the deviation
     x = (1000 + 0.01 * sample(4, 256, dtype=F64)).to(F32)
     check("native_layer_norm", x, [256], None, None, 1e-12, wide=True, rtol=2e-2, atol=2e-2)
     naive = (x * x).mean(1) - x.mean(1) ** 2

@@ -1,4 +1,4 @@
-"""Batch norm's statistics in one pass: what they lose where a channel's mean is far from zero, against float64."""
+"""Batch norm's one-pass statistics: accuracy where a channel's mean is far from zero, against float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def off_center(mean: float, dtype: torch.dtype = F32, shape: tuple[int, ...] = (16, 4, 24, 24)) -> torch.Tensor:
-    """Channels of deviation one and two around `mean` and its negative."""
+    """Channels with standard deviations one and two around `mean` and its negative."""
     generator = torch.Generator().manual_seed(7)
     channels = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     spread = torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64)
@@ -26,7 +26,7 @@ def off_center(mean: float, dtype: torch.dtype = F32, shape: tuple[int, ...] = (
 
 
 def statistics_in_error(x: torch.Tensor, running_mean: torch.Tensor | None, platform: str) -> tuple[float, float]:
-    """The mean's error in deviations, and the variance's relative to it; the largest of all channels."""
+    """The largest errors over all channels: the mean's in standard deviations, and the variance's relative error."""
     near = None if running_mean is None else jnp.asarray(running_mean.float().numpy())
     mean, variance = jax.jit(_batch_statistics, static_argnums=2)(jnp.asarray(x.float().numpy()), near, platform)
     axes = (0, *range(2, x.dim()))
@@ -40,27 +40,27 @@ def statistics_in_error(x: torch.Tensor, running_mean: torch.Tensor | None, plat
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_statistics_far_from_zero(platform: str, mean: float, shape: tuple[int, ...]) -> None:
     x = off_center(mean, shape=shape)
-    followed = x.double().mean((0, *range(2, x.dim())))  # what the running mean becomes
+    followed = x.double().mean((0, *range(2, x.dim())))  # the converged running mean
     center, variance = statistics_in_error(x, followed, platform)
     assert center < 1e-5 + 1e-7 * mean  # the mean itself is a float32
     assert variance < 1e-5
 
 
 @pytest.mark.parametrize(("mean", "error"), [(1.0, 1e-5), (30.0, 1e-3)])
-def test_statistics_on_tpu_before_the_running_mean_follows(mean: float, error: float) -> None:
+def test_statistics_on_tpu_before_the_running_mean_converges(mean: float, error: float) -> None:
     assert statistics_in_error(off_center(mean), torch.zeros(4), "tpu")[1] < error
 
 
 @pytest.mark.parametrize("running", [1e6, 1e30, float("inf"), float("nan")])
 def test_a_running_mean_that_has_met_an_overflow_does_no_harm_on_tpu(running: float) -> None:
-    """In training torch's statistics are those of the batch alone: they recover with the next good batch."""
+    """In training torch's statistics depend on the batch alone: they recover with the next finite batch."""
     center, variance = statistics_in_error(off_center(1.0), torch.full((4,), running), "tpu")
     assert center < 1e-5
     assert variance < 1e-5
 
 
 def test_differences_of_plain_squares_would_fail() -> None:
-    """The twin: with nothing subtracted, as on a TPU whose running mean has not followed."""
+    """Without a shift, as on a TPU whose running mean has not converged, the tests above would fail."""
     assert statistics_in_error(off_center(1e3), torch.zeros(4), "tpu")[1] > 1e-2
     assert statistics_in_error(off_center(1e3), None, "tpu")[1] < 1e-5  # no running mean, two passes
 
@@ -108,7 +108,7 @@ def test_an_empty_batch(platform: str) -> None:
 
 
 def test_the_gradient_that_two_kernels_read_is_kept_low_on_gpu() -> None:
-    """A barrier, for half gradients alone: what XLA may not compute again from wider values."""
+    """A barrier, only for half gradients, keeps XLA from recomputing them from wider values."""
 
     def barriers(dtype: jnp.dtype, platform: str) -> int:
         x = jax.ShapeDtypeStruct((2, 3, 4, 4), dtype)

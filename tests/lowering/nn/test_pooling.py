@@ -218,7 +218,7 @@ def test_upsample_halves(name: str) -> None:
 
 def test_upsample_specials() -> None:
     check("upsample_nearest2d", sample(1, 2, 3, 4, dtype=torch.uint8), [6, 9])
-    # an infinity stays where it is: a dense matrix product would spread NaN over the row
+    # An infinity must not spread: a dense matrix product would make the whole row NaN.
     x = sample(1, 1, 4, 4)
     x[0, 0, 0, 0] = math.inf
     check("upsample_nearest2d", x, [8, 8])

@@ -1,4 +1,4 @@
-"""Fake quantization against torch on the CPU; scales are powers of two, so that both round the same quotients."""
+"""Fake quantization against torch on the CPU; scales are powers of two, for which both round the same quotients."""
 
 from __future__ import annotations
 

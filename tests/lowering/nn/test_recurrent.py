@@ -1,4 +1,4 @@
-"""Recurrent cells against torch's unfused ones, and layers as one loop against their steps written out."""
+"""Fused recurrent cells against torch's unfused ones, and layers as one loop against the unrolled layer."""
 
 from __future__ import annotations
 
