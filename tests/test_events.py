@@ -1,4 +1,4 @@
-"""Decision records: heard while somebody listens, and only then."""
+"""Decision events: emitted only while there are listeners."""
 
 from __future__ import annotations
 

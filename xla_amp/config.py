@@ -1,7 +1,7 @@
-"""Environment variables: the only file of the package that reads them.
+"""Environment variables; the only file of the package that reads them.
 
-Each function reads at call time, so a test or a notebook can change a variable; nothing writes one, but for the place
-of a process that we have started ourselves.
+Each function reads at call time, so a test or a notebook can change a variable.  Only `place_process` writes variables,
+in a process that `launch` has started.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 TAPE_LIMIT_DEFAULT: Final = 100_000
 TIMEOUT_DEFAULT: Final = 300
 TIMEOUT_LEAST: Final = 3
-"""JAX's coordinator counts whole seconds, and takes two missing signs of life for an end."""
+"""JAX's coordinator counts whole seconds, and treats two missing heartbeats as the end of a process."""
 
 HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
     ("low", "PT_HPU_AUTOCAST_LOWER_PRECISION_OPS_LIST"),
     ("fp32", "PT_HPU_AUTOCAST_FP32_OPS_LIST"),
 )
-"""Gaudi's variables, each with the cast whose default list its file replaces."""
+"""Gaudi's variables, with the cast whose default list the file replaces."""
 
+_ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
+_FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
+_PROGRESS: Final[tuple[Progress, ...]] = get_args(Progress)
 _LEGACY_DTYPE_FLAGS: Final = ("XLA_USE_BF16", "XLA_USE_F16")
 _PJRT_PLATFORMS: Final[dict[str, Platform]] = {"CPU": "cpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu", "TPU": "tpu"}
 
@@ -48,7 +51,7 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 def policy_file() -> Path | None:
-    """Path in ``XLA_AMP_POLICY``: a TOML file of rules that is layered on every policy."""
+    """Path in ``XLA_AMP_POLICY``: a TOML file of rules layered on every policy."""
     value = os.environ.get(POLICY_FILE)
     return Path(value).expanduser() if value else None
 
@@ -59,7 +62,7 @@ def rules() -> str:
 
 
 def hpu_lists() -> tuple[tuple[Cast, str, Path], ...]:
-    """Gaudi's operation lists that are set: (cast, variable, path of a file with one operation per line)."""
+    """Gaudi's operation lists that are set: (cast, variable, path of a file with one operation a line)."""
     found = ((which, name, os.environ.get(name)) for which, name in HPU_LISTS)
     return tuple((which, name, Path(value).expanduser()) for which, name, value in found if value)
 
@@ -67,12 +70,12 @@ def hpu_lists() -> tuple[tuple[Cast, str, Path], ...]:
 def fallback() -> Fallback:
     """``XLA_AMP_FALLBACK``: what happens to an operation that has no lowering.
 
-    ``error`` (default) raises, ``cpu`` runs it there, which waits for the device; the engine warns and counts.
+    ``error`` (default) raises; ``cpu`` runs it on the CPU, which waits for the device, warns and is counted.
 
     Raises:
         PolicyError: another value.
     """
-    return _choice(FALLBACK, get_args(Fallback), "error")
+    return _choice(FALLBACK, _FALLBACKS, "error")
 
 
 def engine() -> EngineName:
@@ -81,7 +84,7 @@ def engine() -> EngineName:
     Raises:
         PolicyError: another value.
     """
-    return _choice(ENGINE, get_args(EngineName), "auto")
+    return _choice(ENGINE, _ENGINES, "auto")
 
 
 def tape_limit() -> int:
@@ -105,7 +108,7 @@ def tape_limit() -> int:
 
 
 def cache() -> Path | None:
-    """Folder in ``XLA_AMP_CACHE`` where compiled programs are kept; None when unset."""
+    """Folder in ``XLA_AMP_CACHE`` that stores compiled programs; None when unset."""
     value = os.environ.get(CACHE, "").strip()
     return Path(value).expanduser() if value else None
 
@@ -116,14 +119,14 @@ def progress() -> Progress:
     Raises:
         PolicyError: another value.
     """
-    return _choice(PROGRESS, get_args(Progress), "auto")
+    return _choice(PROGRESS, _PROGRESS, "auto")
 
 
 def compiler_options() -> dict[str, str]:
     """``XLA_AMP_COMPILER_OPTIONS``: XLA's options for the lazy device's programs, by name.
 
     Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
-    replace the package's own (`xla_amp.lazy.runtime.compile_options`), and an empty value leaves one to XLA.
+    replace the package's own (`xla_amp.lazy.runtime.compile_options`), and an empty value restores XLA's default.
 
     Raises:
         PolicyError: a word is not ``name=value``.
@@ -145,9 +148,9 @@ def xla_flags() -> frozenset[str]:
 
 
 def platform() -> Platform | None:
-    """XLA platform asked for by ``XLA_AMP_PLATFORM``, else by ``PJRT_DEVICE``; None when neither names one.
+    """XLA platform from ``XLA_AMP_PLATFORM``, or else from ``PJRT_DEVICE``; None when neither names one.
 
-    ``PJRT_DEVICE`` belongs to torch_xla: its values that name no platform of ours are left to it.
+    ``PJRT_DEVICE`` is torch_xla's variable; values that name no XLA platform are ignored.
 
     Raises:
         PolicyError: ``XLA_AMP_PLATFORM`` is not ``cpu``, ``gpu`` or ``tpu``.
@@ -158,38 +161,38 @@ def platform() -> Platform | None:
 
 
 class Store(NamedTuple):
-    """torch's store (`torch.distributed.TCPStore`), at which processes can meet before anything else."""
+    """Address of torch's store (`torch.distributed.TCPStore`), through which processes meet first."""
 
     host: str
     port: int
     served: bool
-    """Whether torchrun serves it; else process 0 does."""
+    """Whether torchrun serves it; otherwise process 0 does."""
     prefix: str
-    """Of the keys: torchrun's store outlives the processes, which it may start again."""
+    """Prefix of the keys: torchrun's store outlives the processes, which torchrun may restart."""
 
 
 class Process(NamedTuple):
-    """The place of this process among those that train together."""
+    """Rank of this process and how to reach the others."""
 
     rank: int
     world_size: int
     local_rank: int
     coordinator: str
-    """Address of the coordinator, which process 0 runs."""
+    """Address of the coordinator, which runs in process 0."""
     timeout: int
-    """Seconds that processes wait for each other, and within which the end of one ends the others."""
+    """Seconds that processes wait for each other, and after which the end of one process ends the others."""
     store: Store | None
-    """What ``MASTER_ADDR`` and ``MASTER_PORT`` name."""
+    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
 
 def process() -> Process | None:
-    """What ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` say, as torchrun sets them.
+    """Settings in ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
 
-    None for a process that trains alone.  The coordinator listens at the port after ``MASTER_PORT``, where torchrun has
-    a store of its own; ``XLA_AMP_COORDINATOR`` (host:port) names another place, ``XLA_AMP_TIMEOUT`` the seconds.
+    None for a single process.  The coordinator listens on the port after ``MASTER_PORT``, which torchrun's store uses;
+    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds.
 
     Raises:
-        PolicyError: the variables do not fit together.
+        PolicyError: the variables are inconsistent.
     """
     names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", TIMEOUT)
     values = {name: os.environ.get(name, "").strip() for name in names}
@@ -223,7 +226,7 @@ def process() -> Process | None:
 
 
 def place_process(*, rank: int, world_size: int, port: int, timeout: int | None = None) -> None:
-    """Gives this process, which `launch` has started, its place among those of this machine; see `process`."""
+    """Sets the variables of `process` in a process that `launch` has started."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -236,12 +239,12 @@ def place_process(*, rank: int, world_size: int, port: int, timeout: int | None 
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
-    """A copy of this process's environment with `changes`, for a program that we start."""
+    """A copy of this process's environment with `changes`, for a child process."""
     return {**os.environ, **changes}
 
 
 def legacy_dtype_flags() -> tuple[str, ...]:
-    """Names of torch_xla's process-wide dtype switches that are on; they defeat per-operation casts."""
+    """Names of torch_xla's process-wide dtype switches that are on; they override casts per operation."""
     off = ("", "0", "false")
     return tuple(name for name in _LEGACY_DTYPE_FLAGS if os.environ.get(name, "").strip().lower() not in off)
 

@@ -1,55 +1,55 @@
-"""Errors of the library.
+"""Error classes of the library.
 
-Each is an `XlaAmpError` and also the built-in class that fits, so code that catches ``ValueError`` or
-``RuntimeError`` needs no import from here.
+Each is an `XlaAmpError` and also a matching built-in class, so code can catch ``ValueError`` or ``RuntimeError``
+without an import from here.
 """
 
 from __future__ import annotations
 
 
 class XlaAmpError(Exception):
-    """Base of every error that this library raises."""
+    """Base class of the errors that this library raises."""
 
 
 class PolicyError(XlaAmpError, ValueError):
-    """A policy, a rule or a setting that cannot be followed; the message names where it is written and the fix."""
+    """An invalid policy, rule or setting; the message names where it is written and the fix."""
 
 
 class DeviceError(XlaAmpError, RuntimeError):
-    """A device that is unknown, absent, or taken by another backend."""
+    """A device that is unknown, absent, or in use by another backend."""
 
 
 class UnsupportedDtypeError(XlaAmpError, ValueError):
-    """A dtype that the device or the policy does not offer."""
+    """A dtype that the device or the policy does not support."""
 
 
 class MissingLoweringError(XlaAmpError, NotImplementedError):
-    """An operation that the engine has no lowering for."""
+    """An operation without a lowering in the engine."""
 
 
 class StepFailedError(XlaAmpError, RuntimeError):
-    """A step that failed while it ran; values are those from before it."""
+    """A step that failed while it ran; tensors have their values from before it."""
 
 
 class EngineError(XlaAmpError, RuntimeError):
-    """The engine cannot be started or was used against its contract."""
+    """The engine cannot start, or a call does not fit the engine in use."""
 
 
 class CaptureError(XlaAmpError, RuntimeError):
-    """A step that cannot be replayed, or that no longer does what was captured."""
+    """A step that cannot be replayed, or that no longer matches its capture."""
 
 
 class ModuleError(XlaAmpError, ValueError):
-    """A StableHLO module that cannot be read, is not valid, or cannot be compiled or run."""
+    """A StableHLO module that cannot be read, is invalid, or cannot be compiled or run."""
 
 
 class MissingLibraryError(XlaAmpError, ImportError):
-    """A library that only some commands need is not installed; the message says what installs it."""
+    """A missing optional library; the message has the command that installs it."""
 
 
 class FileError(XlaAmpError, OSError):
-    """A file that cannot be opened or written; what it holds is not the matter."""
+    """A file that cannot be opened or written (invalid content raises another error, such as `ModuleError`)."""
 
 
 class DriverError(XlaAmpError, TypeError):
-    """A JAX function that the chosen autocast driver cannot run; the message names the one that can."""
+    """A JAX function that the chosen autocast driver cannot run; the message names a driver that can."""

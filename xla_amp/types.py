@@ -1,7 +1,7 @@
-"""The words of the library, each with one meaning.
+"""Shared type names: casts, layers, operation classes, dtypes and platforms.
 
-A *policy* is a layered set of *rules*; a rule gives operations a *cast*; a *decision* is the rule that won for one
-operation, with the *layer* that it came from.
+A *policy* is a layered set of *rules*; a rule gives operations a *cast*; a *decision* is the winning rule for one
+operation, with the *layer* that it comes from.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Cast: TypeAlias = Literal["low", "fp32", "fp32_out", "fp32_append", "promote", "
 ``fp32_append``  operands stay; the call is redirected to the overload that takes ``dtype``, with float32
                  (torch: ``fp32_append_dtype``)
 ``promote``      cast to the widest dtype among them
-``keep``         untouched: the operation runs in the dtypes that it was given
-``ban``          an error that says what to use instead
+``keep``         no cast: the operation runs in the dtypes of its operands
+``ban``          an error that names the replacement
 """
 
 CASTS: Final[tuple[Cast, ...]] = get_args(Cast)
 
 Layer: TypeAlias = Literal["builtin", "file", "environment", "override", "context"]
-"""Where a rule was written; a later layer wins over an earlier one."""
+"""Where a rule is written; a later layer wins over an earlier one."""
 
 LAYERS: Final[tuple[Layer, ...]] = get_args(Layer)
 
@@ -49,18 +49,18 @@ OperationClass: TypeAlias = Literal[
     "data_movement",
     "random",
 ]
-"""What kind of arithmetic an operation is; says why one cast suits it, and lets a front that sees another
-vocabulary (jaxpr primitives, StableHLO) treat what it cannot name."""
+"""Kind of arithmetic of an operation.  It explains the cast, and lets a front with another vocabulary (jaxpr
+primitives, StableHLO) handle operations without an ATen name."""
 
 OPERATION_CLASSES: Final[tuple[OperationClass, ...]] = get_args(OperationClass)
 
 LowDtype: TypeAlias = Literal["bfloat16", "float16"]
-"""A dtype that ``low`` can mean."""
+"""Possible low dtypes."""
 
 LOW_DTYPES: Final[tuple[LowDtype, ...]] = get_args(LowDtype)
 
 Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
-"""Names of floating dtypes wherever no framework may be imported."""
+"""Names of floating dtypes, for modules that import no framework."""
 
 DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
 

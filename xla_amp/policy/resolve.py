@@ -22,9 +22,9 @@ from xla_amp.types import Cast, Layer
 
 
 def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:
-    """`policy` with every layer that applies now, lowest rank first: built-in table, the rows of its own file, the file
-    in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``, open overrides of this thread, and the rules in `context`.  For ``hpu``,
-    Gaudi's lists replace rows of the table.
+    """`policy` with every layer that applies now, lowest rank first: built-in table, rows of the policy's own file, the
+    file in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``, open overrides of this thread, and the rules in `context`.  For
+    ``hpu``, Gaudi's lists replace rows of the table.
 
     Equal layers give the identical object.  Resolving a resolved policy starts from its base and keeps its context
     rules.

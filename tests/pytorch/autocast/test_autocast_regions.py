@@ -224,12 +224,12 @@ def test_the_backward_pass_inside_a_region(device):
 def test_function(device, mm_dtype):
     @autocast(device, dtype=LOW)
     def function(a, *, b):
-        """Says so."""
+        """Does nothing."""
         return a, b, mm_dtype()
 
     assert function(1, b=2) == (1, 2, LOW)
     assert mm_dtype() is FULL
-    assert (function.__name__, function.__doc__) == ("function", "Says so.")
+    assert (function.__name__, function.__doc__) == ("function", "Does nothing.")
 
 
 def test_method(device, mm_dtype):

@@ -92,7 +92,7 @@ def test_exceptions(seen, kind):
     else:
         with pytest.raises(kind):
             inner(ONE)
-        assert module_paths.current() is not None, "nobody told us"
+        assert module_paths.current() is not None, "modules are not followed"
         module_paths.release(module_paths.acquire())  # as every region does
         assert module_paths.current() is None
 
@@ -131,7 +131,7 @@ def test_recomputation_has_the_path_of_the_forward_pass(seen, reentrant):
     assert module_paths.current() is None
     seen.clear()
     block(ONE)
-    assert seen[0] == "", "outside of a backward pass it is a model of its own"
+    assert seen[0] == "", "outside a backward pass it is a separate model"
 
 
 def test_threads_have_their_own(seen):

@@ -436,4 +436,4 @@ def test_a_step_inside_a_region_is_seen_by_the_next_forward_pass(region, monkeyp
     cleared = []
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: cleared.append(True))
     optimizer.step()
-    assert cleared == []  # nothing of ours is left on optimizers
+    assert cleared == []  # no hook is left on optimizers

@@ -1,4 +1,4 @@
-"""What torch's own tests of gradient scaling demand, said anew for a device: the CPU and the lazy device.
+"""torch's own tests of gradient scaling, adapted to the CPU and the lazy device.
 
 Named after torch's tests (`test_grad_scaling_*`).  Where two devices are asked for, the other one is the CPU.
 """

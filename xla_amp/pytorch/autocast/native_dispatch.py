@@ -140,7 +140,7 @@ def _after_region(_device_type: str, region: policies.Region) -> None:
 
 
 def _override(layer: RuleLayer, opens: bool) -> None:
-    """Installs kernels for an override, which must also reach a plain `torch.autocast` without a region of ours."""
+    """Installs kernels for an override, which must also reach a plain `torch.autocast`."""
     identity = (id(layer), threading.get_ident())  # equal overrides are the same layer
     if not opens:
         _release(identity)
