@@ -1,4 +1,4 @@
-"""What type checkers show a user: real signatures, errors for misspelt names, decorators that keep types."""
+"""Type checkers on a user's program: real signatures, misspelt names and arguments rejected, decorated types kept."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ reveal_type(backward)  # shown: (ctx: object, width: int) -> str
 reveal_type(forward)  # shown: (x: Tensor, width: int) -> Tensor
 reveal_type(step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(strict_step(torch.ones(1), 2))  # shown: Tensor
-reveal_type(xla_amp.jax.autocast(loss))  # shown: (weight: float, x: int) -> str
-reveal_type(xla_amp.jax.autocast(dtype="float16")(loss))  # shown: (weight: float, x: int) -> str
+reveal_type(xla_amp.jax.autocast(loss)(1.0, x=2))  # shown: str
+reveal_type(xla_amp.jax.autocast(dtype="float16")(loss)(weight=1.0, x=2))  # shown: str
+reveal_type(xla_amp.jax.autocast(loss).choice(1.0, 2).why)  # shown: str
+reveal_type(xla_amp.jax.value_and_grad(loss)(xla_amp.jax.LossScale.dynamic(), 1.0, x=2).value)  # shown: str
 xla_amp.autocastt("cpu")  # refused
 xla_amp.jax.autocats(loss)  # refused
 xla_amp.stablehlo.autocats  # refused
@@ -63,6 +65,10 @@ forward(torch.ones(1), widht=2)  # refused
 step(torch.ones(1), "wide")  # refused
 strict_step(torch.ones(1))  # refused
 xla_amp.jax.autocast(loss)(1.0, "x")  # refused
+xla_amp.jax.autocast(dtype="float16")(loss)(1.0)  # refused
+xla_amp.jax.autocast(loss).choice(1.0, "x")  # refused
+xla_amp.jax.autocast(loss, polcy=3)  # refused
+xla_amp.jax.value_and_grad(loss)(1.0, 2)  # refused
 xla_amp.compile(step, stict=True)  # refused
 """
 SHOWN = {n: line.partition("# shown: ")[2] for n, line in enumerate(PROGRAM.splitlines(), 1) if "# shown: " in line}
@@ -93,8 +99,9 @@ def check(command: list[str], folder: Path, program: str) -> tuple[dict[int, str
 
 
 def plain(text: str) -> str:
-    """A signature without the checkers' own spelling: no ``def``, no full module names."""
-    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text.removeprefix("def ")).replace("builtins.", "")
+    """A type without the checkers' own spelling: no ``def``, no full module names, parameters in parentheses."""
+    text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text.removeprefix("def "))
+    return re.sub(r"\[\[(.*)\], ", r"[(\1), ", text)
 
 
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
