@@ -1,4 +1,4 @@
-"""Small helpers that every family of lowerings shares: dtypes, axes, operands that are not arrays yet."""
+"""Helpers that all lowerings share: dtypes, axes, deferred operands."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def up(x: jax.Array) -> jax.Array:
 
 
 def stored(x: jax.Array, platform: str) -> jax.Array:
-    """`x`, which the forward pass keeps for the backward pass, as what is kept where it is of a half type.
+    """`x`, a residual of the forward pass, behind a barrier if it has a half dtype.
 
-    Both passes widen it.  On an accelerator XLA finds the two conversions equal, moves the one that remains into the
-    product that makes `x`, and keeps float32: twice the memory and traffic.  The barrier makes them two.
+    Both passes convert it to float32.  On an accelerator XLA merges the two conversions, moves the remaining one into
+    the product that makes `x`, and keeps float32: twice the memory and traffic.  The barrier keeps them apart.
     """
     return lax.optimization_barrier(x) if platform != "cpu" and is_half(x.dtype) else x
 
 
 def written(x: jax.Array, dtype: Any, platform: str) -> jax.Array:
-    """`x` in `dtype`; on GPU a half result is what is written.
+    """`x` in `dtype`; on GPU a half result is written to memory as such.
 
-    Several kernels read it, and XLA would else have them share a second copy in float32, or compute it again in each.
+    Several kernels read it.  Without the barrier XLA gives them a second copy in float32, or computes it in each.
     """
     return lax.optimization_barrier(as_dtype(x, dtype)) if platform == "gpu" and is_half(dtype) else as_dtype(x, dtype)
 
@@ -65,7 +65,7 @@ def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Permuted:
-    """A tensor operand that is a pure transpose of `base`, not yet carried out.
+    """A deferred transpose of `base` as an operand.
 
     Contractions fold it into their dimension numbers: on XLA:CPU a bf16 dot whose transpose is only folded later by
     the compiler has already missed the fast kernel (docs/lowering.md).
@@ -94,18 +94,18 @@ class Permuted:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """A tensor operand of zeros with one value in each line along an axis, not yet written out.
+    """A deferred operand of zeros with one value in each line along an axis.
 
-    What sums along that axis needs no pass over it: for the gradient of a loss over a vocabulary, 6 % of the cycles
-    that XLA:TPU estimates for the kernels of GPT-2 with two layers.
+    A sum along that axis needs no pass over it.  For the gradient of a loss over a vocabulary this saves 6 % of the
+    cycles that XLA:TPU estimates for the kernels of GPT-2 with two layers.
     """
 
     values: jax.Array
     index: jax.Array
-    """Where along the axis each of `values` is, of their shape."""
+    """Position of each of `values` along the axis; same shape as `values`."""
     axis: int
     extent: int
-    """Of the axis."""
+    """Size of the axis."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -117,9 +117,9 @@ class OneHot:
 
     def materialize(self) -> jax.Array:
         """The array."""
-        places = jnp.arange(self.extent, dtype=self.index.dtype).reshape(-1, *(1,) * (self.values.ndim - self.axis))
+        positions = jnp.arange(self.extent, dtype=self.index.dtype).reshape(-1, *(1,) * (self.values.ndim - self.axis))
         index, values = (jnp.expand_dims(x, self.axis) for x in (self.index, self.values))
-        return jnp.where(places == index, values, 0)
+        return jnp.where(positions == index, values, 0)
 
 
 Deferred = Permuted | OneHot

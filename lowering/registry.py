@@ -1,6 +1,6 @@
 """The table of lowerings: ATen operation name -> pure JAX function.
 
-A lowering is written once, for the functional form of an operation, and knows nothing of torch, tapes or devices::
+A lowering is written once, for the functional form of an operation.  It does not use torch, traces or devices::
 
     @register("lerp.Scalar", "lerp.Tensor")
     def lerp(start, end, weight, *, common): ...
@@ -23,7 +23,7 @@ schema type             what the function receives
 ======================  =========================================================================================
 
 Keyword-only parameters with the names in `SUPPLIES` are filled in by the engine.  The function returns the
-operation's fresh results in schema order, then the new values of the arguments in `mutates`; the engine converts each
+operation's new results in schema order, then the new values of the arguments in `mutates`; the engine converts each
 to the dtype that torch promises, so a lowering may return a wider type than asked.
 """
 
@@ -33,14 +33,16 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SUPPLIES: Mapping[str, str] = MappingProxyType(
     {
         "out": "jax.ShapeDtypeStruct of the first result",
         "outs": "tuple of jax.ShapeDtypeStruct (or None), one per result",
         "common": "NumPy dtype that torch's promotion gives for all tensor and number arguments together",
-        "rng": "a JAX PRNG key of this call's own",
+        "rng": "a JAX PRNG key for this call",
         "replicas": "name of the axis over the processes that train together (for `jax.lax.pmax`), None for one",
         "partitioned": "whether XLA splits the program over the devices of a mesh (it cannot split a custom kernel)",
         "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
@@ -59,15 +61,15 @@ class Lowering:
     supplies: frozenset[str]
     """Names from `SUPPLIES` that `function` asks for."""
     static: frozenset[str]
-    """Number arguments that are constants of the program (a new value compiles anew), e.g. the exponent of ``pow``."""
+    """Number arguments that are constants of the program (a new value recompiles), e.g. the exponent of ``pow``."""
     lifted: frozenset[str]
-    """``float`` arguments that are data: a new value never compiles anew, e.g. a fused optimizer's learning rate."""
+    """``float`` arguments that are data: a new value never recompiles, e.g. a fused optimizer's learning rate."""
     mutates: tuple[str, ...]
     """Arguments that the operation writes; a list argument stands for all its tensors."""
     takes: tuple[type, ...]
-    """Kinds of operands that may arrive as they are, not yet as arrays (`Permuted`, `OneHot`)."""
+    """Deferred operands that the function accepts (`Permuted`, `OneHot`); others are materialized first."""
     minor: Mapping[str, Mapping[str, tuple[int, ...]]]
-    """Platform -> tensor argument -> its dimensions that lie closest together in memory, the closest last."""
+    """Platform -> tensor argument -> its minor dimensions in memory, the most minor last."""
 
 
 _table: dict[str, Lowering] = {}
@@ -83,21 +85,21 @@ def register(
     takes: tuple[type, ...] = (),
     minor: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType({}),
     override: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: makes a JAX function the lowering of the operations `names`.
+) -> Callable[[_Function], _Function]:
+    """Decorator that makes a JAX function the lowering of the operations `names`.
 
-    The in-place form (``add_`` of ``add``) and the ``out=`` form are derived by the engine.
+    The engine derives the in-place form (``add_`` of ``add``) and the ``out=`` form.
 
     Args:
         names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.
         static: number arguments that the function needs as Python constants.
-        lifted: ``float`` arguments that arrive as data (``Scalar`` arguments do so by themselves).
+        lifted: ``float`` arguments that arrive as data (``Scalar`` arguments always do).
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
-        takes: kinds of operands that the function has a better use for than as arrays: `xla_amp.lowering.Permuted`,
+        takes: deferred operands that the function can use better than arrays: `xla_amp.lowering.Permuted`,
             `xla_amp.lowering.OneHot`.
-        minor: platform -> argument -> dimensions that should lie closest together in memory where the argument is
-            kept between steps (a weight), the closest last; XLA else keeps it as it would any array of its shape and
-            copies it into the order that the operation wants in each step.
+        minor: platform -> argument -> dimensions that should be minor in memory, the most minor last, for an argument
+            that is kept between steps (a weight).  Without it XLA keeps the default layout and copies the argument
+            into the operation's layout in each step.
         override: replace an existing lowering instead of raising.
 
     Raises:
@@ -112,7 +114,7 @@ def register(
     if not names:
         raise ValueError('register() expects at least one operation name, e.g. register("mylib::softsign")')
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: _Function) -> _Function:
         keyword_only = [
             parameter.name
             for parameter in inspect.signature(function).parameters.values()

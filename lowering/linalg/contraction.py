@@ -1,7 +1,7 @@
 """Contractions: matrix products and their fused forms.
 
-Everything that multiplies matrices goes through `contract`, so the forms that a platform needs stand here and nowhere
-else (docs/lowering.md has the figures):
+Every matrix product goes through `contract`, so only this module knows the forms that a platform needs
+(docs/lowering.md has the figures):
 
 =========  ================================================================================================
 platform   float16 and bfloat16 operands
@@ -36,7 +36,7 @@ Axes: TypeAlias = tuple[int, ...]
 
 
 def precision(dtype: Any) -> lax.Precision | None:
-    """The precision of dots and convolutions over `dtype`: full for float32, the platform's own for the rest."""
+    """The precision of dots and convolutions over `dtype`: highest for float32, otherwise the platform's default."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
@@ -83,12 +83,12 @@ def _base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, 
 
 
 def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Array, Axes]:
-    """`x`, a batch of matrices, with its contracted axis last and not as a transpose that XLA could fold back.
+    """`x`, a batch of matrices, with its contracted axis last, in a form that XLA cannot fold back.
 
-    XLA:CPU's low-precision kernels want the left operand's contracted axis last, and its own transpose of two axes is
-    slow: tiles are moved as units instead.  The barrier keeps the compiler from undoing it.  Where nothing is to move
-    it keeps a transpose that `x` is the result of from being folded in: XLA chooses the kernel before it folds, and the
-    program then fails when it runs ("Unsupported element type for DotThunk", jaxlib 0.10).
+    XLA:CPU's low-precision kernels need the left operand's contracted axis last, and XLA:CPU's transpose of two axes is
+    slow, so tiles are moved as units.  The barrier keeps the compiler from undoing it.  If nothing is to move, the
+    barrier still keeps XLA from folding in a transpose that produced `x`: XLA chooses the kernel before it folds, and
+    the program then fails when it runs ("Unsupported element type for DotThunk", jaxlib 0.10).
     """
     last = x.ndim - 1
     if contracted == last:
@@ -107,12 +107,12 @@ def _contracted_last(x: jax.Array, contracted: int, batch: Axes) -> tuple[jax.Ar
 
 
 def scaled(x: jax.Array, factor: Any) -> jax.Array:
-    """``factor * x`` in the dtype of `x`; nothing for the Python number 1."""
+    """``factor * x`` in the dtype of `x`; `x` itself for the Python number 1."""
     return x if isinstance(factor, (int, float)) and factor == 1 else as_dtype(factor, x.dtype) * x
 
 
 def accumulate(start: Operand, product: jax.Array, beta: Any, alpha: Any, dtype: Any) -> jax.Array:
-    """``beta * start + alpha * product`` in the opmath of `dtype`; `start` may hold anything where beta is 0."""
+    """``beta * start + alpha * product`` in the opmath of `dtype`; `start` is ignored (may be NaN) where beta is 0."""
     product = scaled(as_dtype(product, opmath(dtype)), alpha)
     if isinstance(beta, (int, float)) and beta == 0:
         return product

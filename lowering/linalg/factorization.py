@@ -1,12 +1,12 @@
 """Linear algebra: factorizations, solves and functions of matrices, on batches in the leading dimensions.
 
-torch's conventions, which LAPACK gave it, hold wherever they can be seen:
+The results follow torch's conventions, which are LAPACK's:
 
 - pivots count from 1; ``info`` is 0 or the number (from 1) of the column at which a factorization broke down;
 - the Cholesky, triangular and symmetric routines read one triangle and ignore the other.
 
-A failed factorization gives NaN where LAPACK leaves half of a result.  General eigenvalues exist on the platforms for
-which JAX has them (CPU and, from some versions on, GPU); on TPU the program is refused with JAX's own message.
+A failed factorization gives NaN where LAPACK leaves a partial result.  General eigenvalues exist on the platforms for
+which JAX has them (CPU and, in newer versions, GPU); on TPU JAX raises its own error.
 LU factorizations are in `lu`.
 """
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import linalg as scipy_linalg
 
-from xla_amp.lowering.linalg import lu  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering.linalg import lu  # noqa: F401  (registers its lowerings)
 from xla_amp.lowering.linalg.matrices import (
     adjoint,
     broadcast,
@@ -57,7 +57,7 @@ def _lower_cholesky(a: jax.Array) -> tuple[jax.Array, jax.Array]:
         bad = jnp.zeros(a.shape[:-1], bool)
         return jnp.where(failed, jnp.maximum(first_true(lax.fori_loop(0, n, eliminate, (a, bad))[1]), 1), 0)
 
-    # Which leading minor failed is a second, slow elimination that only a failure pays for.
+    # A second, slow elimination finds which leading minor failed; it runs only after a failure.
     none = jnp.zeros(a.shape[:-2], jnp.int32)
     return factor, lax.cond(jnp.any(failed), lambda: as_dtype(order(), jnp.int32), lambda: none) if a.size else none
 
@@ -126,7 +126,7 @@ def qr(a: jax.Array, mode: str = "reduced", *, outs: Any) -> tuple[jax.Array, ja
 @register("geqrf")
 @exact
 def geqrf(a: jax.Array) -> tuple[jax.Array, jax.Array]:
-    packed, tau = jnp.linalg.qr(a, mode="raw")  # as LAPACK keeps it: column-major, so transposed here
+    packed, tau = jnp.linalg.qr(a, mode="raw")  # LAPACK's column-major form, so transposed here
     return transpose(packed), tau
 
 
@@ -206,8 +206,8 @@ def lstsq(
 ) -> tuple[jax.Array, ...]:
     """(solution, residuals, rank, singular values).
 
-    Driver "gels" (the default, as on every accelerator) takes `a` to be of full rank and uses QR; the others take the
-    solution of least norm from an SVD.  `residuals` are given for every tall `a`.
+    Driver "gels" (the default, as on every accelerator) assumes that `a` has full rank and uses QR; the others compute
+    the least-norm solution from an SVD.  `residuals` are returned for every tall `a`.
     """
     rows, columns = a.shape[-2:]
     vector = b.ndim == a.ndim - 1

@@ -1,7 +1,7 @@
 """Grouped matrix products: one matrix per group of rows, as mixtures of experts need them.
 
-Group ``g`` ends at ``offsets[g]`` along the grouped axis, and what lies behind the last group is zero (torch leaves it
-undefined).  The sizes are data, the program is the same for all of them.
+Group ``g`` ends at ``offsets[g]`` along the grouped axis, and rows after the last group are zero (torch leaves them
+undefined).  The sizes are data: one program serves all of them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _ragged(
     group: tuple[int, ...],
     platform: str,
 ) -> jax.Array:
-    """A dot whose left axis `ragged` falls into groups of `sizes`; `group` is the right operand's axis of groups."""
-    if is_half(left.dtype) and platform == "cpu":  # XLA:CPU has no half dot in the form that this becomes
+    """A dot whose left axis `ragged` is split into groups of `sizes`; `group` is the right operand's group axis."""
+    if is_half(left.dtype) and platform == "cpu":  # XLA:CPU has no half dot in the form that XLA expands this to
         left, right = up(left), up(right)
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((contracting[0],), (contracting[1],)), ((), ())),

@@ -1,8 +1,8 @@
-"""LU factorizations, and what torch computes from them: solutions, inverses and determinants.
+"""LU factorizations, and the solutions, inverses and determinants that torch computes from them.
 
 `_linalg_det`, `_linalg_slogdet` and `_linalg_solve_ex` also return a factorization that autograd solves with later.
-Whether it is that of `A` or of its transpose depends on the memory of `A` and on torch's version, which a lowering does
-not see: `transposed` says it, and the engine calls the form that fits.
+Whether it is that of `A` or of its transpose depends on the memory layout of `A` and on torch's version, which a
+lowering does not know: the engine passes it as `transposed`.
 """
 
 from __future__ import annotations

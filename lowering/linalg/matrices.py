@@ -1,10 +1,10 @@
-"""What the operations of linear algebra share: adjoints, triangular solves, and how torch counts what failed."""
+"""Helpers of linear algebra: adjoints, triangular solves, torch's ``info`` numbers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,15 @@ from jax import lax
 
 from xla_amp.lowering.operand import as_dtype
 
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
-def exact(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with every matrix product inside it at full precision (TPU and GPU would round float32 operands)."""
+
+def exact(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """`function` with its matrix products at the highest precision (TPU and GPU would round float32 operands)."""
 
     @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         with jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)
 
@@ -35,22 +38,22 @@ def transpose(x: jax.Array) -> jax.Array:
 
 
 def eye_like(x: jax.Array) -> jax.Array:
-    """The unit matrix, as often as there are matrices in `x`."""
+    """Unit matrices of the shape of `x`."""
     return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
 
 
 def first_true(bad: jax.Array) -> jax.Array:
-    """Per row of `bad` [..., n]: the place of its first true element from 1, or 0."""
+    """Per row of `bad` [..., n]: the position of its first true element, counted from 1, or 0."""
     return as_dtype(jnp.where(jnp.any(bad, -1), jnp.argmax(bad, -1) + 1, 0), jnp.int32)
 
 
 def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Stands for a result that was not asked for; torch gives it a shape without elements."""
+    """Placeholder for a result that was not requested; torch gives it a shape without elements."""
     return jnp.zeros(shape.shape, shape.dtype)
 
 
 def broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both with the batch dimensions of either."""
+    """Both, broadcast to common batch dimensions."""
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return jnp.broadcast_to(a, batch + a.shape[-2:]), jnp.broadcast_to(b, batch + b.shape[-2:])
 
@@ -58,7 +61,7 @@ def broadcast(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 def triangular(
     a: jax.Array, b: jax.Array, *, lower: bool, left: bool = True, adjoint: bool = False, unit: bool = False
 ) -> jax.Array:
-    """X with A X = B, or X A = B where not `left`; of A or its adjoint, of which one triangle is read."""
+    """Solve A X = B, or X A = B if not `left`, for A or its adjoint; one triangle of A is read."""
     a, b = broadcast(a, b)
     return lax.linalg.triangular_solve(
         a, b, left_side=left, lower=lower, transpose_a=adjoint, conjugate_a=adjoint, unit_diagonal=unit

@@ -1,7 +1,7 @@
 """Elementwise operations of two tensors, or of a tensor and a number.
 
-torch first brings both operands to one dtype (*common*), then computes, the half types in float32.  What the tables
-differ in is how operands get there:
+torch first converts both operands to one dtype (*common*), then computes, half dtypes in float32.  The tables differ in
+how operands are converted:
 
 ===============  ===================================================================================================
 table            operands
@@ -14,8 +14,7 @@ table            operands
 `BITWISE`        in common, which is an integer or boolean type
 ===============  ===================================================================================================
 
-The first two follow ``opmath_t`` scalars in torch's CPU kernels (BinaryOpsKernel.cpp), which only sums, products and
-quotients take.
+In torch's CPU kernels (BinaryOpsKernel.cpp) only sums, products and quotients take ``opmath_t`` scalars.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _is(value: Any, number: float) -> bool:
-    """Whether `value` is the Python number `number`; of a lifted one that is never known."""
+    """Whether `value` is the Python number `number`; False for a lifted number, whose value is not known."""
     return isinstance(value, (bool, int, float)) and value == number
 
 
@@ -52,7 +51,7 @@ def _truncated_remainder(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _floored_division(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Python's ``//``; for floats by way of the remainder, so that rounding never lifts the quotient past an integer.
+    """Python's ``//``; for floats from the remainder, so that rounding never lifts the quotient past an integer.
 
     Source: ``c10::div_floor_floating`` (c10/util/generic_math.h).
     """
@@ -167,7 +166,7 @@ BITWISE: Table = {
 
 
 def _rounded(x: Any, common: Any) -> jax.Array:
-    """`x` rounded to `common`, in its opmath dtype (a pair of conversions would be XLA's to remove)."""
+    """`x` rounded to `common`, in its opmath dtype (XLA could remove a pair of conversions)."""
     wide = as_dtype(x, opmath(common))
     if not is_half(common) or getattr(x, "dtype", None) == common:
         return wide
@@ -177,7 +176,8 @@ def _rounded(x: Any, common: Any) -> jax.Array:
 
 def _float_common(common: Any, out: Any) -> np.dtype:
     """`common`, or the result's dtype (torch's default float dtype) where `common` is integral."""
-    return np.dtype(out.dtype if np.dtype(common).kind in "iub" else common)
+    dtype: np.dtype = np.dtype(out.dtype if np.dtype(common).kind in "iub" else common)
+    return dtype
 
 
 def _in_opmath(function: Binary) -> Callable[..., jax.Array]:
@@ -226,7 +226,7 @@ _register_all(
 
 @register("nextafter")
 def nextafter(x: jax.Array, y: jax.Array, *, common: Any) -> jax.Array:
-    """The neighbour of `x` towards `y` among the numbers of their own dtype."""
+    """The next number after `x` towards `y` in the dtype `common`."""
     return jnp.nextafter(as_dtype(x, common), as_dtype(y, common))
 
 
@@ -237,16 +237,16 @@ def nextafter(x: jax.Array, y: jax.Array, *, common: Any) -> jax.Array:
 def add(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
     """x + alpha * y (logical or, for booleans)."""
     dtype = opmath(common)
-    y = as_dtype(y, dtype)
-    return as_dtype(x, dtype) + (y if _is(alpha, 1) else y * as_dtype(alpha, dtype))
+    right = as_dtype(y, dtype)
+    return as_dtype(x, dtype) + (right if _is(alpha, 1) else right * as_dtype(alpha, dtype))
 
 
 @register("sub.Scalar", "sub.Tensor")
 def sub(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
     """x - alpha * y."""
     dtype = opmath(common)
-    y = as_dtype(y, dtype)
-    return as_dtype(x, dtype) - (y if _is(alpha, 1) else y * as_dtype(alpha, dtype))
+    right = as_dtype(y, dtype)
+    return as_dtype(x, dtype) - (right if _is(alpha, 1) else right * as_dtype(alpha, dtype))
 
 
 @register("rsub.Scalar", "rsub.Tensor")
@@ -260,16 +260,16 @@ def rsub(x: Any, y: Any, alpha: Any = 1, *, common: Any) -> jax.Array:
 
 @register("div.Scalar", "div.Tensor", "div.Scalar_mode", "div.Tensor_mode")
 def divide(x: Any, y: Any, *, rounding_mode: str | None = None, common: Any, out: Any) -> jax.Array:
-    """x / y; or rounded towards minus infinity ("floor") or zero ("trunc"), integers then staying integers."""
+    """x / y, or the quotient rounded down ("floor") or towards zero ("trunc"); integers then stay integers."""
     dtype = _float_common(common, out) if rounding_mode is None else np.dtype(common)
-    x, y = as_dtype(x, opmath(dtype)), as_dtype(y, opmath(dtype))
+    left, right = as_dtype(x, opmath(dtype)), as_dtype(y, opmath(dtype))
     if rounding_mode is None:
-        return x / y
+        return left / right
     if rounding_mode == "floor":
-        return _floored_division(x, y)
-    if not _is_float(x):
-        return lax.div(*jnp.broadcast_arrays(x, y))
-    return jnp.trunc(_rounded(x / y, dtype))  # torch rounds the quotient first, so 1.999 is 2 in bfloat16
+        return _floored_division(left, right)
+    if not _is_float(left):
+        return lax.div(*jnp.broadcast_arrays(left, right))
+    return jnp.trunc(_rounded(left / right, dtype))  # torch rounds the quotient first, so 1.999 is 2 in bfloat16
 
 
 register("floor_divide_.Tensor", mutates=("self",))(_in_opmath(_floored_division))  # functionally `floor_divide`
@@ -286,9 +286,9 @@ _POWERS: Mapping[float, Callable[[jax.Array], jax.Array]] = {
     2: lambda x: x * x,
     3: lambda x: x * x * x,
 }
-"""The exponents that torch's kernel tells apart too (PowKernel.cpp)."""
-_LARGEST_PRODUCT = 16
-"""Integer exponents up to this are products; beyond, the error of a product passes that of exp(log)."""
+"""Exponents that torch's kernel treats separately too (PowKernel.cpp)."""
+_LARGEST_PRODUCT_EXPONENT = 16
+"""Integer exponents up to this are products; above it, the error of a product exceeds that of exp(log)."""
 
 
 @register("pow.Tensor_Scalar", static=("exponent",))
@@ -299,7 +299,7 @@ def power_of_number(x: jax.Array, exponent: Any, *, common: Any) -> jax.Array:
         if exponent in _POWERS and (_is_float(x) or exponent > 0):
             return _POWERS[exponent](x)
         product = exponent >= 0 and float(exponent).is_integer()
-        if product and (exponent <= _LARGEST_PRODUCT or not _is_float(x)):
+        if product and (exponent <= _LARGEST_PRODUCT_EXPONENT or not _is_float(x)):
             return lax.integer_pow(x, int(exponent))
     return power(x, as_dtype(exponent, x.dtype))
 

@@ -1,4 +1,4 @@
-"""What is asked of the bits of numbers: mantissa and exponent, and a hash over many of them."""
+"""Operations on the bits of numbers: ``frexp`` and ``hash_tensor``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xla_amp.lowering.registry import register
 
 @register("frexp.Tensor")
 def frexp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(mantissa of a size in [0.5, 1), exponent); 0, infinities and NaN are their own mantissa."""
+    """(mantissa with magnitude in [0.5, 1), exponent); 0, infinities and NaN are returned as mantissa."""
     mantissa, exponent = jnp.frexp(up(x))
     return mantissa, exponent
 

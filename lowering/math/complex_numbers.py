@@ -1,4 +1,4 @@
-"""Complex numbers from their parts.  What computes with them is elementwise; what looks at their parts is a view."""
+"""Complex numbers from their parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xla_amp.lowering.registry import register
 
 @register("complex")
 def from_parts(real: jax.Array, imag: jax.Array) -> jax.Array:
-    """complex64 of float32 parts (also of halves, for which XLA has no complex type), complex128 of float64."""
+    """complex64 of float32 parts (also of half parts, since XLA has no complex half), complex128 of float64 parts."""
     return lax.complex(*jnp.broadcast_arrays(up(real), up(imag)))
 
 

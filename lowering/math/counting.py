@@ -1,4 +1,4 @@
-"""Histograms with given bins, and the inverse of counting: repeating each index a given number of times."""
+"""Histograms, and ``repeat_interleave``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def _histogram(x: jax.Array, edges: jax.Array, weight: jax.Array | None, density
     x = x.reshape(-1)
     weight = jnp.ones_like(x) if weight is None else weight.reshape(-1)
     bins = edges.shape[0] - 1
-    place = jnp.clip(jnp.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
+    bin_index = jnp.clip(jnp.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
     inside = (x >= edges[0]) & (x <= edges[-1])
-    counts = jnp.zeros(bins, x.dtype).at[place].add(jnp.where(inside, weight, 0))
+    counts = jnp.zeros(bins, x.dtype).at[bin_index].add(jnp.where(inside, weight, 0))
     if density:
         counts = counts / (jnp.sum(counts) * jnp.diff(edges))
     return counts, edges
 
 
 def _equal_bins(x: jax.Array, bins: int, limits: Sequence[float] | None) -> jax.Array:
-    """Edges of `bins` equal bins between `limits`, or from the least to the greatest of `x` (0 to 1 of nothing)."""
+    """Edges of `bins` equal bins between `limits`, or from the least to the greatest of `x` (0 to 1 for no `x`)."""
     if limits is not None:
         low, high = (jnp.asarray(end, x.dtype) for end in limits)
     elif x.size:
@@ -68,14 +68,14 @@ def _histogram_of_points(
 ) -> jax.Array:
     points = x.reshape(-1, x.shape[-1])
     weights = jnp.ones(points.shape[0], x.dtype) if weight is None else weight.reshape(-1)
-    places, inside = [], jnp.ones(points.shape[0], bool)
+    bin_indices, inside = [], jnp.ones(points.shape[0], bool)
     for axis, along in enumerate(edges):
         value = points[:, axis]
-        place = jnp.searchsorted(along, value, side="right") - 1
-        places.append(jnp.clip(place, 0, along.shape[0] - 2))
+        bin_index = jnp.searchsorted(along, value, side="right") - 1
+        bin_indices.append(jnp.clip(bin_index, 0, along.shape[0] - 2))
         inside = inside & (value >= along[0]) & (value <= along[-1])
     counts = jnp.zeros([along.shape[0] - 1 for along in edges], x.dtype)
-    counts = counts.at[tuple(places)].add(jnp.where(inside, weights, 0))
+    counts = counts.at[tuple(bin_indices)].add(jnp.where(inside, weights, 0))
     if density:
         counts = counts / jnp.sum(counts)
         for axis, along in enumerate(edges):
@@ -118,7 +118,7 @@ def histogram_of_points(
 
 @register("repeat_interleave.Tensor")
 def repeat_interleave(repeats: jax.Array, *, output_size: int | None = None, out: Any) -> jax.Array:
-    """0 to n - 1, each as often as `repeats` says; the engine finds the length where `output_size` is not given."""
+    """0 to n - 1, each repeated `repeats` times; without `output_size` the engine computes the length."""
     length = math.prod(out.shape)
     ends = jnp.cumsum(as_dtype(repeats, np.int64))
     return jnp.searchsorted(ends, jnp.arange(length), side="right")

@@ -47,7 +47,7 @@ def _slope(difference: jax.Array, distance: jax.Array, grad: jax.Array, p: float
 
 @register("_euclidean_dist")
 def euclidean(x: jax.Array, y: jax.Array) -> jax.Array:
-    """|x|^2 + |y|^2 - 2 x y, its root; as one product, which is how torch orders the sums."""
+    """sqrt(|x|^2 + |y|^2 - 2 x y) as one product, so that sums are ordered as in torch."""
 
     def square(z: jax.Array) -> jax.Array:
         return jnp.sum(z * z, -1, keepdims=True)
@@ -71,7 +71,7 @@ def cdist(x: jax.Array, y: jax.Array, p: float, compute_mode: int | None) -> jax
 def cdist_backward(
     grad: jax.Array, x: jax.Array, y: jax.Array, p: float, distance: jax.Array, *, out: jax.ShapeDtypeStruct
 ) -> jax.Array:
-    """The gradient of x, with the batch dimensions of both; where there is no distance at all, zeros like x."""
+    """The gradient of x, with the batch dimensions of both; zeros if there are no distances."""
     if not distance.size:
         return jnp.zeros(out.shape, x.dtype)
     difference = x[..., :, None, :] - y[..., None, :, :]

@@ -1,7 +1,6 @@
 """Elementwise operations of one tensor, and those of three: selection, interpolation, fused multiply-add.
 
-Each table row is an ATen name and the function that computes it.  The tables differ in the dtype that they compute in,
-which is all that tells one elementwise operation of torch from another:
+Each table row is an ATen name and the function that computes it.  The tables differ in the dtype of the computation:
 
 ============  ==========================================================================  =======================
 table         computed in                                                                 examples
@@ -27,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from xla_amp.lowering.math import arithmetic  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering.math import arithmetic  # noqa: F401  (registers its lowerings)
 from xla_amp.lowering.operand import as_dtype, opmath, up, written
 from xla_amp.lowering.registry import register
 
@@ -156,7 +155,7 @@ for _table, _wrap in ((FLOAT, _in_float), (SAME, _in_same), (ROUNDING, _unless_i
 
 @register("relu")
 def relu(x: jax.Array, *, platform: str) -> jax.Array:
-    """The larger of `x` and zero: the next product, the gradient's mask and a residual block's sum all read it."""
+    """max(x, 0), written to memory: the next product, the gradient's mask and a residual block's sum all read it."""
     return written(jnp.maximum(x, jnp.zeros((), x.dtype)), x.dtype, platform)
 
 
@@ -171,7 +170,7 @@ def logit(x: jax.Array, eps: float | None = None, *, out: Any) -> jax.Array:
 
 @register("round.decimals")
 def round_decimals(x: jax.Array, *, decimals: int) -> jax.Array:
-    """Half-to-even rounding after scaling by a power of ten, as torch (which differs from decimal rounding)."""
+    """Half-to-even rounding after scaling by a power of ten, as in torch (which differs from decimal rounding)."""
     if is_integral(x.dtype):
         return x
     x = up(x)
@@ -194,7 +193,7 @@ def angle(x: jax.Array, *, out: Any) -> jax.Array:
 def nan_to_num(
     x: jax.Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
 ) -> jax.Array:
-    """NaN becomes `nan` (0), the infinities `posinf` and `neginf` (the dtype's own largest and least finite value)."""
+    """NaN becomes `nan` (0), infinities `posinf` and `neginf` (the dtype's largest and least finite value)."""
     if is_integral(x.dtype):
         return x
     limits = jnp.finfo(x.dtype)
@@ -204,7 +203,7 @@ def nan_to_num(
 
 
 def _hurwitz_zeta(s: int, q: jax.Array) -> jax.Array:
-    """The sum of ``(q + k) ** -s``; JAX has it from 0 on, and each step towards 0 is one term."""
+    """The sum of ``(q + k) ** -s`` over k >= 0; JAX has it for q > 0, and below 0 each step adds one term."""
 
     def is_below(q: jax.Array) -> jax.Array:
         return (q < 0) & (q > -1e4)
@@ -224,12 +223,12 @@ def polygamma(n: int, x: jax.Array, *, out: Any) -> jax.Array:
     x = as_dtype(x, opmath(out.dtype))
     if n == 0:
         return special.digamma(x)
-    return (-1) ** (n + 1) * math.factorial(n) * _hurwitz_zeta(n + 1, x)
+    return (1 if n % 2 else -1) * math.factorial(n) * _hurwitz_zeta(n + 1, x)
 
 
 @register("polygamma_", mutates=("self",))
 def polygamma_(x: jax.Array, n: int, *, out: Any) -> jax.Array:
-    """`polygamma` in place, whose schema has the arguments the other way round."""
+    """`polygamma` in place; its schema swaps the two arguments."""
     return polygamma(n, x, out=out)
 
 
@@ -268,13 +267,13 @@ def clamp_max(x: jax.Array, max: Any, *, common: Any) -> jax.Array:
 
 @register("where.self")
 def where(condition: jax.Array, x: jax.Array, other: jax.Array, *, out: Any) -> jax.Array:
-    """`x` where `condition`, else `other`."""
+    """`x` where `condition`, otherwise `other`."""
     return jnp.where(condition, as_dtype(x, out.dtype), as_dtype(other, out.dtype))
 
 
 @register("masked_fill.Scalar", "masked_fill.Tensor")
 def masked_fill(x: jax.Array, mask: jax.Array, value: Any) -> jax.Array:
-    """`value` where `mask`, else `x`; the dtype of `x`."""
+    """`value` where `mask`, otherwise `x`; the dtype of `x`."""
     return jnp.where(mask, as_dtype(value, x.dtype), x)
 
 

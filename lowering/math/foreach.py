@@ -1,6 +1,6 @@
 """Operations on lists of tensors (``_foreach_*``): the operation on single tensors, applied to each entry.
 
-Arguments that are lists go entry by entry, all others are shared.  Each row has a functional and an in-place form
+List arguments are taken entry by entry, all others are shared.  Each row has a functional and an in-place form
 (``_foreach_add.List``, ``_foreach_add_.List``); numbers are data in both.
 """
 
@@ -17,7 +17,7 @@ from xla_amp.lowering.operand import as_dtype
 from xla_amp.lowering.registry import find, register
 
 Single = Callable[..., Any]
-"""(the entry's arguments, *, out: the entry's result as the engine promises it) -> result."""
+"""(the entry's arguments, *, out: shape and dtype of the entry's result) -> result."""
 
 _THREE = ("List", "Scalar", "ScalarList")
 _FOUR = (*_THREE, "Tensor")
@@ -46,7 +46,7 @@ UNARY = (
 
 
 def _single(name: str) -> Single:
-    """The lowering of an operation on single tensors; torch computes in the promised result's dtype."""
+    """The lowering of an operation on single tensors; torch computes in the result's dtype."""
 
     def call(*args: Any, out: jax.ShapeDtypeStruct, **options: Any) -> Any:
         lowering = find(name)

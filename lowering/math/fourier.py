@@ -1,8 +1,8 @@
 """Fourier transforms.
 
 torch reduces all of them to three: complex to complex, real to complex and complex to real, over the dimensions `dim`
-(the last of which is the one that is halved), with a number for the normalization: 0 none, 1 division by the root of
-the number of points, 2 by that number.
+(the last one is halved).  The normalization is 0 for none, 1 for division by the square root of the number of points, 2
+for division by that number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _points(shape: Sequence[int], dim: Sequence[int]) -> int:
 
 
 def _transform(x: jax.Array, dim: Sequence[int], forward: bool) -> jax.Array:
-    """Complex to complex, without a factor in either direction."""
+    """Complex to complex, not normalized in either direction."""
     if not dim or not x.size:
         return x
     return (jnp.fft.fftn if forward else jnp.fft.ifftn)(x, axes=dim, norm=None if forward else "forward")

@@ -1,13 +1,13 @@
 """Operations that order elements: sorting, ranks, running reductions, searching.
 
-NaN counts as the greatest of all, as in torch.  Axes are counted as torch counts them: a 0-d tensor has one of size 1.
+NaN counts as the greatest value, as in torch.  As in torch, a 0-d tensor has one axis of size 1.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ from jax import lax
 from xla_amp.lowering.operand import as_dtype, opmath
 from xla_amp.lowering.registry import register
 
+_Results = TypeVar("_Results", jax.Array, tuple[jax.Array, jax.Array])
 
-def _along(function: Callable[..., Any], x: jax.Array, dim: int, keepdim: bool = True) -> Any:
-    """`function` of `x` with `dim` as its last axis; that axis of the results goes back, or away without `keepdim`."""
+
+def _along(function: Callable[[jax.Array], _Results], x: jax.Array, dim: int, keepdim: bool = True) -> _Results:
+    """`function` of `x` with `dim` as its last axis; that axis of the results moves back, or is dropped."""
     ndim = max(x.ndim, 1)
     results = function(jnp.moveaxis(x.reshape(x.shape or (1,)), dim, -1))
 
@@ -27,26 +29,27 @@ def _along(function: Callable[..., Any], x: jax.Array, dim: int, keepdim: bool =
         y = jnp.moveaxis(y, -1, dim % ndim) if keepdim else jnp.squeeze(y, -1)
         return y.reshape(()) if x.ndim == 0 else y
 
-    return jax.tree.map(back, results)
+    moved: _Results = jax.tree.map(back, results)
+    return moved
 
 
 # -- sorting ----------------------------------------------------------------------------------------------------------
 
 
 def _sorted(x: jax.Array, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Stable sort of the last axis with the places that the values came from."""
-    places = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    """Stable sort of the last axis: values and their former positions."""
+    positions = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     if not descending:
-        values, places = lax.sort((x, places), num_keys=1)
-        return values, places
-    # Sorting the mirror image and mirroring the result keeps equal elements in order, and NaN first.
-    values, places = lax.sort((jnp.flip(x, -1), jnp.flip(places, -1)), num_keys=1)
-    return jnp.flip(values, -1), jnp.flip(places, -1)
+        values, positions = lax.sort((x, positions), num_keys=1)
+        return values, positions
+    # Flip, sort, flip: equal elements stay in order, and NaN comes first.
+    values, positions = lax.sort((jnp.flip(x, -1), jnp.flip(positions, -1)), num_keys=1)
+    return jnp.flip(values, -1), jnp.flip(positions, -1)
 
 
 @register("sort")
 def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Sorted values and their places."""
+    """Sorted values and their positions."""
     return _along(functools.partial(_sorted, descending=descending), x, dim)
 
 
@@ -54,7 +57,7 @@ def sort(x: jax.Array, dim: int = -1, descending: bool = False) -> tuple[jax.Arr
 def sort_stable(
     x: jax.Array, *, stable: bool | None, dim: int = -1, descending: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Sorted values and their places; always stable."""
+    """Sorted values and their positions; always stable."""
     return sort(x, dim, descending)
 
 
@@ -66,19 +69,19 @@ def topk(
     largest: bool = True,
     sorted: bool = True,  # schema names
 ) -> tuple[jax.Array, jax.Array]:
-    """The `k` greatest (or least) values, best first, and their places."""
+    """The `k` greatest (or least) values in order, and their positions."""
 
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, places = lax.top_k(_rank_key(y, largest), k)
-        return _from_rank_key(values, y.dtype, largest), places
+        values, positions = lax.top_k(_rank_key(y, largest), k)
+        return _from_rank_key(values, y.dtype, largest), positions
 
     return _along(last_axis, x, dim)
 
 
 def _rank_key(x: jax.Array, largest: bool) -> jax.Array:
-    """`x` or its mirror image in an order where more is better.
+    """A key for `lax.top_k`: `x`, or its negative for the least values.
 
-    XLA ranks a NaN by its sign bit, and hardware makes NaN of either sign.
+    NaN is made positive: XLA ranks a NaN by its sign bit, and hardware makes NaN of either sign.
     """
     if x.dtype.kind in "iub":
         x = as_dtype(x, jnp.uint8) if x.dtype == jnp.bool_ else x
@@ -96,26 +99,26 @@ def _from_rank_key(key: jax.Array, dtype: Any, largest: bool) -> jax.Array:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def _pick(values: jax.Array, places: jax.Array, rank: Any) -> tuple[jax.Array, jax.Array]:
+def _pick(values: jax.Array, positions: jax.Array, rank: Any) -> tuple[jax.Array, jax.Array]:
     """The elements at `rank` of the sorted last axis, which stays with size 1."""
-    rank = jnp.broadcast_to(rank, (*values.shape[:-1], 1))
-    return tuple(jnp.take_along_axis(y, rank, -1, mode="clip") for y in (values, places))  # type: ignore[return-value]
+    take = functools.partial(jnp.take_along_axis, indices=jnp.broadcast_to(rank, (*values.shape[:-1], 1)), axis=-1)
+    return take(values, mode="clip"), take(positions, mode="clip")
 
 
 @register("kthvalue")
 def kthvalue(x: jax.Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The `k`-th least value (from 1) and its place."""
+    """The `k`-th least value (from 1) and its position."""
     return _along(lambda y: _pick(*_sorted(y), k - 1), x, dim, keepdim)
 
 
 def _median(x: jax.Array, skip_nan: bool) -> tuple[jax.Array, jax.Array]:
-    values, places = _sorted(x)
-    count = jnp.sum(values == values, axis=-1, keepdims=True)  # NaN, which stands last, differs from itself
+    values, positions = _sorted(x)
+    count = jnp.sum(values == values, axis=-1, keepdims=True)  # without NaN, which is sorted to the end
     whole = count == x.shape[-1]
     rank = (count - 1) // 2
     if not skip_nan:
         rank = jnp.where(whole, rank, count)  # the first NaN
-    return _pick(values, places, jnp.maximum(rank, 0))
+    return _pick(values, positions, jnp.maximum(rank, 0))
 
 
 def _register_median(name: str, skip_nan: bool) -> None:
@@ -126,20 +129,20 @@ def _register_median(name: str, skip_nan: bool) -> None:
     register(name)(lambda x: over(x.reshape(-1), 0)[0])
 
 
-_register_median("median", False)  # the lower of two middle elements; NaN if there is one
+_register_median("median", False)  # the lower of two middle elements; NaN if any element is NaN
 _register_median("nanmedian", True)
 
 
 @register("mode")
 def mode(x: jax.Array, dim: int = -1, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The most frequent value, the least of several, and its last place."""
+    """The most frequent value (the least of several) and its last position."""
 
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, places = _sorted(y)
+        values, positions = _sorted(y)
         index = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 1)
         first = jnp.concatenate([jnp.ones_like(index[..., :1]), values[..., 1:] != values[..., :-1]], -1) != 0
         run_start = lax.cummax(jnp.where(first, index, 0), y.ndim - 1)
-        return _pick(values, places, jnp.argmax(index - run_start, axis=-1, keepdims=True))
+        return _pick(values, positions, jnp.argmax(index - run_start, axis=-1, keepdims=True))
 
     return _along(last_axis, x, dim, keepdim)
 
@@ -153,31 +156,31 @@ def _running(function: Callable[..., jax.Array], x: jax.Array, dim: int, dtype: 
 
 @register("cumsum")
 def cumsum(x: jax.Array, dim: int, *, dtype: Any = None, out: Any) -> jax.Array:
-    """Running sum; of integers as int64 unless `dtype` says otherwise."""
+    """Cumulative sum; int64 for integers unless `dtype` is given."""
     return _running(lax.cumsum, x, dim, out.dtype)
 
 
 @register("cumprod")
 def cumprod(x: jax.Array, dim: int, *, dtype: Any = None, out: Any) -> jax.Array:
-    """Running product; of integers as int64 unless `dtype` says otherwise."""
+    """Cumulative product; int64 for integers unless `dtype` is given."""
     return _running(lax.cumprod, x, dim, out.dtype)
 
 
 @register("logcumsumexp", "_logcumsumexp")
 def logcumsumexp(x: jax.Array, dim: int, *, out: Any) -> jax.Array:
-    """log of the running sum of exp(x), without overflow."""
+    """log of the cumulative sum of exp(x), without overflow."""
     return _running(lax.cumlogsumexp, x, dim, out.dtype)
 
 
 def _register_running_extreme(name: str, function: Callable[..., jax.Array]) -> None:
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         if y.dtype == jnp.bool_:
-            values, places = last_axis(as_dtype(y, jnp.uint8))
-            return as_dtype(values, jnp.bool_), places
+            values, positions = last_axis(as_dtype(y, jnp.uint8))
+            return as_dtype(values, jnp.bool_), positions
         axis = y.ndim - 1
         values = function(y, axis=axis)
         index = lax.broadcasted_iota(jnp.int32, y.shape, axis)
-        taken = (y == values) | (y != y)  # the last of equals; each NaN anew
+        taken = (y == values) | (y != y)  # the last of equal values, and every NaN
         return values, lax.cummax(jnp.where(taken, index, 0), axis=axis)
 
     register(name)(lambda x, dim: _along(last_axis, x, dim))
@@ -201,7 +204,7 @@ def searchsorted(
     sorter: jax.Array | None = None,
     common: Any,
 ) -> jax.Array:
-    """Where each element of `x` would go into the sorted rows of `sequence` (one row, or one per row of `x`)."""
+    """Insertion positions of the elements of `x` in the sorted rows of `sequence` (one row, or one per row of `x`)."""
     if sorter is not None:
         sequence = jnp.take_along_axis(sequence, sorter, -1)
     dtype = common if sorter is None else jnp.promote_types(sequence.dtype, x.dtype)
@@ -217,7 +220,7 @@ def searchsorted(
 
 @register("bucketize.Tensor", "bucketize.Scalar")
 def bucketize(x: Any, boundaries: jax.Array, *, out_int32: bool = False, right: bool = False, common: Any) -> jax.Array:
-    """The bucket of each element between sorted `boundaries`."""
+    """The index of each element's bucket between sorted `boundaries`."""
     return searchsorted(boundaries, x, right=right, common=common)
 
 

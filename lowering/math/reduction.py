@@ -1,7 +1,7 @@
 """Reductions: sums, products, extremes, moments, norms.
 
-Halves are reduced in float32 and rounded once at the end.  An empty list of dimensions means all of them, as almost
-everywhere in torch.  Sorting, ranks and running reductions are in `ordering`.
+Halves are reduced in float32 and rounded once at the end.  As in most of
+torch, an empty list of dimensions means all of them.  Sorting, ranks and running reductions are in `ordering`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.math import ordering  # noqa: F401  (the other half of this family; fills the table)
+from xla_amp.lowering.math import ordering  # noqa: F401  (registers its lowerings)
 from xla_amp.lowering.operand import as_dtype, axes, opmath, up
 from xla_amp.lowering.registry import register
 
@@ -39,7 +39,7 @@ def mean(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = N
 
 @register("nansum")
 def nansum(x: jax.Array, dim: Dim = None, keepdim: bool = False, *, dtype: Any = None, out: Any) -> jax.Array:
-    """Sum that takes NaN for zero."""
+    """Sum that treats NaN as zero."""
     x = as_dtype(x, opmath(out.dtype))
     x = jnp.where(jnp.isnan(x), jnp.zeros((), x.dtype), x)
     return jnp.sum(x, axis=axes(dim, x.ndim), keepdims=keepdim)
@@ -69,21 +69,21 @@ def _register_extreme(name: str, extreme: Callable[..., jax.Array], argument: Ca
     def over(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
         return extreme(x, axis=axes(dim, x.ndim), keepdims=keepdim)
 
-    def place(x: jax.Array, dim: int | None, *, out: Any) -> jax.Array:
+    def position(x: jax.Array, dim: int | None, *, out: Any) -> jax.Array:
         if dim is None or x.ndim == 0:
             x, dim = x.reshape(-1), 0
         index = np.int32 if x.size < 2**31 else np.int64
         return argument(x, dim % x.ndim, index).reshape(out.shape)
 
     def both(x: jax.Array, dim: int, keepdim: bool = False, *, out: Any) -> tuple[jax.Array, jax.Array]:
-        return over(x, dim, keepdim), place(x, dim, out=out)
+        return over(x, dim, keepdim), position(x, dim, out=out)
 
-    def only_place(x: jax.Array, dim: int | None = None, keepdim: bool = False, *, out: Any) -> jax.Array:
-        return place(x, dim, out=out)
+    def only_position(x: jax.Array, dim: int | None = None, keepdim: bool = False, *, out: Any) -> jax.Array:
+        return position(x, dim, out=out)
 
     register(name, f"a{name}")(over)
     register(f"{name}.dim")(both)
-    register(f"arg{name}")(only_place)
+    register(f"arg{name}")(only_position)
 
 
 for _name, (_extreme, _argument) in _EXTREMES.items():
@@ -108,7 +108,7 @@ def all_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
 
 @register("any", "any.dim", "any.dims", "_is_any_true")
 def any_(x: jax.Array, dim: Dim = None, keepdim: bool = False) -> jax.Array:
-    """Whether some element is not zero."""
+    """Whether any element is not zero."""
     return jnp.any(x, axis=axes(dim, x.ndim), keepdims=keepdim)
 
 
@@ -120,7 +120,7 @@ def count_nonzero(x: jax.Array, dim: Dim = None) -> jax.Array:
 
 @register("histc")
 def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Array:  # schema names
-    """Counts in `bins` equal bins of [min, max], or of the data's own range when both are equal."""
+    """Counts in `bins` equal bins of [min, max], or of the data's range if both are equal."""
     x = up(x.reshape(-1))
     if not x.size:
         return jnp.zeros((bins,), x.dtype)
@@ -133,7 +133,7 @@ def histc(x: jax.Array, bins: int = 100, min: Any = 0, max: Any = 0) -> jax.Arra
     return jnp.zeros((bins,), x.dtype).at[jnp.where(inside, index, bins)].add(1, mode="drop")
 
 
-# -- moments: two passes in opmath; a number of elements not above the correction gives inf or NaN --------------------
+# -- moments: two passes in opmath; inf or NaN if the correction is not below the number of elements ------------------
 
 
 def _moments(x: jax.Array, dim: Dim, correction: Any, keepdim: bool) -> tuple[jax.Array, jax.Array]:
@@ -178,7 +178,7 @@ def std_mean(
 
 
 def vector_norm(x: jax.Array, order: Any, axis: tuple[int, ...], keepdim: bool) -> jax.Array:
-    """The `order`-norm along `axis`; 0 counts, the infinities take the largest or least magnitude."""
+    """The `order`-norm along `axis`; 0 counts nonzero elements, inf and -inf give the greatest and least magnitude."""
     size = jnp.abs(x)
     if order == 0:
         return jnp.sum(as_dtype(size != 0, size.dtype), axis=axis, keepdims=keepdim)
@@ -203,7 +203,7 @@ def linalg_vector_norm(
     *,
     dtype: Any = None,  # schema names
 ) -> jax.Array:
-    """The vector norm of order `ord`, computed in `dtype` where given."""
+    """The vector norm of order `ord`, computed in `dtype` if given."""
     x = x if dtype is None else as_dtype(x, dtype)
     return vector_norm(up(x), ord, axes(dim, x.ndim), keepdim)
 

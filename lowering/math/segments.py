@@ -1,7 +1,7 @@
-"""Reductions of runs of rows: ``segment_reduce``, with its gradient.
+"""Segment reductions: ``segment_reduce`` and its gradient.
 
-The runs follow each other along one axis, each as long as `lengths` says, or from one of `offsets` to the next;
-`lengths` and `offsets` have the axes ahead of it too, and their own runs for each place there.
+Segments (runs of rows) follow each other along one axis.  `lengths` has the length of each, or `offsets` where each
+begins and ends.  Both have the axes before that axis too: each index there has separate segments.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -np.inf, "min": np.inf, "prod": 1.0}
 
 @dataclasses.dataclass(frozen=True)
 class _Runs:
-    """Which run each row belongs to; rows are numbered over all the leading axes together."""
+    """The run of each row; rows are numbered over all leading axes together."""
 
-    place: jax.Array
-    """int [rows]: the number of the row's run, or `count` for a row of none."""
+    run: jax.Array
+    """int [rows]: the index of the row's run, or `count` for a row outside all runs."""
     lengths: jax.Array
     """[count]: rows in each run."""
     axis: int
@@ -39,13 +39,14 @@ class _Runs:
         return x.reshape(math.prod(x.shape[: self.axis + 1]), math.prod(x.shape[self.axis + 1 :]))
 
     def reduced(self, rows: jax.Array, start: Any, how: str) -> jax.Array:
-        """[count, the rest]: `start` with the rows of each run added to it, multiplied and so on."""
+        """[count, the rest]: `start` combined with the rows of each run by the method `how` of ``x.at``."""
         empty = jnp.full((self.count, rows.shape[1]), start, rows.dtype)
-        return getattr(empty.at[self.place], how)(rows, mode="drop")
+        result: jax.Array = getattr(empty.at[self.run], how)(rows, mode="drop")
+        return result
 
     def spread(self, runs: jax.Array) -> jax.Array:
-        """[rows, the rest]: each row the value of its run, 0 for a row of none."""
-        return runs.at[self.place].get(mode="fill", fill_value=0)
+        """[rows, the rest]: the value of each row's run, 0 for a row outside all runs."""
+        return runs.at[self.run].get(mode="fill", fill_value=0)
 
 
 def _runs(data: jax.Array, lengths: jax.Array | None, offsets: jax.Array | None, axis: int) -> _Runs:
@@ -61,11 +62,11 @@ def _runs(data: jax.Array, lengths: jax.Array | None, offsets: jax.Array | None,
         starts, ends = table[:, :-1], table[:, 1:]
     batch, count = starts.shape
     row = jnp.arange(data.shape[axis])
-    place = jax.vmap(lambda edges: jnp.searchsorted(edges, row, side="right"))(ends)
+    run = jax.vmap(lambda edges: jnp.searchsorted(edges, row, side="right"))(ends)
     first = starts[:, :1] if count else jnp.zeros((batch, 1), np.int64)
-    legal = (place < count) & (row >= first)
-    place = jnp.where(legal, place + np.arange(batch)[:, None] * count, batch * count)
-    return _Runs(place.reshape(-1), (ends - starts).reshape(-1), axis)
+    legal = (run < count) & (row >= first)
+    run = jnp.where(legal, run + np.arange(batch)[:, None] * count, batch * count)
+    return _Runs(run.reshape(-1), (ends - starts).reshape(-1), axis)
 
 
 _SCATTER = {"sum": "add", "mean": "add", "max": "max", "min": "min", "prod": "multiply"}
@@ -84,7 +85,7 @@ def segment_reduce(
     initial: Any = None,
     out: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """A run without rows gives `initial`; without that one, NaN as a mean, and else what changes nothing."""
+    """A run without rows gives `initial`; without `initial` NaN for "mean", otherwise the neutral element."""
     runs, rows = _runs(data, lengths, offsets, axis), up(data)
     start = as_dtype(_NEUTRAL[reduce] if initial is None else initial, rows.dtype)
     result = runs.reduced(runs.rows(rows), start, _SCATTER[reduce])
@@ -123,7 +124,7 @@ def segment_reduce_backward(
 
 
 def _product_of_others(runs: _Runs, rows: jax.Array, initial: Any) -> jax.Array:
-    """For each row the product of the others of its run and `initial`, without a division by 0."""
+    """For each row the product of the other rows of its run and `initial`, without division by 0."""
     zero = rows == 0
     zeros = as_dtype(zero, rows.dtype)
     product = runs.reduced(jnp.where(zero, 1, rows), as_dtype(initial, rows.dtype), "multiply")

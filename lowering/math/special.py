@@ -1,8 +1,8 @@
-"""Special functions beyond those of one JAX call (which `elementwise` has): Bessel functions, orthogonal polynomials.
+"""Special functions that are more than one JAX call: Bessel functions, Airy's function, orthogonal polynomials.
 
 Bessel functions are integrals of smooth periodic or fast decaying functions, for which the trapezoidal rule converges
-geometrically (Trefethen and Weideman 2014), so a fixed few nodes give full precision and no table of coefficients is
-needed.  Source of the formulas: NIST Digital Library of Mathematical Functions, numbers in brackets.
+geometrically (Trefethen and Weideman 2014), so a small fixed number of nodes gives full precision without tables of
+coefficients.  Source of the formulas: NIST Digital Library of Mathematical Functions, numbers in brackets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASYMPTOTIC = 26
 
 
 def _nodes() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sin t, weight, sum over k of -(-1)^k cos(2kt) / k) on a quarter of the circle, which the rest repeats."""
+    """(sin t, weight, sum over k of -(-1)^k cos(2kt) / k) on a quarter of the circle; the rest repeats it."""
     quarter = _NODES // 4
     t = 2 * np.pi * np.arange(quarter + 1) / _NODES
     weight = np.full(quarter + 1, 4 / _NODES)
@@ -52,17 +52,19 @@ def _near(x: jax.Array, order: int, second: bool) -> jax.Array:
     j0, j1 = jnp.sum(weight * cosine, -1), jnp.sum(weight * s * sine, -1)
     if not second:
         return j1 if order else j0
-    logarithm = np.asarray(2 / np.pi, x.dtype) * (jnp.log(x / 2) + np.asarray(_EULER, x.dtype))
+    logarithm = (jnp.log(x / 2) + np.asarray(_EULER, x.dtype)) * np.asarray(2 / np.pi, x.dtype)
     four = np.asarray(4 / np.pi, x.dtype)
     if order == 0:
-        return logarithm * j0 + four * jnp.sum(weight * series * cosine, -1)
-    # minus the derivative of the line above
+        result: jax.Array = logarithm * j0 + four * jnp.sum(weight * series * cosine, -1)
+        return result
+    # minus the derivative of order 0
     slope = jnp.sum(weight * series * s * sine, -1)
-    return logarithm * j1 - np.asarray(2 / np.pi, x.dtype) / x * j0 + four * slope
+    result = logarithm * j1 - np.asarray(2 / np.pi, x.dtype) / x * j0 + four * slope
+    return result
 
 
 def _far(x: jax.Array, order: int, second: bool) -> jax.Array:
-    """Hankel's expansion [10.17.3, 10.17.4]; the phase is split so that it loses nothing at large x."""
+    """Hankel's expansion [10.17.3, 10.17.4]; the phase is split so that large x loses no precision."""
     term = 1.0
     parts: tuple[list[float], list[float]] = ([], [])
     for k in range(_ASYMPTOTIC):
@@ -99,7 +101,7 @@ def _bessel(order: int, second: bool) -> Callable[[jax.Array], jax.Array]:
 
 _STEPS = 64
 _TINY = 1e-5
-"""Below this the integral would need more steps, and two terms of the series are exact to float64."""
+"""Below this the integral would need more steps; two terms of the series are exact to float64."""
 _DECAY = 40.0
 """The integral ends where its integrand has fallen by exp(-40)."""
 
@@ -137,7 +139,7 @@ _LARGE = 10.0
 
 
 def _erfcx(x: jax.Array) -> jax.Array:
-    """exp(x^2) erfc(x).  JAX 0.10 returns 0 around x = 26.6, where its two halves do not meet."""
+    """exp(x^2) erfc(x).  JAX 0.10 wrongly returns 0 around x = 26.6."""
     large = jnp.where(x > _LARGE, x, _LARGE)
     terms = np.cumprod([1.0, *(-(2 * n - 1) / 2 for n in range(1, 13))])
     series = jnp.polyval(terms[::-1].astype(x.dtype), 1 / (large * large)) / (large * np.asarray(np.pi**0.5, x.dtype))

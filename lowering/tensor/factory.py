@@ -1,4 +1,4 @@
-"""Operations that make a tensor out of numbers.  Shape and dtype are those that torch promises for the result."""
+"""Tensor creation: constants, ranges, triangle indices, windows.  Shape and dtype are those of `out`."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def arange(end: Any, *, dtype: Any = None, out: Any) -> jax.Array:
 
 @register("arange.start", "range", static=("start", "end"))
 def arange_from(start: Any, end: Any, *, dtype: Any = None, out: Any) -> jax.Array:
-    """start, start + 1, ... below `end` (``range``: up to and with it)."""
+    """start, start + 1, ... below `end` (``range``: including `end`)."""
     return _progression(start, 1, out)
 
 
 @register("arange.start_step", "range.step", static=("start", "end", "step"))
 def arange_by(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, out: Any) -> jax.Array:
-    """start, start + step, ... before `end` (``range``: up to and with it)."""
+    """start, start + step, ... before `end` (``range``: including `end`)."""
     return _progression(start, step, out)
 
 
 def _between(start: Any, end: Any, count: int, dtype: Any) -> jax.Array:
-    """`count` even steps, the second half counted back from `end` so that it is met exactly, as torch does."""
+    """`count` even steps; the second half is counted back from `end` so that it is exact, as in torch."""
     start, end = as_dtype(start, dtype), as_dtype(end, dtype)
     if count < 2:
         return jnp.broadcast_to(start, (count,))
@@ -117,39 +117,39 @@ def _triangle_indices(keep: jax.Array, out: Any) -> jax.Array:
 
 @register("tril_indices")
 def tril_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """(2, n): the places on and below a diagonal, row by row."""
+    """(2, n): the indices on and below a diagonal, row by row."""
     return _triangle_indices(jnp.tri(row, col, offset, dtype=jnp.bool_), out)
 
 
 @register("triu_indices")
 def triu_indices(row: int, col: int, offset: int = 0, *, dtype: Any = None, out: Any) -> jax.Array:
-    """(2, n): the places on and above a diagonal, row by row."""
+    """(2, n): the indices on and above a diagonal, row by row."""
     return _triangle_indices(~jnp.tri(row, col, offset - 1, dtype=jnp.bool_), out)
 
 
-# -- windows: a periodic one is a symmetric one of one point more, without its last point -----------------------------
+# -- windows: a periodic window is a symmetric one with one more point, without its last point ------------------------
 
 
 def _cosines(*weights: float) -> Callable[[jax.Array, int], jax.Array]:
-    """A sum of cosines of whole turns over the window, the constant first."""
+    """A weighted sum of cosines with 0, 1, ... periods over the window."""
 
-    def window(place: jax.Array, points: int) -> jax.Array:
-        turn = place * (2 * np.pi / (points - 1))
+    def window(position: jax.Array, points: int) -> jax.Array:
+        turn = position * (2 * np.pi / (points - 1))
         terms = [weight * jnp.cos(turn * order) for order, weight in enumerate(weights)]
         return functools.reduce(jnp.add, terms)
 
     return window
 
 
-def _triangle(place: jax.Array, points: int) -> jax.Array:
-    return 1 - jnp.abs(place * (2 / (points - 1)) - 1)
+def _triangle(position: jax.Array, points: int) -> jax.Array:
+    return 1 - jnp.abs(position * (2 / (points - 1)) - 1)
 
 
 def _kaiser(beta: float) -> Callable[[jax.Array, int], jax.Array]:
-    def window(place: jax.Array, points: int) -> jax.Array:
-        across = place * (2 / (points - 1)) - 1
+    def window(position: jax.Array, points: int) -> jax.Array:
+        across = position * (2 / (points - 1)) - 1
         inside = jnp.sqrt(jnp.maximum(1 - across * across, 0))
-        return special.i0(beta * inside) / special.i0(jnp.asarray(beta, place.dtype))
+        return special.i0(beta * inside) / special.i0(jnp.asarray(beta, position.dtype))
 
     return window
 
@@ -169,7 +169,7 @@ def bartlett_window(length: int, periodic: bool = True, *, dtype: Any = None, ou
 
 @register("blackman_window", "blackman_window.periodic")
 def blackman_window(length: int, periodic: bool = True, *, dtype: Any = None, out: Any) -> jax.Array:
-    """0.42 - 0.5 cos + 0.08 cos of two turns."""
+    """0.42 - 0.5 cos(t) + 0.08 cos(2 t)."""
     return _window(_cosines(0.42, -0.5, 0.08), periodic, out)
 
 
@@ -177,13 +177,13 @@ def blackman_window(length: int, periodic: bool = True, *, dtype: Any = None, ou
 def hamming_window(
     length: int, periodic: bool = True, alpha: float = 0.54, beta: float = 0.46, *, dtype: Any = None, out: Any
 ) -> jax.Array:
-    """alpha - beta cos."""
+    """alpha - beta cos(t)."""
     return _window(_cosines(alpha, -beta), periodic, out)
 
 
 @register("hann_window", "hann_window.periodic")
 def hann_window(length: int, periodic: bool = True, *, dtype: Any = None, out: Any) -> jax.Array:
-    """0.5 - 0.5 cos."""
+    """0.5 - 0.5 cos(t)."""
     return _window(_cosines(0.5, -0.5), periodic, out)
 
 

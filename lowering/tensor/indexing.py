@@ -1,8 +1,7 @@
 """Reading elements at positions that are data: embeddings, gathers, indexing with tensors.
 
-Positions are trusted: torch checks them on the CPU and aborts on a GPU, XLA takes the nearest element instead.  They
-are narrowed to 32 bits where the indexed axis allows it, because 64-bit integers are emulated on TPU.  Writing is in
-`scattering`.
+Positions are not checked: where torch raises on the CPU and aborts on a GPU, XLA reads the nearest element.  They are
+narrowed to 32 bits where the indexed axis allows it, because TPUs emulate 64-bit integers.  Writing is in `scattering`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from xla_amp.lowering.math.reduction import vector_norm
-from xla_amp.lowering.nn import embedding_bag  # noqa: F401  (the rest of this family; fill the table)
 from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
-from xla_amp.lowering.tensor import scattering  # noqa: F401  (the rest of this family; fill the table)
+from xla_amp.lowering.tensor import scattering  # noqa: F401  (registers its lowerings)
 from xla_amp.lowering.tensor.scattering import along, full_indices, narrow
 
 
@@ -27,7 +25,7 @@ def _read(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
 
 @register("index.Tensor", "_unsafe_index.Tensor")
 def index(x: jax.Array, indices: Sequence[jax.Array | None]) -> jax.Array:
-    """``x[indices]`` for integer indices (the engine expands masks, whose number of hits is data)."""
+    """``x[indices]`` for integer indices (the engine expands masks, because their number of true elements is data)."""
     return _read(x, full_indices(x, indices))
 
 
@@ -41,9 +39,9 @@ def index_select(x: jax.Array, dim: int, positions: jax.Array) -> jax.Array:
 
 @register("gather")
 def gather(x: jax.Array, dim: int, positions: jax.Array, *, sparse_grad: bool = False) -> jax.Array:
-    """For each place in `positions`, the element of `x` there, its coordinate along `dim` replaced by the position."""
+    """``out[i][j][k] = x[positions[i][j][k]][j][k]`` for dim 0, and so on."""
     if not positions.size:
-        return jnp.zeros(positions.shape, x.dtype)  # torch lets it be of any rank then
+        return jnp.zeros(positions.shape, x.dtype)  # torch then allows any rank
     if x.ndim == 0 or positions.ndim == 0:
         return jnp.broadcast_to(x.reshape(-1)[0], positions.shape)
     dim %= x.ndim
@@ -60,7 +58,7 @@ def take(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 @register("nonzero_static")
 def nonzero_static(x: jax.Array, *, size: int, fill_value: int = -1) -> jax.Array:
-    """(size, x.ndim): where `x` is not zero, cut off or filled up to `size` rows."""
+    """(size, x.ndim): indices of the nonzero elements of `x`, truncated or filled to `size` rows."""
     if x.ndim == 0:
         return jnp.zeros((size, 0), jnp.int64)
     return jnp.stack(jnp.nonzero(x, size=size, fill_value=fill_value), axis=-1)
@@ -81,7 +79,7 @@ def embedding(
 def embedding_dense_backward(
     grad: jax.Array, indices: jax.Array, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> jax.Array:
-    """Gradient of the embedding's weight: sums of `grad` by index, in float32 for halves; none for the padding row."""
+    """Gradient of the embedding's weight: sums of `grad` by index, in float32 for halves; zero for the padding row."""
     width = grad.shape[-1]
     grad, indices = up(grad).reshape(-1, width), narrow(indices.reshape(-1), num_weights)
     if scale_grad_by_freq:

@@ -1,15 +1,16 @@
-"""Random operations: dropout, the in-place fills, sampling.
+"""Random operations: dropout, in-place fills, sampling.
 
-Each call gets a key of its own (`rng`) and is a pure function of it; the numbers are JAX's, not those of torch's
-generators.  The parameters of the in-place fills are data (*lifted*): initialising the layers of a model, each with its
-own bound, shares one program per shape.  Halves are drawn in float32 and rounded, save uniform ones, which must stay
-below their upper end.
+Each call gets a separate key (`rng`) and is a pure function of it; the numbers are JAX's, not those of torch's
+generators.  The parameters of the in-place fills are data (*lifted*), so initializing layers with different bounds
+shares one program per shape.  Halves are drawn in float32 and rounded, except uniform ones, which must stay below
+their upper bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jax import lax
 
 from xla_amp.lowering.operand import as_dtype, opmath, up
 from xla_amp.lowering.registry import register
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _WORD = 2**32
 
@@ -42,7 +45,7 @@ def coin(rng: Any, probability: Any, shape: Sequence[int]) -> jax.Array:
 
 @register("native_dropout")
 def native_dropout(x: jax.Array, p: float, train: bool | None, *, rng: Any) -> tuple[jax.Array, jax.Array]:
-    """`x` with elements zeroed at probability `p` and the rest scaled by 1 / (1 - p); and the mask of those kept."""
+    """`x` with elements zeroed at probability `p` and the rest scaled by 1 / (1 - p); and the mask of kept elements."""
     if train is False:
         return x, jnp.ones(x.shape, jnp.bool_)
     keep = coin(rng, 1 - p, x.shape)
@@ -61,7 +64,7 @@ def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> j
 # -- fills of a tensor in place ---------------------------------------------------------------------------------------
 
 
-def _fill(name: str, *lifted: str) -> Any:
+def _fill(name: str, *lifted: str) -> Callable[[_Function], _Function]:
     return register(name, mutates=("self",), lifted=lifted)
 
 
@@ -72,7 +75,7 @@ def uniform_(x: jax.Array, low: Any = 0.0, high: Any = 1.0, *, rng: Any) -> jax.
     low, high = as_dtype(low, wide), as_dtype(high, wide)
     drawn = as_dtype(jax.random.uniform(rng, x.shape, x.dtype), wide)
     value = as_dtype(low + drawn * (high - low), x.dtype)
-    return jnp.where(as_dtype(value, wide) >= high, as_dtype(low, x.dtype), value)  # rounding can reach the end
+    return jnp.where(as_dtype(value, wide) >= high, as_dtype(low, x.dtype), value)  # rounding can reach the upper bound
 
 
 @_fill("normal_", "mean", "std")
@@ -93,7 +96,7 @@ def log_normal_(x: jax.Array, mean: Any = 1.0, std: Any = 2.0, *, rng: Any) -> j
 
 @_fill("exponential_", "lambd")
 def exponential_(x: jax.Array, rate: Any = 1.0, *, rng: Any) -> jax.Array:
-    """Exponential of rate `rate`; never 0, so that its log and its reciprocal are finite, as torch has it."""
+    """Exponential of rate `rate`; never 0, so that its log and its reciprocal are finite, as in torch."""
     dtype = _float(x.dtype)
     drawn = jnp.maximum(jax.random.exponential(rng, x.shape, dtype), jnp.finfo(dtype).tiny)
     return drawn / as_dtype(rate, dtype)
@@ -116,19 +119,19 @@ def cauchy_(x: jax.Array, median: Any = 0.0, sigma: Any = 1.0, *, rng: Any) -> j
 
 @_fill("bernoulli_.float", "p")
 def bernoulli_float_(x: jax.Array, p: Any = 0.5, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, else 0."""
+    """1 with probability `p`, otherwise 0."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
 @_fill("bernoulli_.Tensor")
 def bernoulli_tensor_(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
-    """1 with the probability that `p` gives for the element, else 0."""
+    """1 with the element's probability in `p`, otherwise 0."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
 @_fill("random_")
 def random_(x: jax.Array, *, rng: Any) -> jax.Array:
-    """Integers of the dtype's whole non-negative range; of floats, up to where they still hold every integer."""
+    """Integers of the dtype's non-negative range; for floats, up to the largest range of exact integers."""
     if x.dtype == jnp.bool_:
         return coin(rng, 0.5, x.shape)
     if x.dtype.kind in "iu":
@@ -163,31 +166,31 @@ def _integers(rng: Any, low: int, high: int, shape: Sequence[int]) -> jax.Array:
 
 @register("bernoulli")
 def bernoulli(x: jax.Array, *, rng: Any) -> jax.Array:
-    """1 with the probability that `x` gives for the element, else 0."""
+    """1 with the element's probability in `x`, otherwise 0."""
     return as_dtype(coin(rng, x, x.shape), x.dtype)
 
 
 @register("bernoulli.p", lifted=("p",))
 def bernoulli_p(x: jax.Array, p: Any, *, rng: Any) -> jax.Array:
-    """1 with probability `p`, else 0; the shape and dtype of `x`."""
+    """1 with probability `p`, otherwise 0; shape and dtype of `x`."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
 @register("bernoulli.Tensor")
 def bernoulli_tensor(x: jax.Array, p: jax.Array, *, rng: Any) -> jax.Array:
-    """1 with the probability that `p` gives for the element, else 0; the shape and dtype of `x`."""
+    """1 with the element's probability in `p`, otherwise 0; shape and dtype of `x`."""
     return as_dtype(coin(rng, p, x.shape), x.dtype)
 
 
 @register("normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor", lifted=("mean", "std"))
 def normal(mean: Any, std: Any = 1.0, *, rng: Any, out: Any) -> jax.Array:
-    """Normal numbers with a mean and a deviation for each element."""
+    """Normal numbers with a mean and a standard deviation for each element."""
     return _normal(rng, mean, std, out.shape, _float(out.dtype))
 
 
 @register("normal.float_float", lifted=("mean", "std"))
 def normal_of_size(mean: Any, std: Any, size: Sequence[int], *, dtype: Any = None, rng: Any, out: Any) -> jax.Array:
-    """Normal numbers of one mean and deviation."""
+    """Normal numbers with one mean and standard deviation."""
     return _normal(rng, mean, std, out.shape, _float(out.dtype))
 
 
@@ -199,10 +202,10 @@ def randperm(n: int, *, dtype: Any = None, rng: Any) -> jax.Array:
 
 @register("multinomial")
 def multinomial(weights: jax.Array, num_samples: int, replacement: bool = False, *, rng: Any) -> jax.Array:
-    """Indices drawn by the rows' weights, which need not sum to one; of weight 0 never, while others are left.
+    """Indices drawn by the rows' weights, which need not sum to one; weight 0 is drawn only after all others.
 
     Without replacement: the greatest of log-weights plus Gumbel noise (Kool, van Hoof, Welling 2019, "Stochastic beams
-    and where to find them"); with: the inverse of the cumulative weights.
+    and where to find them").  With replacement: the inverse of the cumulative weights.
     """
     wide = up(weights)
     if not replacement or num_samples == 1:
@@ -211,9 +214,9 @@ def multinomial(weights: jax.Array, num_samples: int, replacement: bool = False,
     cumulative = jnp.cumsum(wide.reshape(-1, wide.shape[-1]), axis=-1)
     total = cumulative[:, -1:]
     drawn = jax.random.uniform(rng, (cumulative.shape[0], num_samples), wide.dtype) * total
-    # Rounding can reach the total, where only categories of weight 0 might be left: stay just below it.
+    # Rounding can reach the total, which could select a category of weight 0: stay below it.
     drawn = jnp.minimum(drawn, jnp.nextafter(total, jnp.zeros((), wide.dtype)))
-    search = jax.vmap(lambda row, at: jnp.searchsorted(row, at, side="right"))
+    search: Callable[[jax.Array, jax.Array], jax.Array] = jax.vmap(functools.partial(jnp.searchsorted, side="right"))
     return search(cumulative, drawn).reshape(*weights.shape[:-1], num_samples)
 
 
@@ -225,7 +228,7 @@ def poisson(rate: jax.Array, *, rng: Any) -> jax.Array:
 
 @register("binomial")
 def binomial(count: jax.Array, probability: jax.Array, *, rng: Any) -> jax.Array:
-    """Successes in `count` trials."""
+    """Number of successes in `count` trials."""
     return jax.random.binomial(rng, up(count), up(probability), dtype=opmath(count.dtype))
 
 
@@ -238,7 +241,8 @@ def standard_gamma(shape: jax.Array, *, rng: Any) -> jax.Array:
 @register("_standard_gamma_grad")
 def standard_gamma_grad(shape: jax.Array, sample: jax.Array) -> jax.Array:
     """Derivative of a gamma number by its shape parameter (implicit reparameterization)."""
-    return lax.random_gamma_grad(up(shape), up(sample))
+    gradient: jax.Array = lax.random_gamma_grad(up(shape), up(sample))
+    return gradient
 
 
 @register("_sample_dirichlet")

@@ -1,7 +1,7 @@
-"""Writing elements at positions that are data: scatters, index_put and their kin.
+"""Writing elements at positions that are data: ``scatter``, ``index_put`` and related operations.
 
-Sums are taken in float32 for halves, whatever the order of the writes.  Of several plain writes to one place any may
-win, as in torch.  A boolean mask needs no positions: `masked_write` selects, and nothing waits for the number of hits.
+Halves are summed in float32.  If several plain writes have one target, any of them may win, as in torch.  A boolean
+mask is not converted to positions: `masked_write` selects elements, so the number of true elements is not needed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def full_indices(x: jax.Array, indices: Sequence[jax.Array | None]) -> tuple[Any
     return tuple(slice(None) if i is None else narrow(i, x.shape[axis]) for axis, i in enumerate(indices))
 
 
-# -- reductions onto places -------------------------------------------------------------------------------------------
+# -- reductions into elements -----------------------------------------------------------------------------------------
 
 
 def _identity(mode: str, dtype: Any) -> Any:
@@ -56,11 +56,11 @@ _WRITE: dict[str, Callable[..., jax.Array]] = {
     "set": lambda at, source: at.set(source, mode="promise_in_bounds"),
     "sum": lambda at, source: at.add(source, mode="promise_in_bounds"),
 }
-"""torch's names of reductions -> how they are written to ``x.at[index]``."""
+"""torch's names of reductions -> write to ``x.at[index]``."""
 
 
 def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, include_self: bool = True) -> jax.Array:
-    """`x` with `source` combined into its places at `index` by `mode`; without `include_self` they start out empty."""
+    """`x` with `source` combined into its elements at `index`; without `include_self` these start as the identity."""
     if mode == "set":
         return _WRITE[mode](x.at[index], as_dtype(source, x.dtype))
     x, original = up(x), x.dtype
@@ -85,11 +85,11 @@ def _scatter(x: jax.Array, dim: int, index: jax.Array, source: Any, mode: str, i
         return _scatter(x[None], 0, index.reshape(-1), source, mode, include_self).reshape(())
     if index.ndim == 0:
         index = index[None]
-    if getattr(source, "ndim", 0):  # a number goes everywhere; a tensor may be larger than the index
+    if getattr(source, "ndim", 0):  # a number is broadcast; a tensor may be larger than the index
         source = source[tuple(slice(extent) for extent in index.shape)]
-    places = [lax.broadcasted_iota(jnp.int32, index.shape, axis) for axis in range(x.ndim)]
-    places[dim % x.ndim] = narrow(index, x.shape[dim])
-    return _combine(x, tuple(places), source, mode, include_self)
+    positions = [lax.broadcasted_iota(jnp.int32, index.shape, axis) for axis in range(x.ndim)]
+    positions[dim % x.ndim] = narrow(index, x.shape[dim])
+    return _combine(x, tuple(positions), source, mode, include_self)
 
 
 @register("scatter.src", "scatter.value")
@@ -149,7 +149,7 @@ def index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> j
 def index_reduce(
     x: jax.Array, dim: int, index: jax.Array, source: jax.Array, reduce: str, *, include_self: bool = True
 ) -> jax.Array:
-    """`x` with slices combined into its own by "prod", "mean", "amax" or "amin"."""
+    """`x` with its slices at `index` combined with those of `source` by "prod", "mean", "amax" or "amin"."""
     return _slices(x, dim, index, source, reduce, include_self)
 
 
@@ -172,11 +172,11 @@ def put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = Fa
 
 
 def masked_write(x: jax.Array, mask: jax.Array, values: jax.Array) -> jax.Array:
-    """`x` with its leading axes' places in `mask` taken from the rows of `values`, in order.
+    """`x` with the elements of its leading axes where `mask` is true replaced by the rows of `values`, in order.
 
     Args:
-        mask: of the shape of the first axes of `x`.
-        values: (rows, ...) of the remaining axes; as many rows as the mask has hits, or one for all of them.
+        mask: the shape of the first axes of `x`.
+        values: (rows, ...) with the remaining axes; as many rows as the mask has true elements, or one for all.
     """
     if values.shape[0] == 0:
         return x
@@ -187,21 +187,21 @@ def masked_write(x: jax.Array, mask: jax.Array, values: jax.Array) -> jax.Array:
 
 @register("masked_scatter")
 def masked_scatter(x: jax.Array, mask: jax.Array, source: jax.Array) -> jax.Array:
-    """`x` with elements of `source`, in order, where `mask`."""
+    """`x` with its elements where `mask` is true replaced by those of `source`, in order."""
     x, mask = jnp.broadcast_arrays(x, mask)
     return masked_write(x, mask, source.reshape(-1))
 
 
 @register("masked_scatter_backward")
 def masked_scatter_backward(grad: jax.Array, mask: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """The gradient of `masked_scatter`'s source: elements of `grad` where `mask`, in order, then zeros."""
+    """The gradient of `masked_scatter`'s source: elements of `grad` where `mask` is true, in order, then zeros."""
     mask = jnp.broadcast_to(mask, grad.shape).reshape(-1)
     size = math.prod(sizes)
     row = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
     return jnp.zeros((size,), grad.dtype).at[row].set(grad.reshape(-1), mode="drop").reshape(tuple(sizes))
 
 
-# -- index_put: indices of several axes, masks among them -------------------------------------------------------------
+# -- index_put: indices of several axes, and masks --------------------------------------------------------------------
 
 
 @register("index_put", "_unsafe_index_put")
@@ -237,12 +237,12 @@ def _is_mask(index: jax.Array) -> bool:
 
 
 def _masked_put(x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array, accumulate: bool) -> jax.Array:
-    """`index_put` with one mask and whole axes: every place is written at most once, so it is a selection."""
+    """`index_put` with one mask and whole axes: every element is written at most once, so this is a select."""
     first = next(axis for axis, i in enumerate(indices) if i is not None)
     mask = jnp.asarray(indices[first]) != 0
     front = jnp.moveaxis(x, range(first, first + mask.ndim), range(mask.ndim))
     lead, rest = front.shape[mask.ndim : mask.ndim + first], front.shape[mask.ndim + first :]
-    # torch sees the hits as one axis between the axes before the mask and those after it; bring it to the front.
+    # In torch the true elements are one axis between the axes before and after the mask; move it to the front.
     rows = values.shape[-1 - len(rest)] if values.ndim > len(rest) else 1
     values = jnp.broadcast_to(values, (*lead, rows, *rest))
     values = jnp.moveaxis(values, first, 0)
@@ -255,18 +255,18 @@ def _masked_put(x: jax.Array, indices: Sequence[jax.Array | None], values: jax.A
 
 
 def _without_masks(x: jax.Array, indices: Sequence[jax.Array | None], values: jax.Array) -> tuple[Any, ...]:
-    """The index tuple with each mask as the positions of its hits.
+    """The index tuple with each mask replaced by the positions of its true elements.
 
-    Their number is that of the other indices or of the values; where both are broadcast, every position of the mask is
-    kept and those that are no hits point outside of `x`.
+    Their number is the length of the other indices or of the values.  If both are broadcast, all positions of the mask
+    are kept, and those of false elements are out of bounds.
     """
     consumed = sum(1 if i is None or not _is_mask(i) else i.ndim for i in indices)
     hits = max((i.size for i in indices if i is not None and not _is_mask(i)), default=1)
     if hits == 1:
-        places = [place for place, i in enumerate(indices) if i is not None]
-        together = places == list(range(places[0], places[-1] + 1))
+        given = [axis for axis, i in enumerate(indices) if i is not None]
+        together = given == list(range(given[0], given[-1] + 1))
         nones = sum(i is None for i in indices)
-        behind = x.ndim - consumed + nones - (places[0] if together else 0)  # apart, the hits' axis comes first
+        behind = x.ndim - consumed + nones - (given[0] if together else 0)  # not together: the new axis is first
         hits = values.shape[-1 - behind] if values.ndim > behind else 1
     index: list[Any] = []
     for i in indices:

@@ -1,7 +1,7 @@
-"""Operations that move elements without computing: joining, mirroring, cutting triangles, writing slices back.
+"""Operations that move elements without computing: concatenation, flips, triangles, slice scatters, unfolding.
 
-Views are no operations here: PyTorch makes them, and the engine reads them as strided windows.  Padding is in
-`padding`.
+Views are not operations here: PyTorch makes them, and the engine reads them as strided windows.  Padding is in
+`xla_amp.lowering.nn.padding`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.nn import padding  # noqa: F401  (padding: the other half of this family; fills the table)
 from xla_amp.lowering.operand import as_dtype, up
 from xla_amp.lowering.registry import register
 from xla_amp.lowering.tensor import strided
@@ -24,7 +23,7 @@ from xla_amp.lowering.tensor import strided
 
 @register("cat")
 def cat(tensors: list[jax.Array], dim: int = 0, *, out: Any) -> jax.Array:
-    """The tensors end to end along `dim`; 1-d tensors of no elements fit anywhere, as torch keeps it."""
+    """The tensors joined along `dim`; empty 1-d tensors are skipped, as in torch."""
     parts = [as_dtype(x, out.dtype) for x in tensors if x.shape != (0,)]
     return jnp.concatenate(parts, axis=dim) if parts else jnp.zeros(out.shape, out.dtype)
 
@@ -37,28 +36,28 @@ def stack(tensors: list[jax.Array], dim: int = 0, *, out: Any) -> jax.Array:
 
 @register("repeat")
 def repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
-    """The tensor as a tile, `repeats` times along each axis (new axes in front)."""
+    """The tensor repeated `repeats` times along each axis (new axes in front)."""
     return jnp.tile(x, tuple(repeats))
 
 
-# -- mirroring and turning --------------------------------------------------------------------------------------------
+# -- flips and rotations ----------------------------------------------------------------------------------------------
 
 
 @register("flip")
 def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
-    """Mirror image along `dims`."""
+    """`x` reversed along `dims`."""
     return jnp.flip(x, tuple(dims))
 
 
 @register("roll")
 def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.Array:
-    """Elements moved round along `dims`; along the flat order without them."""
+    """Elements shifted cyclically along `dims`; in flat order if there are none."""
     return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
 
 
 @register("rot90")
 def rot90(x: jax.Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> jax.Array:
-    """A quarter turn, `k` times, in the plane of two axes."""
+    """`k` rotations by 90 degrees in the plane of two axes."""
     return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
@@ -82,7 +81,7 @@ def pixel_unshuffle(x: jax.Array, downscale_factor: int) -> jax.Array:
 
 @register("channel_shuffle")
 def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
-    """Channels (axis 1) dealt out over `groups`."""
+    """Channels (axis 1) interleaved between `groups`."""
     batch, channels, *rest = x.shape
     return x.reshape(batch, groups, channels // groups, *rest).swapaxes(1, 2).reshape(x.shape)
 
@@ -103,7 +102,7 @@ def triu(x: jax.Array, diagonal: int = 0) -> jax.Array:
 
 
 def _set_diagonal(x: jax.Array, diagonal: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
-    """`x` with `diagonal` (whose last axis runs along it) in place of its own."""
+    """`x` with its diagonal replaced by `diagonal`, whose last axis runs along it."""
     y = jnp.moveaxis(x, (dim1, dim2), (-2, -1))
     start = (max(-offset, 0), max(offset, 0))
     index = lax.iota(jnp.int32, diagonal.shape[-1])
@@ -129,7 +128,7 @@ def diag_embed(x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1, *,
     return _set_diagonal(jnp.zeros(out.shape, x.dtype), x, offset, dim1, dim2)
 
 
-# -- slices written back ----------------------------------------------------------------------------------------------
+# -- writing slices ---------------------------------------------------------------------------------------------------
 
 
 def _slice_bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
@@ -139,7 +138,7 @@ def _slice_bounds(size: int, start: int | None, end: int | None, step: int) -> t
 
 @register("slice_backward")
 def slice_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> jax.Array:
-    """The gradient in the places of a slice, zeros between and around."""
+    """The gradient at the elements of a slice, zeros elsewhere."""
     axis = dim % len(input_sizes)
     count, size = grad.shape[axis], input_sizes[axis]
     if count == 0:
@@ -152,7 +151,7 @@ def slice_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, start:
 
 @register("select_backward")
 def select_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, index: int) -> jax.Array:
-    """The gradient in one place along `dim`, zeros elsewhere."""
+    """The gradient at one index of `dim`, zeros elsewhere."""
     axis = dim % len(input_sizes)
     first = index % input_sizes[axis]
     return slice_backward(jnp.expand_dims(grad, axis), input_sizes, axis, first, first + 1, 1)
@@ -170,7 +169,7 @@ def slice_scatter(
 
 @register("select_scatter")
 def select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
-    """`x` with one place along `dim` replaced."""
+    """`x` with one index of `dim` replaced."""
     axis = dim % x.ndim
     return slice_scatter(x, jnp.expand_dims(source, axis), axis, index % x.shape[axis], index % x.shape[axis] + 1)
 
@@ -183,24 +182,26 @@ def as_strided_scatter(
     return strided.write(x, as_dtype(source, x.dtype), size, stride, storage_offset or 0)
 
 
-# -- sliding windows: the backward of one is the transpose of the linear map that takes it ----------------------------
+# -- sliding windows: the backward is the transpose of the linear map that takes the windows --------------------------
 
 
 def _unfold(x: jax.Array, axis: int, size: int, step: int) -> jax.Array:
     windows = (x.shape[axis] - size) // step + 1
     span = (windows - 1) * step + 1
-    places = [lax.slice_in_dim(x, i, i + span, step, axis) for i in range(size)]
-    return jnp.stack(places, axis=-1)
+    taps = [lax.slice_in_dim(x, i, i + span, step, axis) for i in range(size)]
+    return jnp.stack(taps, axis=-1)
 
 
 @register("unfold_backward")
 def unfold_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, size: int, step: int) -> jax.Array:
     """Gradients of overlapping windows (last axis) summed where they overlap; halves in float32."""
     grad = up(grad)
-    if not input_sizes:  # a number has one window, or none
+    if not input_sizes:  # a 0-d tensor has one window, or none
         return jnp.sum(grad)
     x = jax.ShapeDtypeStruct(tuple(input_sizes), grad.dtype)
-    return jax.linear_transpose(lambda y: _unfold(y, dim % len(input_sizes), size, step), x)(grad)[0]
+    transposed = jax.linear_transpose(lambda y: _unfold(y, dim % len(input_sizes), size, step), x)
+    result: jax.Array = transposed(grad)[0]
+    return result
 
 
 def _columns(
@@ -242,4 +243,5 @@ def col2im(
     channels = columns.shape[1] // math.prod(kernel_size)
     image = jax.ShapeDtypeStruct((columns.shape[0], channels, *output_size), columns.dtype)
     transposed = jax.linear_transpose(lambda y: _columns(y, kernel_size, dilation, pad, stride), image)
-    return transposed(columns)[0].reshape(*x.shape[:-2], channels, *output_size)
+    images: jax.Array = transposed(columns)[0]
+    return images.reshape(*x.shape[:-2], channels, *output_size)

@@ -1,6 +1,6 @@
-"""Reading and writing a strided window of a contiguous buffer, in XLA's terms.
+"""Read and write a strided window of a contiguous buffer with XLA's operations.
 
-torch describes a view by sizes, strides and an offset into its storage; XLA knows reshape, slice, transpose and
+torch describes a view by sizes, strides and an offset into its storage; XLA has reshape, slice, transpose and
 broadcast.  Every view that PyTorch's own view operations can make from a contiguous tensor factors into those four; the
 rest (overlapping windows, strides that do not divide each other) becomes a gather or scatter over element indices.
 """
@@ -29,7 +29,7 @@ class _Window:
     start: tuple[int, ...]
     stop: tuple[int, ...]
     order: tuple[int, ...]
-    """View dimension behind each factor; the last factor may be the rest inside the innermost stride and has none."""
+    """View dimension of each factor; a last factor for the rest inside the innermost stride has none."""
 
 
 def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -95,10 +95,10 @@ def _flat(base: jax.Array, padded: int) -> jax.Array:
 
 
 def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
-    """The window's elements, by axes as coarse as slicing allows.
+    """The window's elements, sliced along axes as coarse as possible.
 
-    The factors behind the last one that is cut go into it: heads are cut from a projection before its last axis is
-    split into heads, which on a TPU spares a copy into the split axes' layout.
+    The factors after the last sliced one are merged into it: heads are sliced from a projection before its last axis is
+    split into heads, which saves a copy into the split axes' layout on a TPU.
     """
     extents = zip(window.factors, window.start, window.stop, strict=True)
     cut = [index for index, (extent, start, stop) in enumerate(extents) if stop - start != extent]
@@ -112,7 +112,7 @@ def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
 def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array | Permuted:
     """The window of `base` (any shape, row-major) with these sizes, strides and offset, all in elements.
 
-    A window that is a pure transpose comes back as `Permuted`, for contractions to fold.
+    A window that is a pure transpose is returned as `Permuted`, which contractions fold.
     """
     shape = tuple(shape)
     count = math.prod(shape)
@@ -124,7 +124,7 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
     if window is None:
         return base.reshape(-1)[_indices(shape, strides, offset)]
     x = _sliced(_flat(base, window.padded), window).reshape([shape[dim] for dim in window.order])
-    # x holds the window's non-trivial dimensions by descending stride; bring them into the view's order.
+    # x has the window's non-trivial dimensions by descending stride; permute them to the view's order.
     permutation = tuple(window.order.index(dim) for dim in sorted(window.order))
     broadcast = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
     if permutation == tuple(range(len(permutation))):
@@ -141,7 +141,7 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
 def _with_unit_dims(
     x: jax.Array, permutation: tuple[int, ...], shape: tuple[int, ...], order: Sequence[int]
 ) -> Permuted:
-    """`x` transposed to the view, the view's dimensions of size one put in front of the base."""
+    """`x` transposed to the view; the view's dimensions of size one are in front of the base."""
     units = [dim for dim in range(len(shape)) if dim not in order]
     base = x.reshape((1,) * len(units) + x.shape)
     axis_of = {dim: position for position, dim in enumerate(units)}

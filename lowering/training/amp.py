@@ -1,6 +1,6 @@
-"""The two kernels of dynamic loss scaling, with torch's names and meanings.
+"""Dynamic loss scaling: check and unscale gradients, update the scale.
 
-Neither reads a value back: both are part of whatever program they are recorded in.
+Neither operation reads a value back to the host: both are part of the program in which they are recorded.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from xla_amp.lowering.registry import register
 def non_finite_check_and_unscale(
     grads: Sequence[jax.Array], found_inf: jax.Array, inv_scale: jax.Array, *, replicas: str | None
 ) -> list[jax.Array]:
-    """Gradients times `inv_scale`, and `found_inf`, which becomes 1 where a gradient is not finite.
+    """Gradients times `inv_scale`, and `found_inf`, which becomes 1 if a gradient is not finite.
 
-    A flag that is set stays set.  With several processes it is set on all where one finds something, so that all skip
-    the same steps, also when their gradients were not reduced.  The product is formed in the opmath dtype and rounded
-    once.  The check reads the gradients as they came, so an `inv_scale` above 1 that overflows them goes unnoticed, as
-    in torch.
+    A flag that is set stays set.  If one of several processes finds an overflow, the flag is set in all, so that all
+    skip the same steps, also when their gradients were not reduced.  The product is formed in the opmath dtype and
+    rounded once.  The check reads the gradients before the product, so an overflow that an `inv_scale` above 1 causes
+    is not found, as in torch.
     """
     finite = [jnp.all(jnp.isfinite(grad)) for grad in grads]
     unscaled = []
     for grad in grads:
         wide = up(grad)
         unscaled.append(wide * as_dtype(inv_scale, wide.dtype).reshape(()))
-    # XLA must not work this out anew, from one flag for each gradient, in every update that reads it: such a program
-    # grows with the square of their number.  It keeps the barrier until it has made its kernels, but on a CPU, where it
-    # takes a reduction of the stacked flags apart into a chain of operations unless something lies between the two.
+    # XLA must not fuse the reduction of all flags into every update that reads it: such a program grows with the
+    # square of the number of gradients.  The barrier prevents that, except on XLA:CPU, which drops it early and
+    # expands a reduction of stacked flags into a chain of operations; the negation between the two prevents this.
     found = jnp.any(~jnp.stack(finite)) if finite else jnp.zeros((), bool)
     if replicas is not None:
         found = jax.lax.pmax(found.astype(jnp.int32), replicas) != 0

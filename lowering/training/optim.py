@@ -1,13 +1,13 @@
 """Fused optimizer steps: SGD, Adam, AdamW, Adagrad over lists of tensors.
 
 The update of one tensor is a plain function (`sgd_step`, `adam_step`, `adagrad_step`); the ATen operations apply it to
-each entry of their lists.  Options arrive as data in float64 and are combined there (a bias correction ``1 - beta**t``
-loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part runs
-(`_of_each_count`).
+each entry of their lists.  Options arrive as float64 data and are combined in float64 (a bias correction
+``1 - beta**t`` loses half its digits in float32), then rounded once to the opmath dtype, in which the elementwise part
+runs (`_per_count`).
 
-Two device flags make a step part of a program without a branch: gradients are divided by `grad_scale`, and where
-`found_inf` is not zero everything keeps its value, gradients included.  torch's CUDA kernels do the same by returning
-early; a momentum buffer that they would leave unwritten on a skipped first step is zero here.
+A step has no branch.  Gradients are divided by `grad_scale`, and if `found_inf` is not zero every tensor keeps its
+value, gradients included.  torch's CUDA kernels do the same by returning early; a momentum buffer that they leave
+unwritten on a skipped first step is zero here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xla_amp.lowering.registry import register
 
 Arrays = Sequence[jax.Array]
 Keep = Callable[[jax.Array, jax.Array], jax.Array]
-"""Of an old and a new value, the one that a state has after the step."""
+"""``keep(old, new)``: the value that a state has after the step."""
 
 
 def _new(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -32,12 +32,12 @@ def _new(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _double(value: Any) -> jax.Array:
-    """An option as float64, or as float32 where JAX has 64-bit types switched off."""
+    """An option as float64, or as float32 if JAX's 64-bit types are disabled."""
     return as_dtype(value, jax.dtypes.canonicalize_dtype(jnp.float64))
 
 
 def _is_zero(value: Any) -> bool:
-    """Whether `value` is the Python number zero; of data that is never known."""
+    """Whether `value` is the Python number zero; False for data, whose value is not known."""
     return isinstance(value, (int, float)) and value == 0
 
 
@@ -67,8 +67,8 @@ def sgd_step(
 
     Args:
         param, grad, buffer: one shape; `buffer` is the momentum, or ``None`` for none.
-        first: whether `buffer` holds nothing yet; may be data, for a first step that may have been skipped.
-        keep: what becomes of the buffer; the parameter moves by what it gives.
+        first: whether `buffer` is still unset; may be data, for a first step that may have been skipped.
+        keep: chooses the new buffer; the parameter is updated from its result.
 
     Returns:
         The new parameter and buffer, in the opmath dtype of `param`.
@@ -87,14 +87,14 @@ def sgd_step(
     return param - as_dtype(lr, dtype) * grad, buffer
 
 
-def _of_each_count(
+def _per_count(
     formula: Callable[[jax.Array], tuple[jax.Array, ...]], counts: Arrays, dtype: Any, platform: str
 ) -> list[tuple[jax.Array, ...]]:
-    """What `formula` makes of each step count (a scalar, given in float64), rounded to `dtype`.
+    """`formula` of each step count (a float64 scalar), rounded to `dtype`.
 
-    For all counts at once and ahead of the updates: XLA would else form a power in float64 for every element on a GPU,
-    and write its emulation out for every tensor on a TPU.  XLA:CPU forms it once for a tensor by itself, and compiles
-    updates of one shape once, unless each picks its own entry out of a vector.
+    It is computed for all counts at once before the updates.  Otherwise XLA computes a float64 power for every element
+    on a GPU, and expands its emulation for every tensor on a TPU.  XLA:CPU computes it once for a tensor, and compiles
+    updates of one shape once, unless each reads a different entry of a vector.
     """
     scalars = [_double(count).reshape(()) for count in counts]
     if platform == "cpu" or not counts:
@@ -106,9 +106,9 @@ def _of_each_count(
 def adam_corrections(
     counts: Arrays, dtype: Any, *, lr: Any, beta1: Any, beta2: Any, platform: str
 ) -> list[tuple[jax.Array, ...]]:
-    """Per step count (from 1 on), in `dtype`: learning rate over bias of the average, root of that of the squares."""
+    """Per step count (from 1), in `dtype`: lr / (1 - beta1**t) and sqrt(1 - beta2**t)."""
     lr, beta1, beta2 = _double(lr), _double(beta1), _double(beta2)
-    return _of_each_count(lambda count: (lr / (1 - beta1**count), jnp.sqrt(1 - beta2**count)), counts, dtype, platform)
+    return _per_count(lambda count: (lr / (1 - beta1**count), jnp.sqrt(1 - beta2**count)), counts, dtype, platform)
 
 
 def adam_step(
@@ -132,9 +132,9 @@ def adam_step(
 
     Args:
         param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: one shape; the last is ``None`` without AMSGrad.
-        corrections: of this step, from `adam_corrections`.
+        corrections: those of this step, from `adam_corrections`.
         decoupled: weight decay acts on the parameter (AdamW, Loshchilov and Hutter 2019), not on the gradient.
-        keep: what becomes of averages and maximum; the parameter moves by what it gives.
+        keep: chooses the new averages and maximum; the parameter is updated from its results.
 
     Returns:
         The new parameter, averages and maximum, in the opmath dtype of `param`.
@@ -162,9 +162,9 @@ def adam_step(
 def adagrad_rates(
     counts: Arrays, dtype: Any, *, lr: Any, lr_decay: Any = 0.0, platform: str
 ) -> list[tuple[jax.Array, ...]]:
-    """Per step count (from 1 on): the decayed learning rate in `dtype`, alone in a tuple."""
+    """Per step count (from 1): a tuple of the decayed learning rate in `dtype`."""
     lr, lr_decay = _double(lr), _double(lr_decay)
-    return _of_each_count(lambda count: (lr / (1 + (count - 1) * lr_decay),), counts, dtype, platform)
+    return _per_count(lambda count: (lr / (1 + (count - 1) * lr_decay),), counts, dtype, platform)
 
 
 def adagrad_step(
@@ -180,7 +180,7 @@ def adagrad_step(
 ) -> tuple[jax.Array, jax.Array]:
     """One Adagrad step of one tensor, as `torch.optim.Adagrad` (Duchi et al. 2011); `rate` from `adagrad_rates`.
 
-    `keep` says what becomes of the sum; the parameter moves by what it gives.
+    `keep` chooses the new sum; the parameter is updated from its result.
 
     Returns:
         The new parameter and sum of squares, in the opmath dtype of `param`.
@@ -205,18 +205,18 @@ def _stepped(
     """`step` on each entry of the lists.
 
     Args:
-        step: (param, grad, states, factors of its step count, what becomes of states) -> the new parameter and states.
-        states: per state a list of arrays, empty where the optimizer keeps none.
-        factors: per parameter, what follows from its step count.
+        step: (param, grad, states, factors, keep) -> the new parameter and states.
+        states: one list of arrays per state; an empty list if the optimizer does not keep this state.
+        factors: per parameter, the values that depend on its step count.
 
     Returns:
         New parameters, gradients and states, list after list.
     """
     skip = None if found_inf is None else found_inf.reshape(()) != 0
 
-    # It is applied to the gradient before that moves the states, and by the step to these before they move the
-    # parameter.  Were a value made from what another would have become, it would need the old one, and XLA:CPU, where a
-    # kernel has one result, keeps a copy of each.
+    # The gradient is selected before it updates the states, and the states before they update the parameter.  If a
+    # value were computed from another's unselected update, both would need the old value, and XLA:CPU, where a kernel
+    # has one result, would keep a copy of each.
     def unless_skipped(old: jax.Array, new: jax.Array) -> jax.Array:
         return new if skip is None else jnp.where(skip, as_dtype(old, new.dtype), new)
 
@@ -274,7 +274,7 @@ def fused_sgd(
             keep=keep,
         )
 
-    if is_first_step:  # the buffers are uninitialized: whatever they hold is not kept
+    if is_first_step:  # the buffers are uninitialized
         momentum_buffer_list = [jnp.zeros_like(buffer) for buffer in momentum_buffer_list]
     return _stepped(step, params, grads, [momentum_buffer_list], [None] * len(params), grad_scale, found_inf)
 
@@ -330,7 +330,7 @@ def _define_adam(name: str, decoupled: bool) -> None:
         factors = adam_corrections(state_steps, dtype, lr=lr, beta1=beta1, beta2=beta2, platform=platform)
         states = [exp_avgs, exp_avg_sqs, max_exp_avg_sqs if amsgrad else []]
         new = _stepped(step, params, grads, states, factors, grad_scale, found_inf)
-        # maxima may be given though unused: they stay as they are
+        # maxima that are passed but unused stay unchanged
         return new if amsgrad else [*new, *max_exp_avg_sqs]
 
 
