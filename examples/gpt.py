@@ -1,11 +1,11 @@
-"""Train a byte-level GPT on any text file, in float32, bfloat16 or float16, and let it write.
+"""Train a byte-level GPT on any text file, in float32, bfloat16 or float16, and generate text.
 
     python examples/gpt.py --precision bf16
     python examples/gpt.py --text shakespeare.txt --precision fp16 --policy gpu --steps 2000 --checkpoint gpt.pt
 
-Without `--text` it learns the documentation strings of Python's standard library, which every machine has.  The whole
-step is captured (`xla_amp.compile`): after three calls it runs without being recorded.  `--checkpoint` saves model,
-optimizer, scaler and random state at the end, and goes on from there when the file exists.
+Without `--text` it learns the documentation strings of Python's standard library.  The whole step is captured
+(`xla_amp.compile`): after three calls it is replayed without being recorded.  `--checkpoint` saves model, optimizer,
+scaler and random state at the end, and resumes from the file if it exists.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ WIDTH = flags.DEFINE_integer("width", 128, "channels; a multiple of 32, the size
 DROPOUT = flags.DEFINE_float("dropout", 0.1, "dropout probability", lower_bound=0.0, upper_bound=0.9)
 LR = flags.DEFINE_float("lr", 1e-3, "highest learning rate")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, batches and dropout")
-CHECKPOINT = flags.DEFINE_string("checkpoint", None, "file to go on from, when it exists, and to save to")
-WRITE = flags.DEFINE_integer("write", 200, "bytes to write in the end", lower_bound=0)
+CHECKPOINT = flags.DEFINE_string("checkpoint", None, "file to resume from, if it exists, and to save to")
+WRITE = flags.DEFINE_integer("write", 200, "bytes to generate at the end", lower_bound=0)
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD = 32
-WARM_UP = 8  # steps before the clock starts: the first ones compile
-HELD_OUT = 0.1  # share of the text, at its end, that is not trained on
+WARM_UP = 8  # steps before timing starts: the first ones compile
+HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def load_text(path: str | None) -> Tensor:
 
 
 def batches(text: Tensor, device: torch.device, generator: torch.Generator) -> Iterator[Tensor]:
-    """Random pieces of the text on the device, int64 [batch, context + 1], without end."""
+    """Endless random pieces of the text on the device, int64 [batch, context + 1]."""
     window = torch.arange(CONTEXT.value + 1)
     while True:
         starts = torch.randint(len(text) - CONTEXT.value - 1, (BATCH.value, 1), generator=generator)
@@ -86,7 +86,7 @@ def batches(text: Tensor, device: torch.device, generator: torch.Generator) -> I
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm (Radford et al. 2019)."""
+    """Attention and a perceptron, each after a norm (Radford et al. 2019)."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -118,13 +118,13 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** (0.5 * name.endswith("out.weight")))
 
     def forward(self, bytes_: Tensor) -> Tensor:
-        places = torch.arange(bytes_.shape[1], device=bytes_.device)
-        return self.head(self.norm(self.blocks(self.token(bytes_) + self.position(places))))
+        positions = torch.arange(bytes_.shape[1], device=bytes_.device)
+        return self.head(self.norm(self.blocks(self.token(bytes_) + self.position(positions))))
 
 
 @torch.no_grad()
 def write(model: GPT, amp: autocast, device: torch.device, count: int) -> str:
-    """`count` bytes that the model draws, each from the window before it; the window never changes its shape."""
+    """`count` bytes sampled from the model, each from the window before it; the window keeps its shape."""
     model.eval()
     window = torch.full((1, model.context), ord("\n"), device=device)
 
@@ -157,7 +157,7 @@ class Run:
     steps: int = 0
 
     def save(self, path: str) -> None:
-        """Writes the checkpoint; the file is whole or not there."""
+        """Write the checkpoint atomically."""
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
         state = {**parts, "steps": self.steps, "batches": self.generator.get_state(), "random": xm.get_rng_state()}
         temporary = Path(f"{path}.part")
@@ -165,7 +165,7 @@ class Run:
         temporary.replace(path)
 
     def load(self, path: str) -> None:
-        """Goes on from a checkpoint."""
+        """Resume from a checkpoint."""
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("model", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(state[name])
@@ -177,7 +177,7 @@ class Run:
 
 
 def train(run: Run, text: Tensor, amp: autocast, device: torch.device) -> dict[str, float | None]:
-    """Trains for `--steps` steps; returns the last losses and what a step cost."""
+    """Train for `--steps` steps; return losses and cost per step."""
     model, optimizer, scaler = run.model, run.optimizer, run.scaler
 
     @xla_amp.compile

@@ -1,12 +1,12 @@
-"""Train ResNet-50 on a folder of JPEGs in float32, bfloat16 or float16, on whatever XLA device is there.
+"""Train ResNet-50 on a folder of JPEGs in float32, bfloat16 or float16, on an XLA device.
 
     python examples/imagenet.py --data-dir imagenet --precision bf16 --checkpoint resnet50.pt
     python examples/imagenet.py --fake-data --batch-size 128 --steps 50
 
 The folder has `train/CLASS/*.jpg` and `val/CLASS/*.jpg`; worker processes decode, crop and flip.  `--fake-data` trains
-on one random batch, so that nothing but the device is timed.  `--checkpoint` saves after every epoch and goes on from
-the file when it exists, with the same numbers as a run that was never stopped.  The program is the same on the lazy
-device and on torch_xla's (`XLA_AMP_ENGINE=torch_xla`).
+on one random batch, so that only the device is timed.  `--checkpoint` saves after every epoch and resumes from the file
+if it exists, with the same results as an uninterrupted run.  The program is the same on the lazy device and on
+torch_xla's (`XLA_AMP_ENGINE=torch_xla`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ CHECKPOINT = flags.DEFINE_string("checkpoint", None, "file to go on from, when i
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels
-WARM_UP = 5  # steps before the clock starts: the first ones compile
-NO_LABEL = -1  # fills the last batch of an evaluation, so that one program serves all
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # per channel of ImageNet
+WARM_UP = 5  # steps before timing starts: the first ones compile
+NO_LABEL = -1  # pads the last batch of an evaluation, so that all batches have one shape
 
 Batch = tuple[Tensor, Tensor]
 
@@ -66,8 +66,8 @@ Batch = tuple[Tensor, Tensor]
 class Images(Dataset[Batch]):
     """The images below `folder`, one class per folder, as normalised float32 [3, side, side].
 
-    With `train` a random part of 8 to 100 % of the area, perhaps mirrored (Szegedy et al. 2015); else the middle.  What
-    is random depends on seed, epoch and index alone, not on which worker reads the image.
+    With `train` a random crop of 8 to 100 % of the area, randomly flipped (Szegedy et al. 2015); otherwise the center.
+    The random choice depends only on seed, epoch and index, not on the worker that reads the image.
     """
 
     folder: Path
@@ -91,17 +91,17 @@ class Images(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, place: tuple[int, int]) -> Batch:
-        epoch, index = place
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        epoch, index = key
         path, label = self.files[index]
         with Image.open(path) as file:
             image = file.convert("RGB")
         rng = np.random.default_rng([self.seed, epoch, index])
-        image = self.random_part(image, rng) if self.train else self.middle(image)
+        image = self.random_crop(image, rng) if self.train else self.center_crop(image)
         pixels = (np.asarray(image, np.float32) / 255 - MEAN) / DEVIATION
         return torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1).contiguous(), torch.tensor(label)
 
-    def random_part(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    def random_crop(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
         area = image.width * image.height * rng.uniform(0.08, 1)
         ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
         width = min(max(round(math.sqrt(area * ratio)), 1), image.width)
@@ -112,7 +112,7 @@ class Images(Dataset[Batch]):
         )
         return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else part
 
-    def middle(self, image: Image.Image) -> Image.Image:
+    def center_crop(self, image: Image.Image) -> Image.Image:
         edge = 0.875 * min(image.size)
         left, top = (image.width - edge) / 2, (image.height - edge) / 2
         box = (left, top, left + edge, top + edge)
@@ -120,7 +120,7 @@ class Images(Dataset[Batch]):
 
 
 class Padded:
-    """The batches of a loader, the last one filled up with images that have no label."""
+    """The batches of a loader; the last one is padded with images that have no label."""
 
     def __init__(self, loader: DataLoader[Batch], size: int) -> None:
         self.loader, self.size = loader, size
@@ -135,7 +135,7 @@ class Padded:
 
 
 class Fake:
-    """The same random batch over and over, without work for the host."""
+    """The same random batch for every step, without work for the host."""
 
     def __init__(self, batch: int, side: int, steps: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -156,7 +156,7 @@ class Fake:
 
 @dataclasses.dataclass
 class Order(Sampler[tuple[int, int]]):
-    """(epoch, index) of every image, shuffled for training.  Workers live on from epoch to epoch: they are told."""
+    """(epoch, index) of every image, shuffled for training.  Persistent workers get the epoch from here."""
 
     images: Images
     epoch: int = 0
@@ -171,7 +171,7 @@ class Order(Sampler[tuple[int, int]]):
 
 
 def loader_of(images: Images, order: Order, batch: int, workers: int) -> DataLoader[Batch]:
-    """Batches of `images`: whole ones only, for training."""
+    """Batches of `images`; for training only full ones."""
     return DataLoader(
         images,
         batch,
@@ -192,13 +192,13 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequenti
 
 
 class Bottleneck(nn.Module):
-    """A residual block (He et al. 2015), the stride on the 3x3 convolution."""
+    """A residual block (He et al. 2015) with the stride on the 3x3 convolution."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
         self.one, self.two = conv(inputs, width, 1), conv(width, width, 3, stride)
         self.three = conv(width, 4 * width, 1)
-        nn.init.zeros_(self.three.get_parameter("1.weight"))  # the block begins as its shortcut (Goyal et al. 2017)
+        nn.init.zeros_(self.three.get_parameter("1.weight"))  # the block starts as an identity (Goyal et al. 2017)
         same = stride == 1 and inputs == 4 * width
         self.shortcut = nn.Identity() if same else conv(inputs, 4 * width, 1, stride)
 
@@ -231,14 +231,14 @@ class Run:
     epochs: int = 0
 
     def save(self, path: str) -> None:
-        """Writes the checkpoint; the file is whole or not there."""
+        """Write the checkpoint atomically."""
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule", "scaler")}
         temporary = Path(f"{path}.part")
         xm.save({**parts, "epochs": self.epochs}, temporary)
         temporary.replace(path)
 
     def load(self, path: str) -> None:
-        """Goes on from a checkpoint."""
+        """Resume from a checkpoint."""
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         for name in ("model", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(state[name])
@@ -273,7 +273,7 @@ def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast) -> tuple[floa
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], amp: autocast) -> tuple[float, float]:
-    """The shares of images whose class is the first, or among the first five, that the model names."""
+    """Top-1 and top-5 accuracy."""
     model.eval()
     counts = []
     for images, labels in tqdm(batches, "evaluation", leave=False):

@@ -55,7 +55,7 @@ SPMD = flags.DEFINE_bool("spmd", False, "share each batch between all devices of
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-WARM_UP = 8  # steps before the clock starts: the first ones compile
+WARM_UP = 8  # steps before timing starts: the first ones compile
 MNIST_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -137,7 +137,7 @@ def make_optimizer(model: nn.Module, name: str, lr: float | None, sync_free: boo
 
 
 class Meter:
-    """What training steps cost in the steady state: seconds, executables and host syncs, from counter differences."""
+    """Cost of steady training steps: seconds, executables and host syncs, from counter differences."""
 
     def __init__(self, warm_up: int = WARM_UP) -> None:
         self.warm_up = warm_up
@@ -158,7 +158,7 @@ class Meter:
             measured += bool(before)
             yield batch
         if before:
-            xla_amp.sync()  # start what is still recorded, so that it counts
+            xla_amp.sync()  # start recorded operations, so that they count
             after = xla_amp.metrics()
             xla_amp.sync(wait=True)
             self.seconds += time.perf_counter() - began
@@ -201,7 +201,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Batches, amp: autocast) -> float:
-    """The share of images that the model classifies correctly, 0 to 1."""
+    """The fraction of images that the model classifies correctly."""
     model.eval()
     right = []
     for images, labels in batches:
@@ -254,13 +254,13 @@ def main(argv: list[str]) -> None:
 
 
 def train_as_process(rank: int, argv: list[str]) -> None:
-    """What each of several processes runs."""
+    """Entry point of each of several processes."""
     flags.FLAGS(argv)
     train()
 
 
 def train() -> None:
-    """Trains, evaluates and reports; one of several processes does so with its part of each batch."""
+    """Train, evaluate and report; each of several processes does so with its part of each batch."""
     torch.manual_seed(SEED.value)
     device = xla_device() if DEVICE.value == "xla" else torch.device("cpu")
     train_set, test_set = load_data(DATA_DIR.value)

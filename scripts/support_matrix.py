@@ -1,4 +1,4 @@
-"""Writes docs/support.md from the limitations table: ``python scripts/support_matrix.py [--check]``."""
+"""Write docs/support.md from the limitations table: ``python scripts/support_matrix.py [--check]``."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ This page is written by `scripts/support_matrix.py` from `tests/helpers/limitati
 TITLES = {
     "raises": "Not supported: a clear error",
     "tolerance": "Less exact than the CPU",
-    "random": "Drawn: other numbers, the same distribution",
-    "unchecked": "Indices out of range: a program of XLA cannot raise",
-    "unset": "Memory that nobody has written",
+    "random": "Random: other numbers, the same distribution",
+    "unchecked": "Indices out of range: an XLA program cannot raise",
+    "unset": "Uninitialized memory",
 }
 
 
 def reason(row: Limitation) -> str:
-    """Why, and where not in all calls."""
+    """The reason, and the condition if not all calls are affected."""
     return f"with `{row.where}`: {row.reason}" if row.where else row.reason
 
 
 def page(rows: list[Limitation]) -> str:
-    """The page for these rows."""
+    """The page with these rows."""
     parts = [HEAD]
     for kind, title in TITLES.items():
         found = [row for row in rows if row.kind == kind]

@@ -1,4 +1,4 @@
-"""The GPT example, run as a user runs it: captured steps, a checkpoint, and going on from it with the same numbers."""
+"""The GPT example in a new process: captured steps, and resuming from a checkpoint with equal results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def results(*flags: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_it_learns_in_captured_steps_and_goes_on_from_its_checkpoint(tmp_path):
+def test_it_learns_in_captured_steps_and_resumes_from_its_checkpoint(tmp_path):
     flags = ["--precision=fp16", "--policy=gpu"]
     whole = results("--steps=80", *flags)
     assert whole["executions_per_step"] == 1

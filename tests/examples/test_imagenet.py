@@ -1,4 +1,4 @@
-"""The ImageNet example on a tiny folder of JPEGs: it learns, and going on from a checkpoint gives the same numbers."""
+"""The ImageNet example on a tiny folder of JPEGs: it learns, and resuming from a checkpoint gives equal results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def results(*flags: str) -> dict[str, object]:
 
 
 def write_images(folder: Path) -> None:
-    """Stripes that run across or down, in any colour: 24 images of each to learn from, 6 to test with."""
+    """Horizontal and vertical stripes in random colours: 24 images of each to train on, 6 to test."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 24), ("val", 6)):
         for name, axis in (("across", 0), ("down", 1)):
@@ -42,7 +42,7 @@ def write_images(folder: Path) -> None:
                 image.save(folder / part / name / f"{number}.jpg")
 
 
-def test_it_learns_and_goes_on_from_its_checkpoint_bitwise(tmp_path):
+def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
     write_images(tmp_path / "data")
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     flags = [f"--data-dir={tmp_path / 'data'}", "--precision=fp16", "--policy=gpu", "--epochs=10"]
@@ -68,7 +68,7 @@ def test_fake_data_measures_speed():
     assert len(found["losses"]) == 1
 
 
-def test_a_folder_that_is_not_there_is_named():
+def test_a_missing_folder_is_named():
     done = run("--data-dir=/nowhere")
     assert done.returncode != 0
     assert "expected a folder /nowhere/train; --fake-data needs none" in done.stderr

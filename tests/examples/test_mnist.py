@@ -1,4 +1,4 @@
-"""The main example, run as a user runs it: a new process, small epochs, the JSON on its last line."""
+"""The MNIST example in a new process: few epochs, results from the JSON on its last line."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 @pytest.fixture
 def mnist_folder(tmp_path: Path) -> Path:
-    """MNIST's four files, some gzipped: images of 28x28 in which the bright column gives the class away."""
+    """MNIST's four files, some gzipped: images of 28x28 in which the bright column shows the class."""
     random = np.random.default_rng(0)
     for part, count in [("train", 256), ("t10k", 64)]:
         labels = random.integers(0, 10, count)
