@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -35,7 +35,19 @@ PATIENCE = 4
 """Recorded calls that may differ from the one before until a warning; optimizers create their state in the first."""
 
 
-def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool = False, limit: int = 8) -> Any:
+@overload
+def compile(
+    step: Callable[_Arguments, _Result], *, strict: bool = False, limit: int = 8
+) -> Compiled[_Arguments, _Result]: ...
+
+
+@overload
+def compile(
+    step: None = None, *, strict: bool = False, limit: int = 8
+) -> Callable[[Callable[_Arguments, _Result]], Compiled[_Arguments, _Result]]: ...
+
+
+def compile(step: Callable[..., Any] | None = None, *, strict: bool = False, limit: int = 8) -> Any:
     """Captures `step` once two calls in a row have recorded the same program; later calls replay it.
 
     Args:
@@ -75,13 +87,13 @@ def compile(step: Callable[_Arguments, _Result] | None = None, *, strict: bool =
     return Compiled(step, strict, limit)
 
 
-class Compiled:
+class Compiled(Generic[_Arguments, _Result]):
     """A step that is replayed once it is captured; `compile` makes it."""
 
     replays_without_operations = True
     """Tells `find_overflow` to call ``__wrapped__`` instead: a replay dispatches no torch operation."""
 
-    def __init__(self, step: Callable[..., Any], strict: bool, limit: int) -> None:
+    def __init__(self, step: Callable[_Arguments, _Result], strict: bool, limit: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._strict, self._limit = step, strict, limit
         self._cache: dict[Any, list[CacheEntry]] = {}
@@ -126,10 +138,16 @@ class Compiled:
                 trial._record(entry, flat_args, args, kwargs)
         return metrics()["compilations"] - before
 
+    @overload
+    def __get__(self, instance: None, owner: type) -> Compiled[_Arguments, _Result]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., _Result]: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if self._given_up or events.sinks or execute.observer is not None:  # the last two see every operation
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
@@ -146,9 +164,11 @@ class Compiled:
                 values = entry.run(flat_args)
                 if values is not None:
                     self.replays += 1
-                    return entry.outputs(values, flat_args)
+                    replayed: _Result = entry.outputs(values, flat_args)
+                    return replayed
             entry.drop_capture()
-        return self._record(entry, flat_args, args, kwargs)
+        recorded: _Result = self._record(entry, flat_args, args, kwargs)
+        return recorded
 
     def _find_entry(self, guards: Guards, flat_args: list[Any], tree: Any) -> CacheEntry | None:
         """The cache entry of a call; a new one if there is none; None beyond the limit."""
