@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.errors import DeviceError
+from xla_amp.lazy.torch_integration import accelerator
 
 # ---- printing --------------------------------------------------------------------------------------------------------
 
@@ -385,26 +387,32 @@ def test_tensors_are_not_sent_to_processes(device: torch.device) -> None:
     assert len(ForkingPickler.dumps(torch.ones(4))) > 0
 
 
-EXPORTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "capsule": lambda x: x.__dlpack__(),
-    "device": lambda x: x.__dlpack_device__(),
-    "to_dlpack": torch.utils.dlpack.to_dlpack,
-    "torch": torch.from_dlpack,
-    "numpy": np.from_dlpack,
-    "jax": jax.dlpack.from_dlpack,
-    "storage_as_list": lambda x: x.untyped_storage().tolist(),
-    "typed_storage_as_list": lambda x: x.storage().tolist(),
-    "storage_on_the_cpu": lambda x: x.untyped_storage().cpu(),
+OURS = r"hold no bytes .* Use tensor.cpu\(\)"
+TORCHS = "Unknown device type jax for Dlpack"
+EXPORTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+    "capsule": (lambda x: x.__dlpack__(), DeviceError, OURS),
+    "device": (lambda x: x.__dlpack_device__(), ValueError, TORCHS),
+    "to_dlpack": (lambda x: torch.utils.dlpack.to_dlpack(x), DeviceError, OURS),
+    "torch_to_dlpack": (lambda x: torch.to_dlpack(x), DeviceError, OURS),
+    "torch": (torch.from_dlpack, ValueError, TORCHS),
+    "numpy": (np.from_dlpack, DeviceError, OURS),
+    "jax": (jax.dlpack.from_dlpack, ValueError, TORCHS),
+    "storage_on_the_cpu": (lambda x: x.untyped_storage().cpu(), RuntimeError, "size of tensor"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", EXPORTS)
-def test_memory_that_is_not_there_is_not_shown(device: torch.device, name: str) -> None:
-    export = EXPORTS[name] if name != "to_dlpack" else lambda x: torch.utils.dlpack.to_dlpack(x)
-    with pytest.raises(DeviceError, match=r"hold no bytes .* Use tensor.cpu\(\)"):
+def test_memory_without_bytes_is_not_exported(device: torch.device, name: str) -> None:
+    export, error, message = EXPORTS[name]
+    with pytest.raises(error, match=message):
         export(torch.ones(4).to(device))
     export(torch.ones(4))
+
+
+def test_a_storage_is_empty_to_readers(device: torch.device) -> None:
+    storage = torch.ones(4).to(device).untyped_storage()
+    assert (storage.nbytes(), storage.tolist()) == (0, [])
 
 
 # ---- torch.accelerator -----------------------------------------------------------------------------------------------
@@ -425,12 +433,30 @@ def test_memory(device: torch.device) -> None:
     assert torch.accelerator.memory_stats()["bytes_in_use"] >= 4000
     del x
     torch.accelerator.empty_cache()
-    for name in ("max_memory_allocated", "get_memory_info"):  # XLA:CPU keeps no peak and no limit
-        if hasattr(torch.accelerator, name):
-            with pytest.raises(DeviceError, match="keeps no statistic"):
-                getattr(torch.accelerator, name)()
+    assert math.isnan(torch.accelerator.max_memory_allocated())  # XLA:CPU keeps no peak and no limit
+    assert math.isnan(torch.accelerator.max_memory_reserved())
+    assert torch.accelerator.memory_reserved() == torch.accelerator.memory_allocated()
+    if hasattr(torch.accelerator, "get_memory_info"):
+        with pytest.raises(DeviceError, match="keeps no statistic bytes_limit"):
+            torch.accelerator.get_memory_info()
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
     with pytest.raises(DeviceError, match="cannot be reset"):
         torch.accelerator.reset_peak_memory_stats()
+    with pytest.raises(ValueError, match="cuda doesn't match the current accelerator jax"):
+        torch.accelerator.synchronize("cuda")
+
+
+def test_statistics_of_a_platform_that_keeps_them(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    counts = {"bytes_in_use": 10, "peak_bytes_in_use": 20, "bytes_limit": 100, "pool_bytes": 30}
+    monkeypatch.setattr(accelerator, "memory_stats", lambda: counts)
+    assert torch.accelerator.memory_allocated() == 10
+    assert torch.accelerator.max_memory_allocated(device) == 20
+    assert torch.accelerator.memory_reserved() == 30
+    assert torch.accelerator.max_memory_reserved() == 20
+    assert torch.accelerator.memory_stats()["bytes_limit"] == 100
+    if hasattr(torch.accelerator, "get_memory_info"):
+        assert torch.accelerator.get_memory_info() == (90, 100)
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

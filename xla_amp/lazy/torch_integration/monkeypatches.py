@@ -1,45 +1,48 @@
-"""The few places in torch that the lazy device cannot do without, each with its reason.
+"""Every attribute of torch that starting the lazy device replaces or adds, as one table with reasons.
 
-They go in when the device is first used, once, and change nothing for tensors of other devices.
+`install` runs once, when the device starts.  No patch changes anything for tensors of other devices.
+tests/lazy/torch_integration/test_monkeypatches.py compares torch before and after the start with `PATCHES`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.dlpack
+from torch.storage import UntypedStorage
 
 from xla_amp.errors import DeviceError
+from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator
 
 
-def mark_storages() -> None:
-    """A class default, so that asking any storage for its buffer is a plain attribute read.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patch:
+    """Attributes of torch that belong together: they are replaced or added for one reason."""
 
-    Reason: the value of a lazy tensor hangs on its storage, and kernels ask for it several times per operation.
-    """
-    torch.UntypedStorage._xla_amp = None  # type: ignore[attr-defined]
+    names: tuple[str, ...]
+    reason: str
+    install: Callable[[], None]
 
 
 def install() -> None:
-    """Puts all hooks in."""
-    _copy_without_bytes()
-    _make_no_storage_of_bytes()
-    _send_no_storage()
-    _show_no_bytes()
-    _load_checkpoints()
-    _print_through_the_host()
-    _pin_nothing()
-    _keep_parameters_when_moved()
-    accelerator.install()
+    """Installs every patch of the table."""
+    for patch in PATCHES:
+        patch.install()
 
 
-def _copy_without_bytes() -> None:
-    """Reason: copy.deepcopy and torch.save would copy the storage's bytes, of which there are none (a crash)."""
+def _add_buffer_attribute() -> None:
+    UntypedStorage._xla_amp = None  # type: ignore[attr-defined]
+
+
+def _replace_has_storage() -> None:
     has_storage = torch._C._has_storage
 
     def has_bytes(tensor: torch.Tensor) -> bool:
@@ -48,9 +51,8 @@ def _copy_without_bytes() -> None:
     torch._C._has_storage = has_bytes
 
 
-def _make_no_storage_of_bytes() -> None:
-    """Reason: UntypedStorage(n, device="jax"), and with it storage.clone(), would ask for an allocator (a crash)."""
-    original = torch.UntypedStorage.__new__
+def _replace_storage_constructor() -> None:
+    original = UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
@@ -61,22 +63,21 @@ def _make_no_storage_of_bytes() -> None:
             )
         return original(cls, *args, **kwargs)
 
-    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]
+    UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]
 
 
-def _send_no_storage() -> None:
-    """Reason: multiprocessing shares a storage's bytes; the receiver would read memory that is not ours."""
+def _register_reducers() -> None:
     from multiprocessing.reduction import ForkingPickler
 
     from torch.multiprocessing import reductions
 
-    original = reductions.reduce_tensor
+    original: Callable[[torch.Tensor], Any] = reductions.reduce_tensor
 
     def reduce_tensor(tensor: torch.Tensor) -> Any:
         if tensor.device.type == DEVICE_TYPE:
             raise DeviceError(
                 f"cannot send a tensor on {tensor.device} to another process (shape {list(tensor.shape)}): "
-                "send tensor.cpu() and move it to the device on the other side"
+                "send tensor.cpu() and move it to the device in the receiving process"
             )
         return original(tensor)
 
@@ -84,80 +85,46 @@ def _send_no_storage() -> None:
         ForkingPickler.register(kind, reduce_tensor)
 
 
-def _show_no_bytes() -> None:
-    """Reason: DLPack capsules and storages read as lists would show memory that is not there, as zeros or nothing."""
-
-    def refuse(what: str) -> DeviceError:
-        return DeviceError(
-            f"cannot {what}: tensors of the device {DEVICE_TYPE!r} hold no bytes that others could read. Use "
-            "tensor.cpu(), which has them"
-        )
-
-    def exported(original: Any) -> Any:
+def _replace_dlpack_export() -> None:
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def export(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE:
-                raise refuse(f"hand a tensor on {tensor.device} over through DLPack (shape {list(tensor.shape)})")
+                raise DeviceError(
+                    f"cannot export a tensor on {tensor.device} through DLPack (shape {list(tensor.shape)}): tensors "
+                    f"of the device {DEVICE_TYPE!r} hold no bytes that other libraries could read. Use tensor.cpu()"
+                )
             return original(tensor, *args, **kwargs)
 
         return export
 
-    for owner, name in (
-        (torch.Tensor, "__dlpack__"),
-        (torch.Tensor, "__dlpack_device__"),
-        (torch, "to_dlpack"),
-        (torch.utils.dlpack, "to_dlpack"),
-    ):
-        if hasattr(owner, name):
-            setattr(owner, name, exported(getattr(owner, name)))
-
-    def read(original: Any) -> Any:
-        @functools.wraps(original)
-        def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.device.type == DEVICE_TYPE:
-                raise refuse("read a storage as a list or as CPU bytes")
-            return original(self, *args, **kwargs)
-
-        return reading
-
-    for kind in (torch.UntypedStorage, torch.storage.TypedStorage):
-        for name in ("tolist", "cpu"):
-            setattr(kind, name, read(getattr(kind, name)))
+    torch.Tensor.__dlpack__ = refusing(torch.Tensor.__dlpack__)  # type: ignore[method-assign]
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[assignment]
 
 
-def _load_checkpoints() -> None:
-    """Reason: torch.load(map_location="jax") would move a storage byte by byte to a device without bytes (a crash)."""
-
+def _register_checkpoint_loader() -> None:
     def location(store: Any) -> str | None:
         return DEVICE_TYPE if store.device.type == DEVICE_TYPE else None
 
-    def restore(store: Any, where: str) -> Any:
+    def restore(store: Any, where: str) -> UntypedStorage | None:
         if where.split(":")[0] != DEVICE_TYPE:
             return None
         raw = torch.empty(0, dtype=torch.uint8).set_(store if hasattr(store, "nbytes") else store.untyped())
-        tensor = transfer.to_device(raw)
-        loaded = tensor.untyped_storage()
-        loaded._xla_amp.raw = True
+        loaded = transfer.to_device(raw).untyped_storage()
+        loaded._xla_amp.raw = True  # type: ignore[attr-defined]
+        # torch.load shares a storage among tensors only if its address is not zero.  `set_` deletes this again.
+        loaded.data_ptr = lambda: 1  # type: ignore[method-assign]
         return loaded
 
-    address = torch.UntypedStorage.data_ptr
-
-    def data_ptr(self: Any) -> int:
-        # torch.load remembers a storage, for the next tensor that shares it, only if its address is not zero.
-        buffer = self._xla_amp
-        return address(self) or int(buffer is not None and buffer.raw)
-
-    torch.UntypedStorage.data_ptr = data_ptr  # type: ignore[method-assign]
     torch.serialization.register_package(5, location, restore)
 
 
-def _print_through_the_host() -> None:
-    """Reason: torch prints a tensor through about fourteen small reads, each of which would flush the trace."""
+def _replace_printing() -> None:
     from torch import _tensor_str
 
-    original = _tensor_str._str_intern
+    original: Callable[..., str] = _tensor_str._str_intern
 
-    def through_the_host(inp: Any, *, tensor_contents: Any = None) -> str:
+    def print_on_host(inp: Any, *, tensor_contents: Any = None) -> str:
         plain = type(inp) in tensor_io.PLAIN
         if tensor_contents is not None or not plain or inp.device.type != DEVICE_TYPE:
             return original(inp, tensor_contents=tensor_contents)
@@ -169,11 +136,10 @@ def _print_through_the_host() -> None:
             text += ", requires_grad=True"
         return f"{text})"
 
-    _tensor_str._str_intern = through_the_host
+    _tensor_str._str_intern = print_on_host
 
 
-def _pin_nothing() -> None:
-    """Reason: DataLoader(pin_memory=True) asks the accelerator for a pinned allocator; a Python device has none."""
+def _replace_pin_memory() -> None:
     original = torch.Tensor.pin_memory
 
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -185,28 +151,27 @@ def _pin_nothing() -> None:
 _crossing = threading.local()
 
 
-def _keep_parameters_when_moved() -> None:
-    """Reason: a CPU parameter cannot become a lazy one in place, so Module.to would make a new Parameter.
-
-    Tied weights would part and an optimizer built before ``.to`` would keep the CPU ones.  torch can swap the contents
-    of the two instead, which keeps the objects; its global switch for that
-    (``torch.__future__.set_swap_module_params_on_conversion``) would also change modules of every other device, so the
-    swap is asked for here only for a parameter that enters or leaves the lazy device.
-    """
+def _replace_module_conversion() -> None:
+    # torch's switch for swapping (torch.__future__.set_swap_module_params_on_conversion) is global and would change
+    # modules of every device.  Here only a parameter that enters or leaves the lazy device is swapped.
     from torch.nn.modules import module
     from torch.nn.parameter import is_lazy
 
-    apply, wrapped = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
+    apply, is_wrapper = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         def noting(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
+            result: torch.Tensor = fn(tensor)
             _crossing.now = (tensor.device.type == DEVICE_TYPE) != (result.device.type == DEVICE_TYPE)
             return result
 
         noting.notes = True  # type: ignore[attr-defined]
-        # A swap takes the class along, but a parameter of a lazy module must stay uninitialized.
-        lazy = {name: type(p) for name, p in self._parameters.items() if p is not None and is_lazy(p)}
+        # A swap exchanges the classes too, but a parameter of a lazy module must stay uninitialized.
+        lazy = {
+            name: type(p)
+            for name, p in self._parameters.items()
+            if p is not None and is_lazy(p)  # type: ignore[no-untyped-call]
+        }
         try:
             return apply(self, fn if hasattr(fn, "notes") else noting, recurse)
         finally:
@@ -215,7 +180,97 @@ def _keep_parameters_when_moved() -> None:
                 self._parameters[name].__class__ = kind
 
     def should_swap(tensor: Any) -> bool:
-        return getattr(_crossing, "now", False) or wrapped(tensor)
+        return getattr(_crossing, "now", False) or is_wrapper(tensor)
 
     module.Module._apply = _apply  # type: ignore[method-assign]
     module.is_traceable_wrapper_subclass = should_swap  # type: ignore[attr-defined]
+
+
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "_accelerator_synchronizeDevice": lambda device: sync(wait=True),
+    "_accelerator_isAllocatorInitialized": lambda: True,
+    "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
+    "_accelerator_getMemoryInfo": lambda device: accelerator.free_and_total(),
+    "_accelerator_resetPeakStats": lambda device: accelerator.refuse_reset(),
+    "_accelerator_emptyCache": sync,  # XLA's allocator returns no memory; running the trace frees its buffers
+    "_accelerator_emptyHostCache": lambda: None,
+}
+"""C function behind ``torch.accelerator`` -> its replacement; the started lazy device is torch's only accelerator."""
+
+
+def _replace_accelerator() -> None:
+    for name, function in _ACCELERATOR.items():
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, function)
+
+
+PATCHES = (
+    Patch(
+        names=("torch.UntypedStorage._xla_amp",),
+        reason="The value of a lazy tensor is an attribute of its storage, which kernels read several times per "
+        "operation. A class default makes that a plain attribute read for every storage.",
+        install=_add_buffer_attribute,
+    ),
+    Patch(
+        names=("torch._C._has_storage",),
+        reason="copy.deepcopy and torch.save would copy the storage's bytes; it has none (a segmentation fault).",
+        install=_replace_has_storage,
+    ),
+    Patch(
+        names=("torch.UntypedStorage.__new__",),
+        reason="UntypedStorage(n, device='jax') and storage.clone() would use an allocator that a Python device does "
+        "not have (a segmentation fault).",
+        install=_replace_storage_constructor,
+    ),
+    Patch(
+        names=("ForkingPickler[torch.Tensor]", "ForkingPickler[torch.nn.Parameter]"),
+        reason="multiprocessing sends a storage's bytes; the receiver would get a tensor without its values.",
+        install=_register_reducers,
+    ),
+    Patch(
+        names=("torch.Tensor.__dlpack__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack"),
+        reason="A DLPack capsule would point to no memory: torch.from_dlpack makes zeros of it.",
+        install=_replace_dlpack_export,
+    ),
+    Patch(
+        names=("torch.serialization._package_registry",),
+        reason="torch.load(map_location='jax') would copy bytes to a storage without bytes (a segmentation fault).",
+        install=_register_checkpoint_loader,
+    ),
+    Patch(
+        names=("torch._tensor_str._str_intern",),
+        reason="torch prints a tensor with about fourteen small reads, each of which would run a program.",
+        install=_replace_printing,
+    ),
+    Patch(
+        names=("torch.Tensor.pin_memory",),
+        reason="DataLoader(pin_memory=True) uses the accelerator's pinned allocator, which a Python device lacks "
+        "(an error).",
+        install=_replace_pin_memory,
+    ),
+    Patch(
+        names=("torch.nn.Module._apply", "torch.nn.modules.module.is_traceable_wrapper_subclass"),
+        reason="A CPU parameter cannot become a lazy one in place, so Module.to would make new Parameters: tied "
+        "weights would separate, and an optimizer built earlier would keep the CPU ones. torch can swap the contents.",
+        install=_replace_module_conversion,
+    ),
+    Patch(
+        names=tuple(f"torch._C.{name}" for name in _ACCELERATOR),
+        reason="torch.accelerator calls a C++ allocator and guard, which a Python device lacks: these functions are "
+        "internal errors, and empty_host_cache() a segmentation fault.",
+        install=_replace_accelerator,
+    ),
+)
+"""In the order of their installation."""
+
+REGISTRATIONS = {
+    "torch.jax": "the device module (`device.BackendModule`)",
+    "torch.Tensor.jax": "torch adds these methods for every out-of-tree device",
+    "torch.Tensor.is_jax": "as above",
+    "torch.nn.Module.jax": "as above",
+    "torch.nn.utils.rnn.PackedSequence.jax": "as above",
+    "torch.nn.utils.rnn.PackedSequence.is_jax": "as above",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "the end of a step follows an optimizer step (`step_marker`)",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "as above",
+}
+"""What torch's registration functions add when the device starts (kernels apart) -> reason."""

@@ -1,0 +1,112 @@
+"""Starting the device changes exactly those attributes of torch that the table of patches names."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from source_tree import ROOT
+
+from xla_amp import config
+from xla_amp.lazy.torch_integration import monkeypatches
+
+# Compared by identity: module-level functions and classes of torch, members of its classes, entries of registries.
+PROGRAM = """
+import json, sys
+from multiprocessing.reduction import ForkingPickler
+import torch, torch.serialization, torch.optim, torch.utils.dlpack, torch.multiprocessing, torch.utils.data
+import torch.optim.optimizer as optimizers
+from torch.nn.utils.rnn import PackedSequence
+from xla_amp import lazy
+from xla_amp.lazy.torch_integration import monkeypatches  # imports of torch's modules are not counted
+
+CLASSES = {
+    "torch.Tensor": torch.Tensor, "torch.nn.Parameter": torch.nn.Parameter, "torch.nn.Module": torch.nn.Module,
+    "torch.UntypedStorage": torch.UntypedStorage, "torch.TypedStorage": torch.TypedStorage,
+    "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
+    "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
+}
+
+def snapshot():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and module is not None:
+            for key, value in list(vars(module).items()):
+                if callable(value) or key == "jax":
+                    found[f"{name}.{key}"] = id(value)
+    for name, kind in CLASSES.items():
+        for key, value in list(vars(kind).items()):
+            found[f"{name}.{key}"] = id(value)
+    for kind, reduce in ForkingPickler._extra_reducers.items():
+        known = [name for name, value in CLASSES.items() if value is kind]
+        found[f"ForkingPickler[{known[0] if known else kind}]"] = id(reduce)
+    for owner, key in (
+        (torch.serialization, "_package_registry"),
+        (optimizers, "_global_optimizer_pre_hooks"),
+        (optimizers, "_global_optimizer_post_hooks"),
+    ):
+        found[f"{owner.__name__}.{key}"] = str(list(getattr(owner, key)))
+    return found
+
+before, modules = snapshot(), set(sys.modules)
+CHANGE
+after = snapshot()
+print(json.dumps(sorted(
+    key for key in after
+    if before.get(key) != after[key] and (key in before or key.rpartition(".")[0] in modules | set(CLASSES)
+                                          or key.startswith("ForkingPickler"))
+)))
+"""
+
+
+def changed(statement: str) -> set[str]:
+    """The attributes of torch that `statement` replaces or adds in a new interpreter."""
+    command = [sys.executable, "-c", PROGRAM.replace("CHANGE", statement)]
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def table() -> set[str]:
+    return {name for patch in monkeypatches.PATCHES for name in patch.names}
+
+
+def exists(name: str) -> bool:
+    """Whether this torch version has the function; torch.accelerator grew over several."""
+    return not name.startswith("torch._C.") or hasattr(torch._C, name.removeprefix("torch._C."))
+
+
+def test_starting_the_device_changes_what_the_table_names():
+    assert changed("lazy.device()") == set(filter(exists, table())) | set(monkeypatches.REGISTRATIONS)
+
+
+@pytest.mark.parametrize(
+    ("statement", "found"),
+    [
+        ("pass", set()),
+        ("torch.mm = lambda *a: None", {"torch.mm"}),
+        ("torch.Tensor.cuda = None", {"torch.Tensor.cuda"}),
+        ("torch.UntypedStorage.extra = 1", {"torch.UntypedStorage.extra"}),
+        ("torch._C._has_storage = lambda x: True", {"torch._C._has_storage"}),
+        ("torch.serialization.register_package(7, str, str)", {"torch.serialization._package_registry"}),
+        ("ForkingPickler.register(torch.Tensor, str)", {"ForkingPickler[torch.Tensor]"}),
+    ],
+)
+def test_the_comparison_can_fail(statement, found):
+    assert changed(statement) == found
+
+
+def test_every_patch_has_one_row_and_a_reason():
+    names = [name for patch in monkeypatches.PATCHES for name in patch.names]
+    assert len(names) == len(set(names))
+    assert all(patch.reason.endswith(".") for patch in monkeypatches.PATCHES)
+
+
+def test_the_readme_tells_the_number():
+    [number] = re.findall(r"replaces or adds (\d+) attributes of torch", (ROOT / "README.md").read_text())
+    assert int(number) == len(table())
