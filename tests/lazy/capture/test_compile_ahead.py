@@ -70,7 +70,7 @@ def test_warming_up_compiles_everything_and_changes_nothing(device):
     xla_amp.sync()  # what other tests recorded and did not ask for
     xla_amp.lazy.runtime.execute.clear_programs()
     warm, compiled, later, fresh, replays = outcome(device, warm=True)
-    assert (compiled, later, fresh) == (1, 0, {})  # the first step is no program of its own
+    assert (compiled, later, fresh) == (1, 0, {})  # the first step runs the same program
     cold, _, _, _, cold_replays = outcome(device, warm=False)
     assert replays == cold_replays > 0
     assert len(warm) == len(cold)

@@ -1,4 +1,4 @@
-"""The state that a captured step holds between its replays: whoever looks at it or changes it sees what it should."""
+"""State that a captured step owns between replays: reads and writes outside see and change the right values."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_result_that_is_also_state(device):
     assert compiled.replays >= 4
 
 
-def test_state_that_nobody_holds_is_freed(device):
+def test_state_without_references_is_freed(device):
     class Owner:
         def __init__(self):
             self.state = {"total": torch.zeros(3, device=device)}
@@ -200,7 +200,7 @@ def test_what_modules_hold_is_compared(name, versions, monkeypatch):
 
 
 def test_modules_are_read_again_only_when_touched(monkeypatch):
-    assert guards.dict_version is not None  # else replays are slower, and nothing else says so
+    assert guards.dict_version is not None  # otherwise replays are slower, and no other test notices
     model = small()
     guarded = Guards(lambda: model)
     reads = []
@@ -209,18 +209,18 @@ def test_modules_are_read_again_only_when_touched(monkeypatch):
     before = guarded.values()
     assert guarded.values() == before
     assert len(reads) == 1
-    model[1].running_mean = torch.ones(2)  # buffers may be bound anew
+    model[1].running_mean = torch.ones(2)  # a buffer may be replaced
     assert guarded.values() == before
     assert len(reads) == 2
 
 
-def test_nothing_is_copied_that_nobody_holds(device, monkeypatch):
+def test_only_referenced_state_is_copied(device, monkeypatch):
     """State goes into the program and out of it; only what is kept elsewhere must stay as it is."""
     copied = []
     real = memory_layout.copy
     monkeypatch.setattr(memory_layout, "copy", lambda array: copied.append(array.shape) or real(array))
     counter = Counter(device)
-    assert counter.total.sum().item()  # brings the state back, to be collected anew
+    assert counter.total.sum().item()  # returns the state to its buffers, so that it is collected again
     counter.step()
     assert not copied
     kept = counter.total.clone()
