@@ -1,4 +1,4 @@
-"""Runs a lowering as the engine would and compares it with the operation that PyTorch runs on the CPU.
+"""Run a lowering as the engine does and compare it with PyTorch on the CPU.
 
 ``check("add.Tensor", x, y, alpha=2)`` calls ``torch.ops.aten.add.Tensor`` and the lowering with the same arguments,
 translated by the operation's schema as `xla_amp.lowering.registry` documents, and compares every result.
@@ -50,19 +50,19 @@ TOLERANCE: dict[torch.dtype, float] = {
 A value computed in the half type itself, or a float64 value that went through float32, fails."""
 
 _QUICK = {"xla_backend_optimization_level": 0}
-"""Every program here is compiled for one run on a few elements: half the time without LLVM's optimisation."""
+"""Each program runs once on a few elements: without LLVM's optimization a test takes half the time."""
 
 DROPPED = ("Device", "Layout", "Generator", "MemoryFormat")
 
 
 OLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether torch is older than the one that the project pins."""
+"""Whether torch is older than the pinned version."""
 _LATER = frozenset(("_foreach_clone", "_grid_sampler_2d_cpu_fallback_backward"))
 """Operations that an older torch lacks, or composes of others."""
 
 
 def is_here(name: str) -> bool:
-    """Whether this torch has the operation `name`, as far as that is a question of its version."""
+    """Whether this version of torch has the operation `name`."""
     return not (OLD and name in _LATER)
 
 
@@ -100,8 +100,8 @@ def _leaves(values: Iterable[Any]) -> Iterable[Any]:
 def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
     """torch's promotion of all tensors and numbers among `values`.
 
-    `torch.result_type` knows two operands: dimensioned tensors, 0-d tensors and numbers are joined among themselves
-    first, as ``at::native::result_type`` does.
+    `torch.result_type` takes two operands: dimensioned tensors, 0-d tensors and numbers are each promoted first, as in
+    ``at::native::result_type``.
     """
     tensors: list[torch.dtype] = []
     scalars: list[torch.dtype] = []
@@ -152,7 +152,7 @@ class Call:
         assert not misplaced, f"{name} has no place for {misplaced}: {self.schema}"
 
     def on_cpu(self, convert: Callable[[Any], Any] = lambda value: value) -> tuple[Any, ...]:
-        """torch's fresh results, then the new values of what the lowering says is mutated."""
+        """torch's new results, then the new values of the mutated arguments."""
         copies = {name: convert(_copied(self.values[name])) for name in self.given}
         positional = [copies[a.name] for a in self.schema.arguments if not a.kwarg_only and a.name in self.given]
         positional_names = [a.name for a in self.schema.arguments if not a.kwarg_only and a.name in self.given]
@@ -164,11 +164,11 @@ class Call:
         returned = self.operator(*positional, **keywords)
         returned = returned if isinstance(returned, (tuple, list)) else (returned,)
         if len(self.schema.returns) == 1 and str(self.schema.returns[0].type).startswith("List["):
-            fresh = list(returned)
+            new = list(returned)
         else:
-            fresh = [v for v, r in zip(returned, self.schema.returns, strict=True) if r.alias_info is None]
+            new = [v for v, r in zip(returned, self.schema.returns, strict=True) if r.alias_info is None]
         written = [t for name in self.lowering.mutates for t in _leaves([copies.get(name)]) if t is not None]
-        return (*fresh, *written)
+        return (*new, *written)
 
     def lowered(self, expected: Sequence[Any], *, platform: str = "cpu", seed: int = 0) -> list[torch.Tensor | None]:
         """The lowering's results, converted to the dtypes of `expected` (torch's)."""
@@ -177,7 +177,7 @@ class Call:
     def bind(
         self, expected: Sequence[Any], platform: str, seed: int
     ) -> tuple[list[jax.Array], Callable[[Sequence[Any]], list[Any]]]:
-        """The arrays that the engine would pass, and the lowering as a function of them alone."""
+        """The arrays that the engine would pass, and the lowering as a function of only these."""
         arrays: list[jax.Array] = []
         args, kwargs = [], {}
 
@@ -284,7 +284,7 @@ def _copied(value: Any) -> Any:
 
 
 def widened(value: Any) -> Any:
-    """`value` with every floating tensor in float64, for a reference that rounds nowhere."""
+    """`value` with every floating-point tensor in float64, for a reference without intermediate rounding."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.double()
     if isinstance(value, (list, tuple)):
@@ -293,7 +293,7 @@ def widened(value: Any) -> Any:
 
 
 def run(name: str, *args: Any, like: Sequence[Any], platform: str = "cpu", seed: int = 0, **kwargs: Any) -> list[Any]:
-    """The lowering's results as CPU tensors; `like` gives the shapes and dtypes that torch promises."""
+    """The lowering's results as CPU tensors; `like` has the shapes and dtypes of torch's results."""
     return Call(name, args, kwargs).lowered(like, platform=platform, seed=seed)
 
 
@@ -311,9 +311,9 @@ def check(
 
     Args:
         rtol, atol: tolerances instead of `TOLERANCE` for the results' dtype.
-        platform: the XLA platform that the lowering is told.
-        wide: compare with torch's float64 results (for half inputs on which torch itself rounds in between); dtypes
-            still come from torch's own run.
+        platform: the XLA platform that is passed to the lowering.
+        wide: compare with torch's float64 results (for half inputs where torch rounds intermediate results); dtypes
+            are still those of torch's results.
         skip: results whose values are not compared (unspecified by torch); their shapes are.
     """
     _check_calls([Call(name, args, kwargs)], rtol=rtol, atol=atol, platform=platform, wide=wide, skip=skip)
@@ -407,7 +407,7 @@ class Row:
     """The positional arguments for a dtype."""
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Passed to `check` beside the operation's own arguments."""
+    """Passed to `check` in addition to the operation's arguments."""
 
     def check(self) -> None:
         """`check` for each dtype, compiled together."""
@@ -419,7 +419,7 @@ _OPTIONS = ("rtol", "atol", "wide", "skip")
 
 
 def row(name: str, kinds: str, make: Callable[[torch.dtype], tuple[Any, ...]], **kwargs: Any) -> Any:
-    """A `Row` as a pytest parameter; keywords named as an option of `check` are that, the others the operation's."""
+    """A `Row` as a pytest parameter; keywords are options of `check` if they have such a name, otherwise arguments."""
     options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
     return pytest.param(Row(name, kinds, make, kwargs, options), id=f"{name}-{kinds}")
 

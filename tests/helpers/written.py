@@ -1,4 +1,4 @@
-"""Checks lowerings of operations that only write their arguments (``_foreach_add_``, ``_fused_adam_``)."""
+"""Check lowerings of operations that only write their arguments (``_foreach_add_``, ``_fused_adam_``)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _copied(value: Any) -> Any:
 
 
 def written_by_torch(name: str, *args: Any, wide: bool = False, **kwargs: Any) -> list[torch.Tensor]:
-    """The values that torch's CPU kernel gives to the arguments that the lowering says are written."""
+    """The values that torch's CPU kernel writes to the arguments in the lowering's `mutates`."""
     call = Call(name, args, kwargs)
     given = {key: call.values[key] for key in call.given}
-    if wide:  # the lists; flags and scales stay float32, as the kernels want them
+    if wide:  # the lists; flags and scales stay float32, as the kernels require
         given = {key: widened(value) if isinstance(value, list) else value for key, value in given.items()}
     values = {key: _copied(value) for key, value in given.items()}
     keywords = {a.name for a in call.schema.arguments if a.kwarg_only}
@@ -32,7 +32,7 @@ def written_by_torch(name: str, *args: Any, wide: bool = False, **kwargs: Any) -
 
 
 def written_by_lowering(name: str, *args: Any, like: list[torch.Tensor], **kwargs: Any) -> list[torch.Tensor]:
-    """The values that the lowering gives to the same arguments; `like` has their shapes and dtypes."""
+    """The values that the lowering writes to the same arguments; `like` has their shapes and dtypes."""
     results = Call(name, args, kwargs).lowered(like)
     return [result for result in results if result is not None]
 

@@ -1,4 +1,4 @@
-"""What every lowering of every family promises about the operation that it names, held against torch's schemas."""
+"""Registered lowerings agree with torch's schemas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNCHANGED = {
     "_fused_adagrad_": {"state_steps"},
     "_fused_adagrad_.tensor_lr": {"state_steps"},
 }
-"""Arguments that a schema marks as written and that the operation leaves as they are."""
+"""Arguments that a schema marks as written and that the operation does not change."""
 
 
 def problems(lowering: Lowering) -> Iterator[str]:
@@ -32,7 +32,7 @@ def problems(lowering: Lowering) -> Iterator[str]:
     qualified = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if has_kernel(qualified, "CompositeImplicitAutograd") and not has_kernel(qualified, "Autograd"):
-        # A kernel of the device's own would take the place of the composition that autograd differentiates.
+        # A device kernel would replace the composition that autograd differentiates.
         yield "torch composes it of other operations, it must not have a kernel"
     kept = [a for a in schema.arguments if str(a.real_type).removeprefix("Optional[").removesuffix("]") not in DROPPED]
     kept = [a for a in kept if a.name != "pin_memory"]

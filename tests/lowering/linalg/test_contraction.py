@@ -1,4 +1,4 @@
-"""Matrix products against torch on the CPU, and the form in which they are written for each platform."""
+"""Matrix products against torch on the CPU, and their form on each platform."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_forms() -> None:
         assert "-> tensor<64x64xbf16>" in text
         assert "optimization_barrier" not in text
         assert "stablehlo.transpose" not in text
-    # float32 is never anything less
+    # float32 is always float32
     wide = jnp.zeros((64, 64), jnp.float32)
     for platform in ("cpu", "gpu", "tpu"):
         assert "precision = [HIGHEST, HIGHEST]" in hlo(wide, wide, platform=platform)

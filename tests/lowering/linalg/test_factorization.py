@@ -13,9 +13,9 @@ from xla_amp.lowering.linalg import factorization  # noqa: F401  (fills the tabl
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 FACTOR = 20
-"""Tolerances of factorizations over those of one operation: errors grow with the matrix and its condition."""
+"""Factors on the tolerances: errors of factorizations grow with the matrix and its condition."""
 LU = (1, 2)
-"""Results that autograd keeps: their form depends on the memory of the operand."""
+"""Results for autograd, whose form depends on the memory layout of the operand."""
 
 
 def tol(dtype: torch.dtype) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Grouped matrix products against torch's loop over groups on the CPU, all four forms, empty groups among them."""
+"""Grouped matrix products against torch's loop over groups on the CPU, in all four forms, with empty groups."""
 
 from __future__ import annotations
 

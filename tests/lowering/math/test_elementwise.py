@@ -16,7 +16,7 @@ from harness import Row, check, lowering_of, row, sample, untested
 from xla_amp.lowering.math import arithmetic, elementwise
 
 SPECIAL = torch.tensor([0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 1.5, math.inf, -math.inf, math.nan])
-"""Where elementwise functions have rules of their own: zeros, halves (rounding), infinities, NaN."""
+"""Special cases of elementwise functions: zeros, halves (rounding), infinities, NaN."""
 LEFT, RIGHT = (grid.flatten() for grid in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
 
 DOMAIN: dict[str, tuple[float, float]] = {
@@ -38,7 +38,7 @@ DOMAIN: dict[str, tuple[float, float]] = {
     "sqrt": (0.0, 9.0),
     "tan": (-1.3, 1.3),
 }
-"""Where a function is finite and well conditioned; the others take [-3, 3)."""
+"""Ranges where a function is finite and well conditioned; the others use [-3, 3)."""
 
 ONE: dict[str, str] = {
     **dict.fromkeys(elementwise.FLOAT, "fdb"),
@@ -124,7 +124,7 @@ PAIRS: dict[str, tuple[str, Operands]] = {
     "special_xlog1py": ("fd", lambda d: (sample(4, 5, dtype=d), _positive(d, 2))),
     "special_zeta": ("fd", lambda d: (_positive(d), _positive(d, 2))),
 }
-"""Operands by operation, where not any two will do.  Kinds not given: float32, bfloat16, int64."""
+"""Operands of operations that do not accept any two.  Default kinds: float32, bfloat16, int64."""
 NO_SPECIAL_PAIRS = {"gcd", "igamma", "igammac", "lcm", "special_zeta"}
 
 TABLES = (arithmetic.LINEAR, arithmetic.ARITHMETIC, arithmetic.FLOAT, arithmetic.COMPARISONS, arithmetic.LOGICAL)

@@ -27,7 +27,7 @@ def lists(name: str, dtype: torch.dtype) -> list[list[torch.Tensor]]:
 
 
 def arguments(name: str, overload: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Sample arguments by the overload's name, which says what the last one is."""
+    """Sample arguments by the overload's name, which gives the type of the last one."""
     xs, ys, zs = lists(name, dtype)
     last: Any = {
         "List": ys,

@@ -36,7 +36,7 @@ def test_real_to_complex(dim, normalization):
 def test_complex_to_real(dim, size, normalization):
     shape = [2, 3, 4, 5]
     shape[dim[-1]] = size // 2 + 1
-    # the first and the middle coefficient of a real signal have no imaginary part; what they hold is not read
+    # the first and the middle coefficient of a real signal have no imaginary part; its value is not read
     check("_fft_c2r", sample(*shape, dtype=torch.complex128), dim, normalization, size)
 
 

@@ -109,7 +109,7 @@ NORMS = [
     row("logsumexp", "f", lambda d: (with_nan(d), [1])),
 ]
 
-# Places of equal values are torch's own choice where it does not sort stably: their values are compared, not they.
+# Positions of equal values are unspecified where torch does not sort stably: values are compared instead.
 SORTING = [
     *(row("sort.stable", "fbit", lambda d: (block(d),), stable=True, dim=1, descending=down) for down in (False, True)),
     *(row("sort.stable", "fb", lambda d: (with_nan(d),), stable=True, descending=down) for down in (False, True)),
@@ -191,8 +191,8 @@ def test_nan_of_either_sign_ranks_first():
     ("name", "arguments"),
     [("topk", (3, 1)), ("topk", (3, 1, False)), ("sort", (1,)), ("kthvalue", (2, 1, True)), ("median.dim", (1, True))],
 )
-def test_places_are_those_of_the_values(name, arguments):
+def test_positions_are_those_of_the_values(name, arguments):
     x = sample(4, 9, dtype=torch.int64)  # has equal values
-    values, places = run(name, x, *arguments, like=operator(name)(x, *arguments))
-    assert torch.equal(x.gather(1, places), values)
-    assert all(len(set(row.tolist())) == places.shape[1] for row in places)
+    values, positions = run(name, x, *arguments, like=operator(name)(x, *arguments))
+    assert torch.equal(x.gather(1, positions), values)
+    assert all(len(set(row.tolist())) == positions.shape[1] for row in positions)

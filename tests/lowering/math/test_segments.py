@@ -1,4 +1,4 @@
-"""Reductions of runs of rows, and their gradients, against torch on the CPU."""
+"""Segment reductions and their gradients against torch on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_against_torch(reduce, axis, kind):
     x = x.transpose(0, 1).contiguous() if axis == 0 else x
     given = runs(axis, kind)
     for initial in (None, 2.0):
-        if initial is not None or reduce != "mean":  # of a mean without rows see below
+        if initial is not None or reduce != "mean":  # means without rows are tested below
             check("segment_reduce", x, reduce, **given, axis=axis, unsafe=True, initial=initial)
         y = torch.segment_reduce(x, reduce, **given, axis=axis, unsafe=True, initial=initial)
         grad = sample(*y.shape, dtype=torch.float64, seed=1)

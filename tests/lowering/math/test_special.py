@@ -13,7 +13,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 EDGES = [0.0, 1e-30, 1e-7, 9.9e-6, 1.1e-5, 24.999, 25.001, 300.0, torch.nan]
 REFERENCES = {
     "airy_ai": lambda x: scipy.special.airy(x)[0],
-    "bessel_j0": scipy.special.j0,  # torch's own is off by 5e-7 in float64
+    "bessel_j0": scipy.special.j0,  # torch is off by 5e-7 in float64
     "bessel_j1": scipy.special.j1,
     "bessel_y0": scipy.special.y0,
     "bessel_y1": scipy.special.y1,
@@ -33,7 +33,7 @@ REFERENCES = {
 def test_functions_of_one_number(name, dtype):
     x = torch.cat([torch.tensor(EDGES, dtype=dtype), sample(300, dtype=dtype, low=0.0, high=60.0)])
     if "airy" in name:
-        x = x.clamp(max=80.0)  # beyond lie float32's subnormal numbers, which XLA takes for 0
+        x = x.clamp(max=80.0)  # beyond are float32's subnormal numbers, which XLA flushes to 0
     if "_k" not in name and "_y" not in name:
         x = torch.cat([x, -x[x < 25]])
     want = torch.from_numpy(REFERENCES[name](x.double().numpy())).to(dtype)

@@ -1,4 +1,4 @@
-"""Operations that make a tensor out of numbers against PyTorch on the CPU."""
+"""Tensor creation against PyTorch on the CPU."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from harness import lowering_of, row, sample, untested
 
 
 def positions(extent: int, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random positions along an axis, repeated ones among them."""
+    """Random positions along an axis, with repetitions."""
     return torch.randint(0, extent, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -38,7 +38,7 @@ READING = [
         for i in (
             [positions(5, 4) - 5],
             [None, positions(6, 3), positions(7, 3)],
-            [positions(5, 3), None, positions(7, 2, 1)],  # apart: the indexed axes come first
+            [positions(5, 3), None, positions(7, 2, 1)],  # not together: the indexed axes come first
             [None, positions(6, 2, 2)],
             [torch.tensor(2), None, positions(7, 2)],
         )

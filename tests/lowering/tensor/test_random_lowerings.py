@@ -1,4 +1,4 @@
-"""Random operations: their distributions, their ranges, and that a key decides everything."""
+"""Random operations: distributions, ranges, and that results depend only on the key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORMAL = torch.distributions.Normal
 
 
 def draw(name: str, dtype: torch.dtype, *args: Any, seed: int = 0, count: int = COUNT, **kwargs: Any) -> torch.Tensor:
-    """What the lowering writes into a tensor of `count` elements."""
+    """The values that the lowering writes into a tensor of `count` elements."""
     x = torch.zeros(count, dtype=dtype)
     return run(name, x, *args, like=[x], seed=seed, **kwargs)[0]
 
@@ -24,7 +24,7 @@ def draw(name: str, dtype: torch.dtype, *args: Any, seed: int = 0, count: int = 
 def distance(values: torch.Tensor, cdf: Callable[[torch.Tensor], torch.Tensor]) -> float:
     """Kolmogorov's distance of a sample from a distribution, in units of 1 / sqrt(count).
 
-    Of a right sample it is above 1.63 once in a hundred; of a wrong one it grows with the square root of the count.
+    For a correct sample it is above 1.63 once in a hundred; for a wrong one it grows with the square root of the count.
     """
     x = values.double().sort().values
     expected, count = cdf(x), x.numel()
@@ -58,7 +58,7 @@ def test_a_wrong_distribution_is_noticed():
 def test_halves_are_rounded_float32_numbers(name, dtype):
     args, cdf = CONTINUOUS[name]
     values = draw(name, dtype, *args).double()
-    assert distance(values, cdf) < 3  # a little more: rounding moves each number by up to half a place
+    assert distance(values, cdf) < 3  # a little more: rounding moves each number by up to half a unit in the last place
     assert (values >= -1).all() if name == "uniform_" else True
     assert (values < 3).all() if name == "uniform_" else True
     assert (values > 0).all() if name == "exponential_" else True
@@ -195,7 +195,7 @@ WEIGHTS = torch.tensor([[1.0, 0.0, 2.0, 1.0], [0.0, 0.0, 0.0, 3.0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_multinomial_with_replacement(dtype):
     taken = run("multinomial", WEIGHTS.to(dtype), 5000, True, like=[torch.zeros(2, 5000, dtype=torch.int64)])[0]
-    shares = torch.stack([torch.bincount(places, minlength=4) / 5000 for places in taken])
+    shares = torch.stack([torch.bincount(drawn, minlength=4) / 5000 for drawn in taken])
     torch.testing.assert_close(shares, WEIGHTS / WEIGHTS.sum(-1, keepdim=True), atol=0.03, rtol=0)
     assert shares[0, 1] == 0
     assert shares[1, 3] == 1

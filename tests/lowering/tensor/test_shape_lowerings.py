@@ -1,4 +1,4 @@
-"""Joining, mirroring, slices written back, windows and padding against PyTorch on the CPU."""
+"""Concatenation, flips, slice scatters, unfolding and padding against PyTorch on the CPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _as_array(x: jax.Array | Permuted) -> jax.Array:
 
 
 def _check(cases: Sequence[tuple[tuple[int, ...], Window]]) -> None:
-    """Reads every window of its buffer and, where no two elements share a place, writes it; one executable for all."""
+    """Reads every window of its buffer and, if no two elements overlap, writes it; one executable for all."""
     bases = [_buffer(shape) for shape, _ in cases]
     windows = [window for _, window in cases]
     news = [
@@ -56,13 +56,13 @@ def _last(window: Window) -> int:
 
 
 def _overlaps(window: Window) -> bool:
-    """Whether two elements of the window share a place (found by listing them all)."""
-    places = torch.arange(_last(window) + 1).as_strided(*window).flatten().tolist()
-    return len(set(places)) != len(places)
+    """Whether two elements of the window overlap (found by listing them all)."""
+    positions = torch.arange(_last(window) + 1).as_strided(*window).flatten().tolist()
+    return len(set(positions)) != len(positions)
 
 
 def _of_views(generator: random.Random) -> tuple[tuple[int, ...], Window]:
-    """The geometry that a random chain of torch's own view operations ends with."""
+    """Sizes, strides and offset after a random chain of torch's view operations."""
     shape = tuple(generator.choice((1, 2, 3, 4, 5)) for _ in range(generator.randint(1, 4)))
     view = torch.empty(shape)
     for _ in range(generator.randint(1, 5)):
@@ -91,7 +91,7 @@ def _of_views(generator: random.Random) -> tuple[tuple[int, ...], Window]:
 
 
 def _of_numbers(generator: random.Random) -> tuple[tuple[int, ...], Window]:
-    """Sizes, strides and an offset that no view operation need have made: overlapping, indivisible, broadcast."""
+    """Sizes, strides and offset that view operations need not produce: overlapping, indivisible, broadcast."""
     rank = generator.randint(0, 4)
     shape = tuple(generator.choice((1, 1, 2, 3, 4)) for _ in range(rank))
     strides = tuple(generator.choice((0, 1, 2, 3, 4, 6, 8, 12)) for _ in range(rank))

@@ -46,7 +46,7 @@ SCALINGS = [(None, None), (4.0, 0.0), (4.0, 1.0)]
 def test_sgd(momentum: float, dampening: float, nesterov: bool, first: bool, dtype: torch.dtype) -> None:
     for (scale, found_inf), maximize in zip(SCALINGS, (False, True, False), strict=True):
         if first and found_inf:
-            continue  # torch leaves the buffers as they were allocated; see below
+            continue  # torch leaves the buffers uninitialized; see below
         buffers = tensors(dtype, 50) if momentum else []
         check_written(
             "_fused_sgd_",

@@ -1,13 +1,14 @@
-"""Loss scaling and fused optimizer steps on XLA tensors, in torch operations that torch_xla lowers.
+"""Loss scaling and fused optimizer steps for torch_xla, composed of torch operations that torch_xla lowers.
 
-torch_xla 2.9 has kernels of its own for the first two: they refuse bfloat16 gradients, freeze the growth parameters at
-their first compilation and let the scale grow to infinity.  The fused steps it does not have: they would run on the
-CPU.  Ours stand on autograd's dispatch key, before functionalization, where in-place operations are still that.
+torch_xla 2.9 has kernels for the first two: they refuse bfloat16 gradients, freeze the growth parameters at their first
+compilation and let the scale grow to infinity.  It has no kernels for the fused steps, which would run on the CPU.  The
+kernels here are registered for autograd's dispatch key, before functionalization, where in-place operations are still
+in place.
 
 Formulas and rounding are those of `xla_amp.lowering.training`, whose modules name their sources: low-precision tensors
-are computed in float32 and rounded once.  Python numbers are data to torch_xla, except 0 and 1,
-which it compiles in; and where two numbers of a step happen to be equal, they are one input, so that another program is
-compiled when they part.  Learning rates, which schedules move, are therefore uploaded by us, once for each call.
+are computed in float32 and rounded once.  torch_xla treats Python numbers as data, except 0 and 1, which become
+constants of the program.  It merges equal numbers of a step into one input, and recompiles when they later differ.
+Learning rates, which schedules change, are therefore uploaded explicitly, once for each call.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ Number = float | Tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """float32 for bfloat16 and float16, else the tensor itself: what elementwise arithmetic is done in."""
+    """`tensor` in the dtype of elementwise arithmetic: float32 for bfloat16 and float16, otherwise its own."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _data(value: float, like: Tensor) -> Number:
-    """A number as one that is not compiled in."""
+    """`value`, uploaded if torch_xla would make it a constant of the program."""
     return _as_input(value, like) if value in (0, 1) else value
 
 
 def _as_input(value: Number, like: Tensor) -> Tensor:
-    """A number as an input of its own: () on the device, in the dtype of `like`."""
+    """A number as a separate input: 0-d on the device of `like`, in its dtype."""
     if isinstance(value, Tensor):
         return value.to(like.device, like.dtype).reshape(())
-    # One dimension: an upload without any is treated as the number that it holds.
+    # One dimension: torch_xla treats an uploaded 0-d tensor as a Python number.
     return torch.tensor([value], dtype=like.dtype).to(like.device).reshape(())
 
 
@@ -55,9 +56,9 @@ def _write(tensor: Tensor, value: Tensor) -> None:
 
 
 def make_own(tensor: Tensor) -> None:
-    """Gives a tensor whose elements share memory, as gradients of sums do, memory of its own.
+    """Give a tensor whose elements share memory (the gradient of a sum) separate memory for each element.
 
-    Where torch_xla 2.9 writes to such a tensor in place, it adds up what was written and what was there.
+    An in-place write of torch_xla 2.9 to an expanded tensor gives the sum of the old and the new value.
     """
     if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.itemsize:
         tensor.data = tensor.clone()
@@ -67,8 +68,8 @@ def make_own(tensor: Tensor) -> None:
 
 
 def non_finite_check_and_unscale(grads: Tensors, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` becomes 1 where one of
-    them is not finite, and stays what it is otherwise."""
+    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` becomes 1 if one
+    of them is not finite, otherwise it is unchanged."""
     if not grads:
         return
     bad = torch.stack([(~torch.isfinite(grad)).any() for grad in grads]).any()
@@ -240,7 +241,7 @@ def _bias_correction(beta: float, count: Tensor) -> Tensor:
 
 
 def _unscaled(grad: Tensor, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor:
-    """The gradient divided by the scale, also written back, as torch's fused kernels do."""
+    """The gradient divided by the scale; also written back, as in torch's fused kernels."""
     wide = _wide(grad)
     if grad_scale is None:
         return wide
@@ -250,7 +251,7 @@ def _unscaled(grad: Tensor, grad_scale: Tensor | None, skip: Tensor | None) -> T
 
 
 def _put(tensor: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Writes `value` to `tensor` unless the step is skipped."""
+    """Write `value` to `tensor` unless the step is skipped."""
     value = value.to(tensor.dtype)
     _write(tensor, value if skip is None else torch.where(skip, tensor, value))
 
@@ -278,20 +279,20 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Gives `KERNELS` to the dispatcher, until the process ends or `uninstall`; doing it again does nothing."""
+    """Register `KERNELS` with the dispatcher, until `uninstall`; a second call does nothing."""
     global _library
     with _lock:
         if _library is not None:
             return
         _library = torch.library.Library("aten", "IMPL", KEY)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that a kernel of autograd's own is replaced
+            warnings.simplefilter("ignore")  # torch warns that an autograd kernel is replaced
             for name, kernel in KERNELS.items():
                 _library.impl(name, torch.no_grad()(kernel), allow_override=True)
 
 
 def uninstall() -> None:
-    """Gives the operations back to torch_xla."""
+    """Restore torch_xla's kernels."""
     global _library
     with _lock:
         if _library is not None:
