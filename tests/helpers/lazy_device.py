@@ -1,4 +1,4 @@
-"""What the tests of the lazy device share: a program run on the CPU and on the device, counters around a block."""
+"""Test helpers for the lazy device: compare a program with the CPU, count events and outputs."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def array_behind(tensor: torch.Tensor) -> jax.Array | None:
     return tensor.untyped_storage()._xla_amp.array
 
 
-def outputs_of_next_cut() -> int:
-    """Cuts, and returns how many distinct arrays the executable gave to buffers."""
+def outputs_of_next_flush() -> int:
+    """Flushes the trace, and returns how many distinct arrays the executable gave to buffers."""
     from xla_amp.lazy.runtime import execute
 
     before = set(execute._programs)

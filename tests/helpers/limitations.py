@@ -1,12 +1,12 @@
-"""What the lazy device does not do, or does otherwise than the CPU: the rows of ``limitations.toml``.
+"""Known differences of the lazy device from the CPU: the rows of ``limitations.toml``.
 
 The table drives the comparison with torch's operator database and the published support matrix.  Kinds:
 
 * ``raises``: the operation raises a clear error; a test fails when it no longer does.
 * ``tolerance``: results are the CPU's within `tolerance` times float32's usual error, for the reason given.
 * ``random``: results are drawn (with `where`: if that argument is not 0); dtype, shape and moments are the CPU's.
-* ``unchecked``: as on the CPU for indices in range; of those out of range only uploaded ones raise (`ranges`).
-* ``unset``: results are memory that nobody has written; dtype and shape are the CPU's.
+* ``unchecked``: as on the CPU for indices in range; of those out of range only uploaded ones raise (`index_checks`).
+* ``unset``: results are memory that was never written; dtype and shape are the CPU's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Limitation:
     error: str = ""
     """Words that the error message holds; only of the kind ``raises``."""
     where: str = ""
-    """An argument: the row is for calls in which it is there and not 0."""
+    """An argument: the row applies to calls with this argument and a value other than 0."""
 
 
 def parse(text: str) -> Mapping[str, Limitation]:

@@ -1,4 +1,4 @@
-"""torch dtype <-> NumPy dtype, as JAX stores them."""
+"""Convert between torch and NumPy dtypes, and share memory between CPU tensors and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TO_NUMPY: dict[torch.dtype, np.dtype] = {
 }
 TO_TORCH: dict[np.dtype, torch.dtype] = {numpy: torch_ for torch_, numpy in TO_NUMPY.items()}
 
-# NumPy has no type of its own for these; torch hands their bits over under another name.
+# NumPy lacks these types, so tensors are viewed as integers of the same size.
 _BITS: dict[torch.dtype, torch.dtype] = {
     torch.bfloat16: torch.int16,
     torch.float8_e4m3fn: torch.uint8,

@@ -94,12 +94,12 @@ def test_the_step_stays_one_executable(device: torch.device) -> None:
 def test_a_watched_step_shows_that_it_looks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured step must not depend on a value unseen."""
 
-    class Nobody:
+    class Ignore:
         def before(self, parameters: Any, held: Any) -> None: ...
 
         def after(self, program: Any, code: Any, targets: Any) -> None: ...
 
-    monkeypatch.setattr(execute, "observer", Nobody())
+    monkeypatch.setattr(execute, "observer", Ignore())
     with step_marker.paused(), counted() as counts:
         assert not MASK.to(device).all()
     assert counts.host_syncs == 1

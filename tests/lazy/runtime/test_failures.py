@@ -1,4 +1,4 @@
-"""What goes wrong says so, where it happens, and takes nothing with it."""
+"""Failures raise clear errors where they happen, and leave other tensors intact."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> 
         lost + 1
     with pytest.raises(StepFailedError, match="no such luck"):
         print(lost)
-    lost.copy_(torch.full((3,), 4.0, device=device))  # a tensor that is written anew is whole again
+    lost.copy_(torch.full((3,), 4.0, device=device))  # a tensor that is overwritten is usable again
     assert lost.tolist() == [4, 4, 4]
 
 
@@ -380,7 +380,7 @@ def test_a_slot_that_another_backend_has_taken() -> None:
         torch.utils.rename_privateuse1_backend("npu")
         import xla_amp
         from xla_amp.errors import DeviceError
-        from xla_amp.engines import jax as engine
+        from xla_amp import lazy as engine
         for _ in range(2):
             try:
                 engine.device()
@@ -400,7 +400,7 @@ def test_a_slot_that_another_backend_has_taken() -> None:
 def test_a_free_slot_is_taken_once() -> None:
     """The twin of the test above."""
     out = _python("""
-        from xla_amp.engines import jax as engine
+        from xla_amp import lazy as engine
         assert not engine.is_started()
         print(engine.device(), engine.device(), engine.is_started(), engine.platform())
     """)
@@ -411,7 +411,7 @@ def test_a_platform_that_is_not_here() -> None:
     out = _python("""
         import os
         os.environ["XLA_AMP_PLATFORM"] = "tpu"
-        from xla_amp.engines import jax as engine
+        from xla_amp import lazy as engine
         from xla_amp.errors import DeviceError
         try:
             engine.device()

@@ -57,7 +57,7 @@ def test_a_steady_step_builds_nothing(step: Callable[[float], torch.Tensor]) -> 
 
 
 def test_a_new_step_is_seen_to_be_built_once(device: torch.device) -> None:
-    """The twin: JAX reports one compilation, and its log names one function of ours."""
+    """The twin: JAX reports one compilation, and its log names one of our functions."""
     x = torch.ones(13).to(device)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -1,4 +1,4 @@
-"""Loops that never call `sync()`: one executable per optimizer step, nothing built anew, memory that does not grow."""
+"""Loops that never call `sync()`: one executable per optimizer step, nothing recompiled, memory that does not grow."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def run(seeds: range) -> list[Pair]:
     """One program per seed, about 24 actions each.
 
     They go side by side in rounds of random length, so that a flush or a read, which comes to each of them after a few
-    actions of its own, is one executable for all: compiling is what this test costs.
+    separate actions, is one executable for all: compiling is what this test costs.
     """
     pairs = [Pair(random.Random(seed)) for seed in seeds]
     for pair in pairs:

@@ -1,6 +1,6 @@
-"""Results of the operations for which torch has no meta kernel, or one that says something else than the engine needs.
+"""Meta functions for operations whose torch meta kernel is missing or differs from what the engine needs.
 
-Each function takes the operation's arguments with tensors on ``meta`` and returns what the operation returns.
+Each function gets the operation's arguments with tensors on ``meta`` and returns its results on ``meta``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 aten = torch.ops.aten
 SHAPES: dict[Any, Callable[..., Any]] = {}
-"""Operator -> function of its arguments; `infer.results` asks here first."""
+"""Operator -> its meta function; `shape_inference.results` looks here first."""
 
 
 def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -60,7 +60,7 @@ def _lstsq(
 
 
 RANK_REVEALING = ("gelsd", "gelss", "gelsy")
-"""Drivers of least squares that give the rank."""
+"""Least-squares drivers that return the rank."""
 
 
 # -- recurrent cells --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _batch_norm_of(operator: Any) -> Callable[..., Any]:
     def shapes(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         y, *saved = operator(x, *rest)
         training = rest[-3]
-        # torch's kernels save nothing in evaluation, though its meta kernel says so
+        # torch's kernels save nothing in evaluation mode, but its meta kernel returns the statistics
         return y, *(kept if training else kept.new_empty((0,)) for kept in saved)
 
     return shapes

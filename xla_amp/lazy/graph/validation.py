@@ -1,6 +1,6 @@
-"""Mistakes that torch's kernels report but its meta kernels let pass; looked for once per new signature.
+"""Argument checks that torch's kernels make but its meta kernels omit; run once for each new signature.
 
-Without these an operation on the lazy device would quietly compute something where every other device raises.
+Without them an operation on the lazy device would compute something where every other device raises.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ INDEX: Mapping[str, tuple[str, tuple[torch.dtype, ...]]] = {
 PER_CHANNEL: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("_native_batch_norm_legit", "native_batch_norm"), ("running_mean", "running_var", "weight", "bias")
 )
-"""Operation -> arguments with one element per channel of ``input``; torch looks in ``batch_norm``, which calls it."""
+"""Operation -> arguments with one element per channel of ``input``; torch checks them in ``batch_norm``."""
 
 STATISTICS = ("running_mean", "running_var")
-"""Those of `PER_CHANNEL` that evaluation cannot do without."""
+"""Those of `PER_CHANNEL` that evaluation mode requires."""
 
 VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
 """Operations whose ``index`` has one dimension, or none."""
@@ -57,7 +57,7 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         operation: ATen name without overload; the in-place form counts as the functional one.
 
     Raises:
-        RuntimeError: dtypes do not fit, or sizes.
+        RuntimeError: dtypes or sizes do not match.
     """
     name = operation.removesuffix("_")
     if name in SAME_DTYPE:

@@ -209,7 +209,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return tensor_io.to_host(self).to(device, dtype)
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
-        return transfer.wrap(dlpack.arrive(self, dtype))
+        return transfer.wrap(dlpack.copy_to_device(self, dtype))
     with trace.lock:
         flush_if_full()
         number, value_spec = tensor_io.read(self)

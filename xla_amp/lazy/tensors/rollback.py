@@ -1,4 +1,4 @@
-"""Keeping old values where a step must not happen: any optimizer skips on the device.
+"""Snapshot tensors and restore them on a device condition, so that any optimizer can skip a step.
 
 A conditional would make the host or the device wait; old values are still in the trace, so a select costs nothing.
 """
@@ -18,14 +18,14 @@ from xla_amp.lazy.tensors import tensor_io
 
 
 class Snapshot:
-    """Values of some tensors at one moment; holds no copies until a flush makes them distinct arrays."""
+    """Values of tensors at one moment; copies nothing until a flush makes them separate arrays."""
 
     __slots__ = ("_buffers", "_tensors")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         with trace.lock:
             self._tensors = list(tensors)
-            """Keeps the tensors alive, so that their ids stay theirs."""
+            """Keeps the tensors alive, so that their ids are not reused."""
             self._buffers: dict[int, Buffer] = {}
             for tensor in self._tensors:
                 number, value_spec = tensor_io.read(tensor)
@@ -33,7 +33,7 @@ class Snapshot:
                 trace.computed.append(weakref.ref(buffer))
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Number of the tensor's old value in the present trace, or -1 when the snapshot does not have it."""
+        """Number of the tensor's old value in the present trace, or -1 if the snapshot lacks it."""
         buffer = self._buffers.get(id(tensor))
         if buffer is None:
             return -1
@@ -43,7 +43,7 @@ class Snapshot:
 
 
 def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
-    """Remembers the present values of `tensors` (lazy device) for `restore_where`."""
+    """Takes a snapshot of `tensors` (lazy device) for `restore_where`."""
     return Snapshot(tensors)
 
 
@@ -51,10 +51,10 @@ _selects: dict[Any, Instruction] = {}
 
 
 def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
-    """Puts every tensor back to its value in `before` where `condition` (a scalar) is not zero.
+    """Restores every tensor to its value in `before` if `condition` (a scalar) is not zero.
 
-    Tensors that the snapshot does not know, such as optimizer state made meanwhile, become zero there.
-    One operation for all tensors; nothing is read back to the host.
+    Tensors that are not in the snapshot, such as new optimizer state, become zero.  Records one operation for all
+    tensors; nothing is read back to the host.
     """
     if not tensors:
         return

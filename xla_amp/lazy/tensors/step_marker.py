@@ -1,10 +1,10 @@
-"""Where a training step ends when nobody says so.
+"""Mark step boundaries in training loops that never call `sync()`.
 
-A loop that never calls `sync()` must still run one executable per optimizer step, and gradients that the next
-``zero_grad()`` drops must not be among its outputs.  So an optimizer step only *arms* a flush; what springs it is the
-beginning of the next step: a module's forward, the entry of an autocast region, or the next step of an optimizer that
-has stepped already.  Another optimizer's does not: several that share a backward pass step together.  Nor does an
-upload: it records nothing, and loops fetch the next batch before they drop the gradients.
+Such a loop must run one executable for each optimizer step, and gradients that the next ``zero_grad()`` drops must not
+be among its outputs.  So an optimizer step only arms a flush, and the beginning of the next step triggers it: a
+module's forward, the entry of an autocast region, or the second step of the same optimizer.  A step of another
+optimizer does not, because several optimizers may share a backward pass.  An upload does not either: it records
+nothing, and loops fetch the next batch before they drop the gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _armed = -1
-"""Generation of the trace on which an optimizer step was recorded; stale once that trace was flushed."""
+"""Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that stepped in that trace."""
 _forward_hook: Any = None
@@ -32,7 +32,7 @@ _paused = False
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Inside, nothing ends a step by itself: everything recorded becomes one executable."""
+    """Context manager that disables step boundaries: everything recorded becomes one executable."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -42,7 +42,7 @@ def paused() -> Iterator[None]:
 
 
 def install() -> None:
-    """Listens to optimizer steps, through PyTorch's public global hooks."""
+    """Registers PyTorch's global optimizer hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
 
@@ -80,13 +80,13 @@ def _arm(optimizer: torch.optim.Optimizer) -> None:
         _armed = trace.generation
         _stepped.add(optimizer)
         if _forward_hook is None:
-            # A global module hook slows every module call down, so it stays in only until it has fired.
+            # A global module hook slows every module call down, so it is removed after the first call.
             _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
 
 
 def _disarm() -> None:
     global _armed, _forward_hook
     _armed = -1
-    hook, _forward_hook = _forward_hook, None  # taken before it is removed: a loader's thread may come by
+    hook, _forward_hook = _forward_hook, None  # read before the removal: a loader's thread may call this too
     if hook is not None:
         hook.remove()

@@ -1,4 +1,4 @@
-"""Between tensors and the trace: reading an operand's value number, writing a value into a tensor."""
+"""Read and write tensors: value numbers of operands, writes through a storage, copies to the host."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from xla_amp.lowering.tensor import strided
 
 DEVICE_TYPE = "jax"
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Types of tensors whose storage says all: subclasses go through `operand`."""
+"""Types of tensors that kernels read directly; subclasses go through `operand`."""
 
 
 def require_here(device: torch.device | None) -> None:
@@ -46,7 +46,7 @@ def require_here(device: torch.device | None) -> None:
 
 
 def require_no_generator(generator: torch.Generator) -> None:
-    """Raises: an operation that quietly drew from another generator than the caller's would not be reproducible.
+    """Rejects a generator: drawing from another one than the caller's would not be reproducible.
 
     Raises:
         DeviceError: always.
@@ -59,10 +59,10 @@ def require_no_generator(generator: torch.Generator) -> None:
 
 
 def buffer_of(tensor: torch.Tensor) -> Buffer:
-    """The buffer behind a tensor of the lazy device; a storage that has none gets one that was never written.
+    """The buffer behind a tensor of the lazy device; a storage without a buffer gets one for memory never written.
 
     Raises:
-        DeviceError: a tensor of another device, to be written by an operation of this one.
+        DeviceError: the tensor is on another device.
     """
     store = tensor.untyped_storage()
     buffer = store._xla_amp
@@ -74,7 +74,7 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
 
 
 def operand(value: Any) -> tuple[int, Any]:
-    """(number, key) of an operand that is no plain tensor of the device: a Python number, a CPU scalar, a subclass.
+    """(number, key) of an operand that is not in `PLAIN`: a Python number, a CPU scalar, a subclass.
 
     Raises:
         DeviceError: a tensor of another device that is not a CPU scalar.
@@ -117,8 +117,7 @@ def operands(
     """Numbers and keys of a list of tensors.
 
     Args:
-        wholes: gets for each tensor its buffer, or None where the tensor shows it in another way than as a whole: what
-            `write_all` wants to know.
+        wholes: receives, for `write_all`, the buffer of each tensor, or None if the tensor is a view of its buffer.
     """
     numbers, keys = [], []
     for tensor in tensors:
@@ -148,7 +147,7 @@ _writes: dict[Any, Instruction] = {}
 
 
 def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
-    """Records the reading of a tensor whose geometry is not its buffer's."""
+    """Records a strided read of a tensor whose geometry is not its buffer's."""
     key = (buffer.spec, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
     instruction = _reads.get(key)
     if instruction is None:
@@ -160,7 +159,7 @@ def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
 
 
 def _elements(base: Spec, dtype: torch.dtype) -> Spec:
-    """`base` seen as a flat array of `dtype` (``view(dtype)``)."""
+    """Spec of `base` as a flat array of `dtype` (``view(dtype)``)."""
     if dtype is base.dtype:
         return base
     return spec((base.size * base.numpy_dtype.itemsize // spec((), dtype).numpy_dtype.itemsize,), dtype)
@@ -217,10 +216,10 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
     """Gives `tensor` the value `number` (of its shape and dtype), through its storage.
 
     Args:
-        repeatedly: several elements of `tensor` may share one position, because all are equal.
+        repeatedly: elements of `tensor` may share a memory location, because all values are equal.
 
     Raises:
-        RuntimeError: they share one and need not be equal.
+        RuntimeError: elements share a memory location and their values may differ.
     """
     buffer = buffer_of(tensor)
     base = buffer.spec
@@ -242,7 +241,7 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
 
 
 def write_all(tensors: Iterable[torch.Tensor], wholes: Iterable[Buffer | None], number: int) -> None:
-    """Gives tensors that were read just now the values from `number` on; `wholes` is what `operands` said of them."""
+    """Writes the values from `number` on to tensors that `operands` has just read; `wholes` is from there."""
     for value, (tensor, whole) in enumerate(zip(tensors, wholes, strict=True), number):
         if whole is not None:
             whole.number = value
@@ -284,12 +283,12 @@ _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
 def set_geometry(tensor: torch.Tensor, store: Any, offset: int, shape: Any, strides: Any) -> torch.Tensor:
-    """Points `tensor` at a window of `store`, unchecked: device storages hold no bytes for torch to check against."""
+    """Points `tensor` at a window of `store`, without torch's bounds check, because device storages have no bytes."""
     return _set_geometry(_META, tensor, store, offset, list(shape), list(strides))
 
 
 def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-    """`tensor` with another shape, row-major; elements that were in its storage keep their positions."""
+    """`tensor` with another shape, row-major; elements keep their offsets in the storage."""
     buffer = buffer_of(tensor)
     shape = tuple(shape)
     size = spec(shape, tensor.dtype).size
@@ -300,7 +299,7 @@ def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
 
 
 def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
-    """Gives the storage room for `size` elements of the tensor's dtype, its present ones first."""
+    """Gives the storage room for `size` elements of the tensor's dtype, which begins with the present ones."""
     target = spec((size,), tensor.dtype)
     if (buffer.array is None and buffer.number < 0) or buffer.spec.size == 0:
         tensor.untyped_storage()._xla_amp = Buffer(target)
@@ -318,7 +317,7 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
 
 
 def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
-    """A fresh tensor holding the value `number`."""
+    """A new tensor with the value `number`."""
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
     tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, number)
     trace.computed.append(weakref.ref(buffer))
@@ -326,7 +325,7 @@ def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
 
 
 def array_of(tensor: torch.Tensor) -> jax.Array:
-    """The tensor's value as a concrete array of its shape; flushes the trace where it must."""
+    """The tensor's value as a concrete array of its shape; flushes the trace if needed."""
     with trace.lock:
         buffer = buffer_of(tensor)
         whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
@@ -343,8 +342,9 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
         return buffer.array
 
 
-# Below this a strided view of a settled tensor is cut out on the host: one small copy beats an executable per view.
 _SMALL = 1 << 20
+"""Bytes up to which a view of a computed tensor is read by copying its whole buffer to the host: that costs less than
+an executable for each view."""
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -362,15 +362,15 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """What `tensor` shows of its buffer's `value` (a CPU tensor), in memory of its own."""
+    """The elements of `tensor` in `value`, its buffer's value on the CPU, as a copy."""
     flat = value.reshape(-1).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)`` between devices of any kind; `target` is on the lazy device."""
+    """``target.copy_(source)`` for a `target` on the lazy device and a `source` on any device."""
     if source.device.type != DEVICE_TYPE:
-        array = dlpack.arrive(source, target.dtype)
+        array = dlpack.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
         value_spec = buffer.spec
         whole = (
@@ -379,7 +379,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             and target.dtype is value_spec.dtype
         )
         if whole and (buffer.number < 0 or not _is_parameter(buffer)):
-            # A whole upload replaces the array; what was recorded before keeps the number it read.
+            # An upload of the whole buffer replaces the array; operations recorded before use the old value number.
             buffer.array, buffer.number = array, -1
             return
         source = transfer.wrap(array)
@@ -397,7 +397,7 @@ _reported: set[str] = set()
 
 
 def notice_foreign_autocast() -> None:
-    """Warns once when ``torch.autocast("xla")`` is on: it has no effect on tensors of the lazy device."""
+    """Warns once if ``torch.autocast("xla")`` is on, which has no effect on tensors of the lazy device."""
     if "xla" not in _reported and torch.is_autocast_enabled("xla"):
         _reported.add("xla")
         warnings.warn(

@@ -19,15 +19,15 @@ from xla_amp.lazy.runtime import mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
-"""id of an uploaded array -> itself and the host's copy, while the array lives (`known` answers questions from it)."""
+"""id of an uploaded array -> the array and the host's copy, while the array exists; read by `host_eval`."""
 _SMALL = 1 << 20
-"""Bytes up to which a copy is kept, of integers and booleans: masks, lengths and labels, which programs ask about.
-Of single numbers a copy is always kept: optimizers store rates in tensors and read them back."""
+"""Bytes up to which the host keeps a copy of integers and booleans: masks, lengths and labels, which programs read.
+Of single numbers a copy is always kept, because optimizers store rates in tensors and read them."""
 
 
 def upload(tensor: torch.Tensor) -> jax.Array:
     """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
-    # On CPU JAX may adopt the memory that it is given, so it gets a private copy.
+    # On the CPU JAX may use the given memory without a copy, so it gets a private copy.
     private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
     metrics.host_to_device += 1
     with private_api.x64():
@@ -39,12 +39,12 @@ def upload(tensor: torch.Tensor) -> jax.Array:
 
 def _keep(array: jax.Array, private: np.ndarray) -> None:
     key = id(array)
-    # `copies` is bound early: at the interpreter's end the module's name is gone before the last array.
+    # `copies` is bound as a default: at interpreter exit the module's name is deleted before the last array.
     copies[key] = (weakref.ref(array, lambda _, kept=copies: kept.pop(key, None)), private)  # type: ignore[misc]
 
 
 def download(array: jax.Array) -> torch.Tensor:
-    """A device array's values as a CPU tensor of its own memory; waits for them."""
+    """A copy of a device array as a CPU tensor; waits for the value."""
     metrics.host_syncs += 1
     metrics.device_to_host += 1
     try:
@@ -57,7 +57,7 @@ def download(array: jax.Array) -> torch.Tensor:
 
 
 def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
-    """A device array as a tensor on the lazy device, without a copy.  `value_spec` saves a look-up if the caller knows it."""
+    """A device array as a tensor on the lazy device, without a copy; `value_spec` is its spec if it is known."""
     if value_spec is None:
         value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
@@ -66,7 +66,7 @@ def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` (CPU) on the lazy device.  Records nothing, so a loader's thread may call it at any time."""
+    """A copy of the CPU tensor on the lazy device.  Records nothing, so a loader's thread may call it at any time."""
     result = wrap(upload(tensor))
     return result.requires_grad_() if tensor.requires_grad else result
 
