@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,7 +50,9 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
 
 
-def report_page(arguments: argparse.Namespace, document: Document, module: Any = None, why: Any = None) -> str | None:
+def report_page(
+    arguments: argparse.Namespace, document: Document, module: Any = None, why: Callable[[Any], str] | None = None
+) -> str | None:
     """The HTML page for ``--report``, with the graph of `module`; None without ``--report``."""
     if arguments.report is None:
         return None
@@ -67,7 +70,7 @@ def write_report(arguments: argparse.Namespace, page: str | None) -> None:
 
 
 def as_json(document: Any) -> str:
-    """JSON of plain data; infinity and NaN, which JSON lacks, as text."""
+    """JSON of plain data; infinity and NaN, which JSON lacks, become strings."""
     return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
@@ -82,7 +85,7 @@ def _finite(value: Any) -> Any:
 
 
 def count(text: str) -> int:
-    """A whole number from 0 on, for ``type=``."""
+    """A non-negative integer, for ``type=``."""
     number = int(text)
     if number < 0:
         raise ValueError
@@ -90,7 +93,7 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A number above 0, for ``type=``."""
+    """A positive finite number, for ``type=``."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise ValueError

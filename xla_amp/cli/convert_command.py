@@ -135,7 +135,7 @@ def _document(arguments: argparse.Namespace, converted: Converted, states: State
             Table(
                 "Decisions",
                 ("operation", "colour", "computes in", "gives", "why", "count"),
-                module_tables.as_rows(decided),
+                [[*key, str(count)] for key, count in decided.most_common()],
                 ("count",),
             ),
         ),

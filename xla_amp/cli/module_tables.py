@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from xla_amp.cli.documents import Bar, Chart, Table, dtype_kind, size, time
 from xla_amp.stablehlo.tools.inspection import Inspection
 from xla_amp.stablehlo.tools.targets import Compiled
+
+_Key = TypeVar("_Key")
 
 States = Mapping[str, Inspection]
 """Column title -> inspection: ``{"": ...}`` for one module, ``{"before": ..., "after": ...}`` for a conversion."""
@@ -118,7 +120,7 @@ def charts(states: States) -> Iterator[Chart]:
             yield Chart(f"Estimated time on {target}", tuple(bars))
 
 
-def _chart(title: str, states: States, rows: Any) -> Chart:
+def _chart(title: str, states: States, rows: Callable[[Inspection], list[tuple[str, int, str]]]) -> Chart:
     bars = []
     for state, found in states.items():
         totals: dict[str, list[Any]] = {}
@@ -135,10 +137,5 @@ def _title(word: str, state: str) -> str:
     return f"{word} {state}".rstrip()
 
 
-def _keys(mappings: Any) -> list[Any]:
+def _keys(mappings: Iterable[Mapping[_Key, object]]) -> list[_Key]:
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
-
-
-def as_rows(counts: Mapping[Any, int]) -> list[list[str]]:
-    """Rows of a counter, most frequent first."""
-    return [[*key, str(count)] for key, count in sorted(counts.items(), key=lambda item: -item[1])]

@@ -49,7 +49,7 @@ class OverflowReport:
     producers: tuple[Producer, ...]
     """Operations that produced an inf or NaN from operands without it, in order; at most five."""
     nonfinite_gradients: tuple[str, ...]
-    """Parameters whose gradients were not finite."""
+    """Parameters with nonfinite gradients."""
     underflow: tuple[Underflow, ...]
     """Parameters with underflowing gradients, largest share first."""
     underflow_note: str

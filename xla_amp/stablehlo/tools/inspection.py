@@ -19,12 +19,11 @@ from typing import Any, Final, NamedTuple
 from xla_amp.errors import DeviceError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.passes.op_table import table, table_name
+from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.stablehlo.tools.targets import Compiled, Compilers
 
 _BITS: Final = {"i1": 8, "index": 64}
 """Bits of one element in memory, for types whose name does not contain them."""
-
 
 _QUOTED = re.compile(r'"([^"]+)"')
 
@@ -223,7 +222,7 @@ def short_name(operation: Any) -> str:
     return str(operation.name).removeprefix("stablehlo.")
 
 
-def structure_of(operation: Any) -> str:
+def structure_of(operation: Any) -> Structure:
     """The `Structure` of an operation in the table of the pass; every conversion is a ``cast``."""
     name, rows = table_name(operation), table().rows
     base = name.partition(".")[0]
