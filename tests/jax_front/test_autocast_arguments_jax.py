@@ -1,4 +1,4 @@
-"""What autocast says to arguments that it cannot follow."""
+"""Arguments of autocast: errors for illegal values, spellings of a dtype, attributes of the wrapped function."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_settings(settings, error, words):
         autocast(lambda x: x, **settings)
 
 
-def test_a_block_has_one_driver():
+def test_a_block_rejects_the_jaxpr_driver():
     region = autocast(driver="jaxpr")
     with pytest.raises(PolicyError, match="a block cannot be traced as a whole"), region:
         pass
 
 
-def test_what_is_not_a_function():
+def test_a_value_that_is_no_function_is_rejected():
     with pytest.raises(TypeError, match=r"autocast expects a function, got 3 \(int\).*by keyword"):
         autocast(3)
     with pytest.raises(TypeError, match="by keyword"):
@@ -45,7 +45,7 @@ def test_spellings_of_a_dtype(dtype):
         assert (jnp.ones((2, 2)) @ jnp.ones((2, 2))).dtype == jnp.bfloat16
 
 
-def test_a_wrapped_function_keeps_its_name_and_tells_its_settings():
+def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():
     @autocast(carry="low")
     def forward(x):
         """Doc."""

@@ -48,7 +48,7 @@ def test_regions_nest_and_end(x, w):
     ]
 
 
-def test_an_exception_ends_the_region_and_one_object_may_be_entered_inside_itself(x, w):
+def test_an_exception_ends_the_region_and_a_region_is_reentrant(x, w):
     region = autocast()
     with region, region:
         pass
@@ -60,12 +60,12 @@ def test_an_exception_ends_the_region_and_one_object_may_be_entered_inside_itsel
     def recursive(depth):
         return x @ w if depth == 0 else recursive(depth - 1)
 
-    assert recursive(2).dtype == jnp.float32  # the jaxpr driver keeps what the function was written with
+    assert recursive(2).dtype == jnp.float32  # the jaxpr driver keeps the dtypes that the function was written with
     assert contractions(lambda: recursive(2)) == {LOW: 1}
     assert (x @ w).dtype == jnp.float32
 
 
-def test_a_region_is_for_its_thread(x, w):
+def test_a_region_is_local_to_its_thread(x, w):
     seen = []
     with autocast():
         thread = threading.Thread(target=lambda: seen.append((x @ w).dtype))
@@ -74,7 +74,7 @@ def test_a_region_is_for_its_thread(x, w):
     assert seen == [jnp.dtype("float32")]
 
 
-def test_regions_inside_what_jax_traces_are_decided_once(x, w):
+def test_regions_inside_traced_functions_are_decided_once(x, w):
     def body(c, _):
         with autocast():
             low = jnp.exp(jnp.tanh(c @ w))
@@ -87,11 +87,11 @@ def test_regions_inside_what_jax_traces_are_decided_once(x, w):
 
     assert contractions(function, x) == {LOW: 1, WIDE: 1}
     assert contractions(autocast(function), x) == {LOW: 1, WIDE: 1}
-    # The outer region has other rules: what the inner one decided stays.
+    # The outer region has other rules: the decisions of the inner one remain.
     assert "tensor<4x8xf16>" not in jax.jit(autocast(function, dtype=jnp.float16)).lower(x).as_text()
 
 
-def test_a_guard_is_honoured_by_the_trace_driver_and_written_away_before_the_other_sees_it(x, w):
+def test_a_float32_guard_is_seen_by_the_trace_driver_only(x, w):
     def function(x):
         return jnp.tanh((x @ w).astype(jnp.float32))
 
@@ -115,7 +115,7 @@ def test_a_function_that_looks_at_values_is_traced_while_it_runs(x, w):
         autocast(function, driver="jaxpr")(x)
 
 
-def test_static_arguments_and_results_stay_what_they_are(x, w):
+def test_static_arguments_and_results_are_unchanged(x, w):
     def function(x, *, train, name, scale):
         assert isinstance(train, bool)
         return {"y": (x @ w) * scale, "name": name, "none": None, "train": train}
@@ -141,7 +141,7 @@ def test_carries_keep_their_dtype_or_take_the_low_one(x, w):
     assert "tensor<4x8xf32>" in kept
     assert "tensor<4x8xbf16>" in low
     assert "tensor<4x8xf32>" not in low
-    assert "tensor<f32>" in low  # a sum is float32 and stays so
+    assert "tensor<f32>" in low  # a sum stays float32
     out, total = autocast(function, carry="low")(x)
     assert out.dtype == total.dtype == jnp.float32
     np.testing.assert_allclose(out, function(x)[0], atol=5e-2)
@@ -261,7 +261,7 @@ def test_export_for_several_platforms(x, w):
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=1e-3)
 
 
-def test_a_warm_jitted_function_is_reached_and_its_own_cache_left_alone(x, w):
+def test_a_cached_jitted_function_is_interpreted_and_its_cache_unchanged(x, w):
     function = jax.jit(lambda x: jnp.tanh(x @ w))
     before = function(x)
     with autocast():
@@ -296,7 +296,7 @@ def test_products_of_other_dtypes_stay_as_they_are(x):
         assert contractions(autocast(lambda a: a @ a), wide) == {("f64", "f64"): 1}
 
 
-def test_a_float32_result_of_low_operands_is_the_programs_own_wish(x):
+def test_a_float32_result_of_low_operands_is_kept(x):
     low = x.astype(jnp.bfloat16)
     for driver in ("jaxpr", "trace"):
         product = autocast(lambda a: jnp.matmul(a, a.T, preferred_element_type=jnp.float32), driver=driver)
@@ -340,13 +340,13 @@ def test_a_constant_beyond_the_range_of_float16_keeps_float32(x, w):
     def function(x):
         return jax.nn.softmax(jnp.where(x > 9, x @ w, -1e9))
 
-    out = autocast(function, dtype=jnp.float16)(x)  # every place is masked
+    out = autocast(function, dtype=jnp.float16)(x)  # every element is masked
     np.testing.assert_allclose(out, np.full((4, 8), 1 / 8), rtol=1e-3)
 
 
 @pytest.mark.skipif(not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="backward rules log since JAX 0.11.2")
 @pytest.mark.parametrize("driver", ["jaxpr", "trace"])
-def test_what_a_backward_rule_logs_arrives(driver, x, w):
+def test_logs_of_a_backward_rule_are_returned(driver, x, w):
     @jax.custom_vjp
     def product(x, w):
         return x @ w

@@ -1,4 +1,4 @@
-"""Every construct of JAX under autocast, forward, differentiated, batched and in a loop: dtypes and values."""
+"""Each kind of JAX primitive under autocast, forward, differentiated, batched and in a loop: dtypes and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW = ("bf16", "bf16")
 
 
 def compositions(function, row, directions):
-    """The function as it is used: forward, gradient, batched, and gradients inside a scan."""
+    """The function under transformations: forward, gradient, batched, and gradients inside a scan."""
 
     def loss(p, x):
         y = function(p, x)
@@ -50,7 +50,7 @@ def arrays(tree, dtype):
 
 
 def run(row, function, p, x, directions, dtype):
-    """All compositions in one program, so the gradient is one of jit as well."""
+    """All compositions in one jitted program, so gradients of jit are covered, too."""
     parts = compositions(function, row, jnp.asarray(directions, dtype))
     together = jax.jit(lambda p, x: {name: part(p, x) for name, part in parts.items()})
     return together(arrays(p, dtype), arrays(x, dtype))
@@ -99,11 +99,11 @@ def test_values_are_close_to_float64_and_dtypes_are_kept(row):
         assert distance(found[part], expected[part]) < row.tolerance, part
         if part.startswith("grad") or row.driver == "jaxpr":
             assert {leaf.dtype for leaf in jax.tree.leaves(found[part])} == {jnp.dtype("float32")}, part
-    # Without a jit around it, eagerly: the same program in pieces.
+    # Eagerly, without jit: the same program in parts.
     (eager,) = (compositions(autocast(row.function), row, jnp.asarray(directions, jnp.float32))["forward"],)
     once = eager(arrays(p, jnp.float32), arrays(x, jnp.float32))
     assert distance(once, expected["forward"]) < row.tolerance
-    assert distance(once, expected["forward"]) > 1e-6  # a float32 run would come closer
+    assert distance(once, expected["forward"]) > 1e-6  # a float32 run would be closer
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
@@ -114,7 +114,7 @@ def test_the_driver_is_chosen_by_what_the_function_contains(row):
     assert choice.why
 
 
-# What sees other dtypes than it was written for while it runs; JAX itself refuses it before the rules can help.
+# Functions that JAX rejects under the trace driver, because they get other dtypes than they were written for.
 _NOT_TRACED = {
     "fourier": "jnp.fft takes float32 only",
     "gradient_penalty": "differentiates inside",
@@ -124,7 +124,7 @@ _NOT_TRACED = {
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.name not in _NOT_TRACED], ids=lambda row: row.name)
-def test_the_trace_driver_takes_it_too(row):
+def test_the_trace_driver_supports_it_too(row):
     p, x, directions = case(row)
     function = autocast(row.function, driver="trace")
     parts = compositions(function, row, jnp.asarray(directions, jnp.float32))
@@ -135,7 +135,7 @@ def test_the_trace_driver_takes_it_too(row):
 
 
 @pytest.mark.parametrize("name", [name for name, why in _NOT_TRACED.items() if why == "differentiates inside"])
-def test_the_trace_driver_says_what_it_cannot_take(name):
+def test_the_trace_driver_names_what_it_does_not_support(name):
     from xla_amp.errors import DriverError
 
     (row,) = (row for row in TABLE if row.name == name)

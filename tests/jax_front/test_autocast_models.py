@@ -1,4 +1,4 @@
-"""Models of the JAX libraries, not edited, under autocast: dtypes of contractions, losses, gradients, state."""
+"""Unmodified models of JAX libraries under autocast: dtypes of contractions, losses, gradients, state."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_nnx_cnn_with_batch_norm(driver):
     assert abs(value - expected) < 1e-2 * expected
     assert cosine(gradients, expected_gradients) > 0.999
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
-    # The running statistics are written, in float32, with what float32 gives.
+    # The running statistics are float32 and close to those of a float32 run.
     assert model.norm.mean[...].dtype == jnp.float32
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=2e-2, atol=1e-4)
     np.testing.assert_allclose(model.norm.var[...], plain.norm.var[...], rtol=1e-2)
@@ -168,7 +168,7 @@ def test_an_optax_training_step_as_a_whole():
 
 
 def test_gradients_of_weights_leave_a_whole_step_straight_from_the_accumulator():
-    """The optimizer inside gets gradients that were never rounded: the products that end there give float32."""
+    """The optimizer inside gets unrounded gradients: the products that compute them return float32."""
 
     def step(w, x):
         gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)))(w)

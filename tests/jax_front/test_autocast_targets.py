@@ -1,4 +1,4 @@
-"""One transformer block's training step compiled for a TPU v6e and an H100 that are not here."""
+"""One transformer block's training step, cross-compiled for a TPU v6e and an H100."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss scale as a pytree: nothing is lost, and gradients are right at every dtype and on every step."""
+"""The loss scale as a pytree: lossless round trips, and correct gradients for every dtype and step."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ JOURNEYS = {
 @pytest.mark.parametrize("journey", JOURNEYS)
 # orbax's worker threads outlive the call and it uses asyncio in ways that Python 3.11 warns of
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_nothing_is_lost_on_the_way(journey, tmp_path):
+def test_round_trips_are_lossless(journey, tmp_path):
     loss_scale = LossScale.dynamic(**SETTINGS).update(True).update(False).update(True)
     assert_same(JOURNEYS[journey](loss_scale, tmp_path), loss_scale)
 
 
-def test_the_scale_moves_as_torch_s_does():
+def test_the_scale_changes_as_torch_s_does():
     rng = np.random.default_rng(3)
     finite = rng.random(60) > 0.25
     kwargs = {"growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 4}
@@ -102,7 +102,7 @@ def test_bounds_and_counters_under_jit():
     assert update._cache_size() == 1
 
 
-def test_a_static_scale_never_moves():
+def test_a_static_scale_is_constant():
     loss_scale = LossScale.static(8.0)
     for finite in [True, False] * 4:
         loss_scale = loss_scale.update(finite)
@@ -131,7 +131,7 @@ def test_settings_out_of_range_are_named(name, value):
         LossScale.dynamic(**{name: value})
 
 
-def test_a_state_of_something_else_is_refused():
+def test_a_state_with_other_fields_is_rejected():
     with pytest.raises(PolicyError, match=r"expected the fields value, .* got loss_scale"):
         LossScale.from_state_dict({"loss_scale": 1.0})
 
@@ -165,7 +165,7 @@ def test_float64_is_unscaled_in_float64():
         assert LossScale.static(4.0).unscale({"w": third})["w"] == (1 / 3) / 4
 
 
-def test_what_is_no_floating_point_array_stays_itself():
+def test_leaves_that_are_not_floating_point_are_unchanged():
     same = {
         "int": jnp.arange(3),
         "bool": jnp.array(True),
@@ -186,11 +186,11 @@ def test_what_is_no_floating_point_array_stays_itself():
 
 
 def test_small_float16_gradients_survive():
-    small = jnp.float16(3e-3)  # times 2**-15 this is no float16 any more
+    small = jnp.float16(3e-3)  # times 2**-15 it underflows in float16
     unscaled = LossScale.static(2.0**15).unscale(small)
     np.testing.assert_allclose(float(unscaled), float(small) / 2**15, rtol=1e-6)
     kept = LossScale.static(2.0**15).unscale(small, keep_dtype=True)
-    assert abs(float(kept) / (float(small) / 2**15) - 1) > 0.05  # what keep_dtype costs, and why it is not the default
+    assert abs(float(kept) / (float(small) / 2**15) - 1) > 0.05  # the loss of accuracy with keep_dtype
 
 
 @pytest.mark.parametrize("value", [SMALLEST, 2.0**-10, 2.0**16, LARGEST])
@@ -223,7 +223,7 @@ def reference(params, x):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_gradients_equal_those_in_float64(dtype, rtol, transform):
     params, x = problem(dtype)
-    loss_scale = LossScale.dynamic(2.0**10, growth_interval=1)  # grows on this very step
+    loss_scale = LossScale.dynamic(2.0**10, growth_interval=1)  # grows on this step
     value, grads, finite, after = transform(value_and_grad(quadratic))(loss_scale, params, x)
     expected_value, expected = reference(params, x)
     assert bool(finite)
@@ -236,7 +236,7 @@ def test_gradients_equal_those_in_float64(dtype, rtol, transform):
     assert {kept[name].dtype for name in kept} == {jnp.dtype(dtype)}
 
 
-def test_an_overflow_backs_off_and_leaves_the_value_alone():
+def test_an_overflow_backs_off_and_keeps_the_value():
     loss_scale = LossScale.dynamic(2.0**16)
     out = jax.jit(value_and_grad(lambda w: (w * 100).astype(jnp.float16).sum()))(loss_scale, jnp.ones(3, jnp.float16))
     assert not bool(out.finite)

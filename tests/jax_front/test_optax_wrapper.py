@@ -1,4 +1,4 @@
-"""Steps with non-finite gradients change no bit, whatever the optimizer, and no program gets a conditional for it."""
+"""`skip_nonfinite`: nonfinite steps change no bit of any optimizer's state, without a conditional."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(0.1),
     "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
 }
-"""What people use most; the last three rows are a chain, one with loops inside, and one with random state."""
+"""Common optimizers; the last three rows are a chain, one with loops inside, and one with random state."""
 
 
 def parameters():
     rng = np.random.default_rng(1)
     kernel = rng.normal(size=(4, 8)).astype(np.float32)
-    kernel[0, 0] = -0.0  # the sign of a zero is a bit too
+    kernel[0, 0] = -0.0  # bitwise: the sign of a zero counts
     return {"kernel": jnp.asarray(kernel), "bias": jnp.asarray(rng.normal(size=8), jnp.float32), "unused": None}
 
 
@@ -86,7 +86,7 @@ def test_a_skipped_step_changes_no_bit(name):
         else:
             assert bits((params, state.inner)) == bits(before)
             assert not bool(state.finite)
-    # A step taken is the plain optimizer's; XLA may fuse the two programs differently, hence not bit by bit.
+    # A step that is taken equals the plain optimizer's, but not bitwise: XLA may fuse the two programs differently.
     for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
     assert int(state.skipped) == 3
@@ -109,7 +109,7 @@ def conditionals(hlo):
 
 
 def program(optimizers):
-    """One training step of each optimizer, side by side in one program."""
+    """One training step of each optimizer, all in one program."""
 
     def steps(params, states, grads):
         return {name: stepper(optimizers[name])(params, states[name], grads) for name in optimizers}
@@ -119,8 +119,8 @@ def program(optimizers):
 
 
 OWN_CONDITIONALS = {
-    "novograd": OPTIMIZERS["novograd"],  # optax decides by one in which step the moments begin
-    "every second": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),  # and here when to step
+    "novograd": OPTIMIZERS["novograd"],
+    "every second": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
 }
 WRAPPED = {
     name: skip_nonfinite(make(), loss_scale=LossScale.dynamic())
@@ -153,7 +153,7 @@ def test_the_count_sees_a_conditional(compilers):
 
 
 @pytest.mark.parametrize("name", OWN_CONDITIONALS)
-def test_conditionals_of_the_wrapped_optimizer_stay_its_own(name):
+def test_conditionals_of_the_wrapped_optimizer_are_kept(name):
     inner = OWN_CONDITIONALS[name]()
     counts = []
     for optimizer in (inner, skip_nonfinite(inner)):
@@ -163,7 +163,7 @@ def test_conditionals_of_the_wrapped_optimizer_stay_its_own(name):
 
 
 @pytest.mark.parametrize("name", OWN_CONDITIONALS)
-def test_selected_branches_give_what_conditionals_give(name):
+def test_selected_branches_equal_conditionals(name):
     results = []
     for conditionals in ("keep", "select"):
         optimizer = skip_nonfinite(OWN_CONDITIONALS[name](), conditionals=conditionals)
@@ -178,7 +178,7 @@ def test_selected_branches_give_what_conditionals_give(name):
         np.testing.assert_allclose(kept, selected, rtol=1e-5, atol=1e-6)
 
 
-def test_another_word_for_conditionals_is_refused():
+def test_another_value_for_conditionals_is_rejected():
     with pytest.raises(PolicyError, match=r"conditionals='drop'.*'keep' or 'select'"):
         skip_nonfinite(optax.sgd(0.1), conditionals="drop")
 
@@ -186,7 +186,7 @@ def test_another_word_for_conditionals_is_refused():
 # -- loss scale, extra arguments, several devices ---------------------------------------------------------------------
 
 
-def test_it_can_look_after_the_loss_scale():
+def test_it_can_manage_the_loss_scale():
     optimizer = skip_nonfinite(optax.sgd(0.5), loss_scale=LossScale.dynamic(2.0**10, growth_interval=2))
     params = {"w": jnp.asarray([1.0, 2.0], jnp.float16)}
     state = optimizer.init(params)
@@ -208,7 +208,7 @@ def test_it_can_look_after_the_loss_scale():
     assert int(state.skipped) == int(state.loss_scale.skipped) == 1
 
 
-def test_the_flag_of_value_and_grad_is_heeded():
+def test_the_flag_of_value_and_grad_is_used():
     optimizer = skip_nonfinite(optax.adam(0.1))
     params = {"w": jnp.ones(3)}
     out = value_and_grad(lambda p: jnp.sum(p["w"]))(LossScale.dynamic(), params)
@@ -227,7 +227,7 @@ def test_extra_arguments_reach_the_inner_transformation():
     np.testing.assert_allclose(updates["w"], -np.ones(3))
 
 
-def test_select_keeps_what_addition_would_flush():
+def test_select_keeps_subnormals_that_addition_flushes():
     tiny = {"w": jnp.asarray([1e-40, -0.0, 3.0], jnp.float32)}
     kept = jax.jit(select)(jnp.asarray(False), jax.tree.map(lambda x: x + jnp.nan, tiny), tiny)
     assert bits(kept) == bits(tiny)
@@ -285,7 +285,7 @@ copies, shards = tile((params, state, LossScale.dynamic())), bad.reshape(4, 2, 8
 new, after, scale = jax.pmap(step("i"), axis_name="i")(*copies, shards)
 assert after.skipped.tolist() == scale.skipped.tolist() == [1] * 4
 apart = jax.pmap(step(None), axis_name="i")(*copies, shards)
-assert apart[1].skipped.tolist() == [0, 0, 1, 0]  # without the axis they come apart
+assert apart[1].skipped.tolist() == [0, 0, 1, 0]  # without the axis they diverge
 print("agreed")
 """
 

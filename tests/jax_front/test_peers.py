@@ -1,7 +1,7 @@
-"""Cases that users of other JAX loss scalers reported, run against jmp and mpx and against ours, side by side.
+"""Issues that users of other JAX loss scalers reported, run with jmp or mpx and with ours.
 
-Each row holds one task, what the peer of the stated version does with it, and what is right.  When a peer mends its
-case, its half fails here and the row can go.
+Each row holds one task, the result of the peer at the stated version, and the correct result.  When a peer fixes its
+issue, its half fails here; then delete the row.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def top_ours():
 
 
 CASES = [
-    # peer's, what it gives (an error's type and words, or a value), ours, what is right
+    # peer's, its result (an error's type and words, or a value), ours, correct result
     (lower_bound_jmp, 1.0, lower_bound_ours, 4.0),
     (half_scale_jmp, (TypeError, "float32.*float16"), half_scale_ours, 2.0**14),
     (unscale_jmp, pytest.approx(1.3, abs=0.2), unscale_ours, pytest.approx(1.0, abs=1e-6)),

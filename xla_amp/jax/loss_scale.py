@@ -268,7 +268,7 @@ def value_and_grad(
             value, gradients[0] if isinstance(argnums, int) else gradients, finite, loss_scale.update(finite)
         )
 
-    return scaled_value_and_grad  # type: ignore[return-value, unused-ignore]  # also by keyword
+    return scaled_value_and_grad  # type: ignore[return-value]  # also by keyword
 
 
 def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:

@@ -29,7 +29,7 @@ class AutocastTrace(compat.Trace):
     __slots__ = ("_depth", "interpreter", "parent", "settings")
 
     def __init__(self, parent: Any, settings: Settings) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.parent = parent
         self.settings = settings
         self.requires_low = False

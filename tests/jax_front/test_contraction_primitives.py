@@ -1,4 +1,4 @@
-"""The contraction primitives by themselves: forms by platform, derivatives in both modes, batching, masters."""
+"""Contraction primitives: forms by platform, derivatives in both modes, batching, masters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def equation(function, *args):
 
 
 def low(eqn, left, right, *rest, master=True, out=BF16):
-    """The equation's contraction of data and a weight, as autocast writes it."""
+    """The equation's contraction of data and a weight, as autocast binds it."""
     operands = [left.astype(BF16), low_copy(right, BF16) if master else right, *rest]
     return contract_low(eqn.primitive, operands, (None, right if master else None), eqn.params, low=BF16, out=out)
 
@@ -119,7 +119,7 @@ def test_a_linear_function_of_the_weight_can_be_transposed():
     np.testing.assert_allclose(found, np.asarray(x).T @ np.ones((4, 3)), rtol=2e-2, atol=2e-2)
 
 
-def test_checkpoint_policies_are_asked_about_the_contraction_of_jax():
+def test_checkpoint_policies_see_the_contraction_of_jax():
     x, w = array(4, 8), array(8, 3)
     traced = jax.make_jaxpr(lambda x, w: low(equation(lambda x, w: x @ w, x, w), x, w))(x, w)
     eqn = traced.jaxpr.eqns[-1]
