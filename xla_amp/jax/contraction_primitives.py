@@ -33,7 +33,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
 
-_FREE = {"precision": None, "preferred_element_type": None}
+_OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
 
 
@@ -105,7 +105,7 @@ _originals: dict[Any, Any] = {}
 
 
 def _own_params(params: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in _FREE.items() if key in params}
+    return {key: value for key, value in _OWN_PARAMS.items() if key in params}
 
 
 @functools.cache
