@@ -44,7 +44,7 @@ def make(
     device_type: str,
     key: str,
     rules: Rules,
-    torchs: tuple[Cast, bool],
+    torch_rule: tuple[Cast, bool],
     *,
     keep_kernel: bool = True,
 ) -> Kernel:
@@ -56,20 +56,20 @@ def make(
         device_type: the device type whose tensors it casts.
         key: the dispatch key that it will be installed on.
         rules: returns the effective policy of the calling thread.
-        torchs: what torch does on this key: the cast, and whether torch has a kernel for it.
+        torch_rule: what torch does on this key: the cast, and whether torch has a kernel for it.
         keep_kernel: the kernel that is installed now is torch's or the user's; call it where ours has nothing to do.
     """
     operands = casting.operands(operator)
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     dispatch_key = as_key(key)
-    own = _torchs_own(operands, device_type, dispatch_key, torchs[0], keep_kernel)
+    default = _default_kernel(operands, device_type, dispatch_key, torch_rule[0], keep_kernel)
     made: dict[str, casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)
-        if (decision.cast, decision.rule is not None) == torchs:
+        if (decision.cast, decision.rule is not None) == torch_rule:
             return policy, decision, None
         prepare = made.get(decision.cast)
         if prepare is None:
@@ -94,10 +94,10 @@ def make(
             if events.sinks and (decision.rule is not None or (decision_events.record_all and not composite)):
                 given = operands.all(args, kwargs)
                 before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
-                result = own(keyset, *args, **kwargs)
+                result = default(keyset, *args, **kwargs)
                 decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
                 return result
-            return own(keyset, *args, **kwargs)
+            return default(keyset, *args, **kwargs)
         exclude(dispatch_key, True)
         try:
             target, arguments, keywords = prepare(args, kwargs)
@@ -114,7 +114,9 @@ def make(
     return kernel
 
 
-def _torchs_own(operands: casting.Operands, device_type: str, key: Any, torchs: Cast, keep_kernel: bool) -> Kernel:
+def _default_kernel(
+    operands: casting.Operands, device_type: str, key: Any, torch_cast: Cast, keep_kernel: bool
+) -> Kernel:
     """What the dispatcher does on `key` without our kernel."""
     operator = operands.operator
     has_kernel = keep_kernel and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
@@ -124,12 +126,12 @@ def _torchs_own(operands: casting.Operands, device_type: str, key: Any, torchs: 
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     fallback: list[casting.Prepare] = []
 
-    def own(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    def default(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(args[index], _NUMBERS) for index in operands.tensors if index < len(args)):
             return kernel(keyset, *args, **kwargs) if kernel else redispatch(keyset & after, *args, **kwargs)
         # Neither of the calls above accepts a number where a tensor is expected; calling the operation does.
         if not fallback:
-            fallback.append(casting.make(torchs, operands, device_type))
+            fallback.append(casting.make(torch_cast, operands, device_type))
         exclude(key, True)
         try:
             target, arguments, keywords = fallback[0](args, kwargs)
@@ -137,7 +139,7 @@ def _torchs_own(operands: casting.Operands, device_type: str, key: Any, torchs: 
         finally:
             exclude(key, False)
 
-    return own
+    return default
 
 
 def _installed_kernel(operator: Any, key: Any) -> Any:
@@ -148,12 +150,12 @@ def _installed_kernel(operator: Any, key: Any) -> Any:
     return torch.library.get_kernel(operator, key)
 
 
-def torchs_own(name: str, operator: Any, device_type: str, key: str) -> Kernel:
+def present_kernel(name: str, operator: Any, device_type: str, key: str) -> Kernel:
     """The present behaviour of an operation on `key`, as a kernel: the registered kernel, or else the next keys.
 
     It stays the same when our kernel is installed later.
     """
-    return _torchs_own(casting.operands(operator), device_type, as_key(key), "keep", True)
+    return _default_kernel(casting.operands(operator), device_type, as_key(key), "keep", True)
 
 
 def region_rules(device_type: str, without_region: Callable[[], Policy]) -> Rules:
