@@ -104,8 +104,7 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        castable = all(is_castable(dtype_of(v)) for v in operands[:2])
-        if kind == "contraction" and decision.cast == "low" and castable:
+        if kind == "contraction" and decision.cast == "low" and all(is_castable(dtype_of(v)) for v in operands[:2]):
             used, outs = self._contract(primitive, operands, params, _avals(eqn) or operands, any(f32_outputs))
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
