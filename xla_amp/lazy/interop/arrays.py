@@ -94,7 +94,7 @@ def from_torch(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device.type == "meta":
         raise DeviceError("from_torch() expects a tensor that has values, got one on meta")
-    if not dlpack.beside(tensor):
+    if not dlpack.shares_memory(tensor):
         return to_device(tensor.cpu())
     result = tensor_over(dlpack.from_memory(tensor))
     return result.requires_grad_() if tensor.requires_grad and tensor.is_leaf else result

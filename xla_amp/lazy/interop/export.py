@@ -99,7 +99,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     for name, tensor in _named_state(step):
         named.setdefault(name, tensor)
     names: dict[int, str] = {}
-    holders: list[Buffer] = []
+    holders: list[Buffer] = []  # keeps the buffers alive, so that their ids stay unique
     for name, tensor in named.items():
         buffer = tensor_io.buffer_of(tensor)
         names.setdefault(id(buffer), name)
@@ -198,11 +198,11 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
             jnp.asarray(floats),
             jnp.asarray(ints),
         )
-        made = [results[index] if index >= 0 else parameters[~index] for index in program.outputs]
+        targets = [results[index] if index >= 0 else parameters[~index] for index in program.outputs]
         by_buffer = {id(parameter): value for parameter, value in zip(run.parameters, parameters, strict=True)}
-        by_buffer.update((id(target), value) for target, value in zip(run.targets, made, strict=True))
+        by_buffer.update((id(target), value) for target, value in zip(run.targets, targets, strict=True))
         returned_values = [_read_view(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
-        return [*returned_values, *(made[index] for index in changed)]
+        return [*returned_values, *(targets[index] for index in changed)]
 
     known = {id(each) for each in (*run.parameters, *run.targets)}
     for name, _, buffer in given:
@@ -213,10 +213,10 @@ def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: 
         platform = {"gpu": "cuda"}.get(pjrt.platform(), pjrt.platform())
         exported = jax.export.export(jax.jit(program_of_step, keep_unused=True), platforms=[platform])(*structs)
     index_of = {id(parameter): i for i, parameter in enumerate(run.parameters)}
-    news = [f"new {label[index_of[id(run.targets[index])]]}" for index in changed]
+    new_values = [f"new {label[index_of[id(run.targets[index])]]}" for index in changed]
     outputs = tuple(
         Value(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
-        for name, aval in zip([name for name, _ in returned] + news, exported.out_avals, strict=True)
+        for name, aval in zip([name for name, _ in returned] + new_values, exported.out_avals, strict=True)
     )
     return Exported(inputs=inputs, outputs=outputs, exported=exported)
 

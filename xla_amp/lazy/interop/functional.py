@@ -111,7 +111,7 @@ class TorchFunction:
 
 
 class _Call:
-    """One call of a module: its trace, and the JAX function made from it."""
+    """One call of a module: its trace, and the JAX function outputs from it."""
 
     def __init__(
         self,
@@ -146,17 +146,17 @@ class _Call:
 
     def _forward(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
         with FunctionTrace() as trace, torch.no_grad():
-            made, state = self._record(trace, params, inputs, buffers, grad=False)[:2]
-            function = trace.whole([*made, *state])
+            outputs, state = self._record(trace, params, inputs, buffers, grad=False)[:2]
+            function = trace.whole([*outputs, *state])
         dtypes = self._placeholder_dtypes(params, buffers, inputs)
-        return self._split_results(_run(function, [*params, *buffers, *inputs], words, dtypes), made)
+        return self._split_results(_run(function, [*params, *buffers, *inputs], words, dtypes), outputs)
 
     def _forward_and_saved(self, params: Any, inputs: Any, buffers: Any, words: Any) -> Any:
         with FunctionTrace() as trace, torch.enable_grad():
-            made, state, sources = self._record(trace, params, inputs, buffers, grad=True)
-            numbers = trace.numbers([*made, *state])
+            outputs, state, sources = self._record(trace, params, inputs, buffers, grad=True)
+            numbers = trace.numbers([*outputs, *state])
             trace.split()
-            roots = [x for x in made if x.requires_grad]
+            roots = [x for x in outputs if x.requires_grad]
             # Only these need a cotangent; the others get None.
             cotangents = [trace.argument(x.shape, x.dtype) for x in roots]
             gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True) if roots and sources else ()
@@ -165,19 +165,19 @@ class _Call:
         outs = _run(
             forward, [*params, *buffers, *inputs], words, self._placeholder_dtypes(params, buffers, inputs), whole=True
         )
-        count = len(made) + len(state)
-        plan = _BackwardFunction(
+        count = len(outputs) + len(state)
+        pullback = _BackwardFunction(
             backward,
-            roots=tuple(i for i, x in enumerate(made) if x.requires_grad),
+            roots=tuple(i for i, x in enumerate(outputs) if x.requires_grad),
             dtypes=tuple(TO_NUMPY[x.dtype] for x in roots),
             found=tuple(gradient is not None for gradient in gradients),
         )
-        saved = jax.tree_util.Partial(plan, outs[count:])
-        return self._split_results(_narrow(outs[:count]), made), (saved, params, inputs, words)
+        saved = jax.tree_util.Partial(pullback, outs[count:])
+        return self._split_results(_narrow(outs[:count]), outputs), (saved, params, inputs, words)
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
-        plan, params, inputs, words = residuals
-        found = iter(plan(cotangents[0], words))
+        pullback, params, inputs, words = residuals
+        found = iter(pullback(cotangents[0], words))
 
         def gradient(x: Any) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -220,8 +220,8 @@ class _Call:
         return [*own, *(_argument_dtype(x) for x in inputs)]
 
     @staticmethod
-    def _split_results(values: list[Any], made: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return values[: len(made)], values[len(made) :]
+    def _split_results(values: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return values[: len(outputs)], values[len(outputs) :]
 
 
 _TENSOR = object()
@@ -244,8 +244,8 @@ class _BackwardFunction:
         given = [cotangents[index] for index in self._roots]
         with private_api.x64():
             given = [x.astype(dtype) for x, dtype in zip(given, self._dtypes, strict=True)]
-            made = iter(self._function([*saved, *given], words if self._function.draws else None))
-        return [next(made) if found else None for found in self._found]
+            outputs = iter(self._function([*saved, *given], words if self._function.draws else None))
+        return [next(outputs) if found else None for found in self._found]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BackwardFunction) and self._identity() == other._identity()
