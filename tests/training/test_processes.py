@@ -253,12 +253,12 @@ def test_without_a_launcher_the_coordinator_ends_the_others_within_the_timeout(t
 
 
 def meeting(monkeypatch, changes, world_sizes=(2, 2), come=(0, 1), timeout=60):
-    """What `agreement.meet` says in processes (here: threads) of which the second is started with `changes`."""
+    """What `consistency.meet` says in processes (here: threads) of which the second is started with `changes`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    plain = consistency.started_with
-    monkeypatch.setattr(consistency, "started_with", lambda place: plain(place) | (changes if place.rank else {}))
+    plain = consistency.settings
+    monkeypatch.setattr(consistency, "settings", lambda place: plain(place) | (changes if place.rank else {}))
 
     def meet(rank):
         place = Process(rank, world_sizes[rank], rank, "", timeout, Store("127.0.0.1", port, False, "0"))
@@ -283,7 +283,7 @@ def test_processes_that_were_started_alike_meet(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "world_sizes", "words"),
     [
-        ({"autocast rules": "mm=fp32"}, (2, 2), "autocast rules is 'mm=fp32' there and 'none of its own' here"),
+        ({"autocast rules": "mm=fp32"}, (2, 2), "autocast rules is 'mm=fp32' there and 'no added rules' here"),
         ({"version of jax": "0.1"}, (2, 2), "version of jax is '0.1' there"),
         ({}, (2, 3), "WORLD_SIZE is '3' there and '2' here"),
         ({}, (3, 2), "WORLD_SIZE is '2' there and '3' here"),
@@ -298,9 +298,9 @@ def test_a_process_that_was_started_otherwise_is_named(monkeypatch, changes, wor
 
 def test_rules_from_outside_are_part_of_what_is_compared(monkeypatch):
     place = Process(0, 2, 0, "", 60, None)
-    assert consistency.started_with(place)["autocast rules"] == "none of its own"
+    assert consistency.settings(place)["autocast rules"] == "no added rules"
     monkeypatch.setenv("XLA_AMP_RULES", "softmax=low")
-    assert consistency.started_with(place)["autocast rules"] == "softmax=low"
+    assert consistency.settings(place)["autocast rules"] == "softmax=low"
 
 
 def test_a_process_that_does_not_come_is_named(monkeypatch):

@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_not_there_or_not_complete(tmp_path, monkeypatch):
     with pytest.raises(FileError, match="there is no complete checkpoint"):
         checkpoint.load({"model": model}, tmp_path / "none")
     checkpoint.save({"model": model}, tmp_path / "one")
-    with pytest.raises(FileError, match="it exists; give each checkpoint a name of its own"):
+    with pytest.raises(FileError, match="it exists; give each checkpoint a separate name"):
         checkpoint.save({"model": model}, tmp_path / "one")
     with pytest.raises(KeyError, match="nothing named"):
         checkpoint.load({"model": model, "scaler": xla_amp.GradScaler("cpu")}, tmp_path / "one")

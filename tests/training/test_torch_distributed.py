@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.ops import c10d_stubs
+from xla_amp.lazy.torch_integration import c10d_stubs
 
 
 @pytest.fixture(scope="module")

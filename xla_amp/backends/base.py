@@ -59,7 +59,7 @@ class Processes(Protocol):
     def collective(
         self, name: str, tensors: Sequence[torch.Tensor], groups: Any, **options: Any
     ) -> Sequence[torch.Tensor]:
-        """New tensors: the collective `name` of each (torch_xla's names, `xla_amp.pytorch.distributed.xm_collectives`)."""
+        """New tensors: the collective `name` of each (names as in `xla_amp.pytorch.distributed.xm_collectives`)."""
 
     def rendezvous(self, tag: str, payload: bytes, replicas: Sequence[int]) -> list[bytes]:
         """Waits for all processes at `tag`; returns the payload of each."""

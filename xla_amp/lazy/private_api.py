@@ -1,4 +1,4 @@
-"""The private torch interfaces that the engine rests on, checked once and wrapped here, and JAX version differences."""
+"""Private interfaces of torch and JAX that the lazy device uses, checked and wrapped."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def register_device(name: str, module: Any) -> None:
     from torch.utils import backend_registration
 
     class Guard(torch._C._acc.DeviceGuard):
-        # C++ asks for the type several times per backward node; a C-implemented callable costs no Python frame.
+        # C++ calls this several times per backward node; a C-implemented callable costs no Python frame.
         type_ = staticmethod(itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__)
 
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=Guard())
@@ -72,7 +72,7 @@ def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def coordinator() -> Any:
-    """JAX's client of the coordinator of all processes, or None before `jax.distributed.initialize`."""
+    """JAX's client of the coordinator, or None before `jax.distributed.initialize`."""
     from jax._src import distributed  # the key-value store has no public name
 
     return distributed.global_state.client
@@ -80,28 +80,28 @@ def coordinator() -> Any:
 
 @contextlib.contextmanager
 def without_preemption_notice() -> Iterator[None]:
-    """Inside, joining JAX's coordinator leaves SIGTERM alone; with the notice it would no longer end a process."""
+    """Inside, joining JAX's coordinator leaves SIGTERM alone: JAX's preemption notice would ignore the signal."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name)
-    jax.config.update(name, False)
+    jax.config.update(name, False)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        jax.config.update(name, before)
+        jax.config.update(name, before)  # type: ignore[no-untyped-call]
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
-    """`jax.device_put` of a small array in its own dtype, in a tenth of the time.
+    """`jax.device_put` of a small array in its own dtype, ten times faster.
 
-    The array is not committed to the device: to JAX a committed one would be another kind of argument, and a reason to
-    compile again.
+    The array is not committed to the device: jax.jit would compile again for a committed argument.
     """
     from jax._src.lib import xla_client
 
     kind = jax.core.ShapedArray(numbers.shape, numbers.dtype)
-    place = jax.sharding.SingleDeviceSharding(device)
-    with x64(), jax.transfer_guard_host_to_device("allow"):  # a guard is for what users upload
-        return xla_client.batched_device_put(kind, place, [numbers], [device], False)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    with x64(), jax.transfer_guard_host_to_device("allow"):  # the guard is for users' uploads
+        array: jax.Array = xla_client.batched_device_put(kind, sharding, [numbers], [device], False)
+        return array
 
 
 class x64:

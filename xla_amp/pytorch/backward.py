@@ -1,7 +1,7 @@
-"""Backward passes on a device that PyTorch learnt of after its first backward pass.
+"""Backward passes on a device that was registered after the process's first backward pass.
 
-At the first backward pass of a process autograd starts one thread per device that exists then, once and for all; work
-for a device that came later fails an internal check.  Without those threads autograd works on the calling thread.
+At the first backward pass autograd starts one thread per device that is registered; nodes of a device that is
+registered later fail an internal check.  With multithreading disabled, autograd uses the calling thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _has_thread: bool | None = None
 
 
 def make_possible(device: torch.device) -> None:
-    """Has this thread run backward passes itself if autograd has no thread for `device`."""
+    """Disables autograd's threads for the calling thread if autograd has no thread for `device`."""
     global _has_thread
     with _lock:
         if _has_thread is None:
@@ -26,7 +26,7 @@ def make_possible(device: torch.device) -> None:
 
 
 class _Nothing(torch.autograd.Function):
-    """A node whose backward pass computes nothing, so that asking records nothing on the device."""
+    """A node whose backward pass computes nothing, so that the probe records nothing on the device."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,8 @@ class _Nothing(torch.autograd.Function):
 def _probe(device: torch.device) -> bool:
     try:
         with torch.enable_grad():
-            result = _Nothing.apply(torch.empty(0, device=device, requires_grad=True))
+            probe = torch.empty(0, device=device, requires_grad=True)
+            result: torch.Tensor = _Nothing.apply(probe)  # type: ignore[no-untyped-call]
         result.backward(torch.empty(0, device=device))
     except RuntimeError as error:
         if "device_ready_queues_" in str(error):

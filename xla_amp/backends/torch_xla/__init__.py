@@ -1,7 +1,7 @@
-"""torch_xla as an engine: its device and its lazy tracing, with what its AMP lacks.
+"""The torch_xla engine: torch_xla's device and lazy tracing, with AMP kernels that it lacks.
 
-Importing this imports torch_xla, gives the operations of `torch_xla_kernels` kernels on XLA tensors, and enters the
-device in torch.optim's lists (`torch_xla_optimizers`); `device()` starts the runtime.
+Importing this imports torch_xla, registers the kernels of `amp_kernels` for XLA tensors, and adds the device to
+torch.optim's lists (`fused_optimizers`); `device()` starts the runtime.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PLATFORMS: Mapping[str, str] = MappingProxyType({"CPU": "cpu", "CUDA": "gpu", "
 
 _started = False
 _armed: int | None = None
-"""How many steps had ended when the newest optimizer step was recorded; None when there is none."""
+"""Number of ended steps when the newest optimizer step was recorded; None if there is none."""
 
 
 def device() -> torch.device:
@@ -50,7 +50,8 @@ def device() -> torch.device:
             )
         register_optimizer_step_post_hook(_after_step)
         _started = True
-    return torch_xla.device()
+    found: torch.device = torch_xla.device()
+    return found
 
 
 def is_started() -> bool:
@@ -62,7 +63,7 @@ def platform() -> str:
     """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
     Raises:
-        EngineError: torch_xla runs on hardware that has no rules of its own here.
+        EngineError: torch_xla runs on hardware that no policy is for.
     """
     name = torch_xla.runtime.device_type()
     if name not in _PLATFORMS:
@@ -84,7 +85,7 @@ def sync(wait: bool = False) -> None:
 
 
 def step_begins() -> None:
-    """Ends the step before this one, if an optimizer step was recorded and nobody has ended the step since."""
+    """Ends the previous step if an optimizer step was recorded in it and it has not ended."""
     global _armed
     armed, _armed = _armed, None
     if armed is not None and armed == steps_ended():
@@ -102,6 +103,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def to_device(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` (CPU) on the device; the upload begins at once and nothing is recorded."""
+    result: torch.Tensor
     [result] = torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(device())])
     return result.requires_grad_() if tensor.requires_grad else result
 
@@ -111,15 +113,15 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
 
 
 class Snapshot:
-    """Values of some tensors at one moment; recorded as copies, which XLA leaves out where they are not needed."""
+    """Values of tensors at one moment, recorded as copies; XLA removes those that are not needed."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        """Keeps the tensors alive, so that their ids stay theirs."""
+        """Keeps the tensors alive, so that their ids are not reused."""
         self._values = {id(tensor): tensor.detach().clone() for tensor in self._tensors}
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The tensor's old value, or None when the snapshot does not have it."""
+        """The tensor's old value, or None if it is not in the snapshot."""
         return self._values.get(id(tensor))
 
 
@@ -130,9 +132,9 @@ def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
 
 @torch.no_grad()
 def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:
-    """Puts every tensor back to its value in `before` where `condition` (a scalar) is not zero, without reading it.
+    """Restores the values of `before` where `condition` (a scalar) is not zero, without reading it.
 
-    Tensors that the snapshot does not know, such as optimizer state made meanwhile, become zero there.
+    Tensors that are not in the snapshot, such as optimizer state made since then, become zero there.
     """
     put_back = condition.reshape(()) != 0
     for tensor in tensors:
@@ -144,7 +146,7 @@ def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], befo
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the device (any Python integer; taken modulo 2**63, for torch_xla keeps an int64)."""
+    """Seeds the device (any Python integer, modulo 2**63: torch_xla keeps an int64)."""
     xm.set_rng_state(int(seed) & (2**63 - 1), str(device()))
 
 
@@ -190,12 +192,12 @@ _COLLECTIVES: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
         "collective_broadcast": _broadcast,
     }
 )
-"""Name -> torch_xla's function, of a tensor, the groups and the number of processes in each."""
+"""Name -> torch_xla's function of a tensor, the groups and the group size."""
 
 
 @contextlib.contextmanager
 def _no_deprecations() -> Iterator[None]:
-    """torch_xla 2.9's rendezvous asks for the device by a name that it has deprecated itself."""
+    """torch_xla 2.9's rendezvous calls a function that torch_xla has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -209,13 +211,13 @@ class _Processes:
     """The processes that `torch_xla.launch` has started."""
 
     def world_size(self) -> int:
-        return torch_xla.runtime.world_size()
+        return int(torch_xla.runtime.world_size())
 
     def ordinal(self) -> int:
-        return torch_xla.runtime.global_ordinal()
+        return int(torch_xla.runtime.global_ordinal())
 
     def local_ordinal(self) -> int:
-        return torch_xla.runtime.local_ordinal()
+        return int(torch_xla.runtime.local_ordinal())
 
     def all_reduce(
         self, reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any, pin_layout: bool
@@ -234,7 +236,8 @@ class _Processes:
         if self.world_size() == 1:
             return [payload]
         with _no_deprecations():
-            return xm.rendezvous(tag, payload, list(replicas))
+            payloads: list[bytes] = xm.rendezvous(tag, payload, list(replicas))
+        return payloads
 
     def mesh_reduce(self, tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
         if self.world_size() == 1:
@@ -247,7 +250,7 @@ processes = _Processes()
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes of the device's memory as PJRT counts them; empty where it does not (XLA:CPU)."""
+    """Bytes of the device's memory by PJRT's names; empty if it does not count them (XLA:CPU)."""
     try:
         found = dict(xm.get_memory_info(str(device())))
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Arrays between torch_xla and JAX without a copy, by DLPack.
+"""Zero-copy exchange of arrays between torch_xla and JAX through DLPack.
 
-torch_xla ends the process when it is asked to export a value that is still on its way (an unexecuted graph, or an
-execution that has not finished), so exporting waits for the tensor first.  torch_xla 2.9 imports CPU memory only, and
+torch_xla ends the process when it exports a value that is not computed yet (an unexecuted graph, or an execution that
+has not finished), so exporting waits for the tensor first.  torch_xla 2.9 imports CPU memory only, and
 PJRT's TPU client exports nothing.
 """
 
@@ -19,13 +19,13 @@ from xla_amp.backends.torch_xla import DEVICE_TYPE, platform
 from xla_amp.errors import EngineError
 
 _EXPORTS = ("cpu", "gpu")
-"""Platforms whose memory torch_xla gives away."""
+"""Platforms whose memory torch_xla exports."""
 _IMPORTS = ("cpu",)
-"""Platforms whose memory it takes over."""
+"""Platforms whose memory torch_xla imports."""
 
 
 class _Capsule:
-    """What `jax.dlpack.from_dlpack` takes: a capsule, and where its memory is."""
+    """A capsule with its device, as `jax.dlpack.from_dlpack` expects it."""
 
     def __init__(self, capsule: Any, device: tuple[int, int]) -> None:
         self._capsule, self._device = capsule, device
@@ -40,10 +40,10 @@ class _Capsule:
 def to_jax(tensor: torch.Tensor) -> jax.Array:
     """The tensor's value as a JAX array in the same memory; waits for it.
 
-    The array must not outlive the tensor's next in-place change by torch_xla, which may give the memory away.
+    The array must not outlive the tensor's next in-place change by torch_xla, which may reuse the memory.
 
     Raises:
-        TypeError: no tensor on torch_xla's device.
+        TypeError: not a tensor on torch_xla's device.
         EngineError: the platform shares no memory; go through ``tensor.cpu()``.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != DEVICE_TYPE:
@@ -53,15 +53,16 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     value = tensor.detach()
     torch_xla._XLAC._xla_sync_multi([value], [], True)
     kind = (2, tensor.device.index or 0) if platform() == "gpu" else (1, 0)  # DLPack's numbers: kDLCUDA, kDLCPU
-    return jax.dlpack.from_dlpack(_Capsule(dlpack.to_dlpack(value), kind))
+    array: jax.Array = jax.dlpack.from_dlpack(_Capsule(dlpack.to_dlpack(value), kind))
+    return array
 
 
 def from_jax(array: jax.Array) -> torch.Tensor:
     """A JAX array as a tensor on torch_xla's device in the same memory.
 
     Raises:
-        TypeError: no JAX array.
-        EngineError: the platform shares no memory, or the array is elsewhere.
+        TypeError: not a JAX array.
+        EngineError: the platform shares no memory, or the array is on another platform.
     """
     if not isinstance(array, jax.Array):
         raise TypeError(f"from_jax expects a jax.Array, got {type(array).__name__}")
@@ -72,7 +73,8 @@ def from_jax(array: jax.Array) -> torch.Tensor:
             "jax.device_put first"
         )
     array.block_until_ready()
-    return dlpack.from_dlpack(array.__dlpack__())
+    tensor: torch.Tensor = dlpack.from_dlpack(array.__dlpack__())
+    return tensor
 
 
 def _check(caller: str, platforms: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""What torch.optim must know of torch_xla's device so that an optimizer's step stays on it.
+"""Add torch_xla's device to torch.optim's lists of fused and capturable devices.
 
-torch keeps lists of the devices that have fused kernels and of those on which steps are counted.  XLA is not in the
-first, though `torch_xla_kernels` has the kernels; and in the second not for every optimizer: for Adadelta and for
-``foreach=True`` torch asks without XLA, though nothing in those steps reads a value.  Without an entry the count is on
-the host, and a step that may be skipped waits for the device.
+torch lists the devices that have fused kernels, and those on which an optimizer may count its steps (``capturable``).
+XLA is missing in the first, although `amp_kernels` has the kernels.  In the second it is missing for Adadelta and for
+``foreach=True``, although those steps read no value.  Without an entry the count is on the host, and a step that may be
+skipped waits for the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives torch its lists back."""
+    """Restores torch's functions."""
     while _replaced:
         module, name, plain = _replaced.pop()
         setattr(module, name, plain)

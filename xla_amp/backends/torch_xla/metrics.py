@@ -1,7 +1,7 @@
-"""Exact counts of what torch_xla did, from its own counters.
+"""Exact event counts of torch_xla, from its counters.
 
-Programs are counted where they are looked up, on the thread that traces, so a count is right at once: torch_xla's own
-``ExecuteComputation`` lags behind, for another thread adds to it when the device is reached.
+Programs are counted where they are looked up, on the tracing thread, so a count is exact at once.  torch_xla's
+``ExecuteComputation`` lags behind: another thread increments it later.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def _count(*names: str) -> Callable[[], int]:
 
 
 def _times(name: str) -> Callable[[], int]:
-    """How often torch_xla measured something."""
+    """The number of torch_xla's measurements of `name`."""
     return lambda: _data(name)[0]
 
 
 def _total(name: str) -> Callable[[], int]:
-    """The sum of what torch_xla measured."""
+    """The sum of torch_xla's measurements of `name`."""
     return lambda: int(_data(name)[1])
 
 
@@ -46,7 +46,7 @@ COUNTERS: Mapping[str, tuple[str, Callable[[], int]]] = MappingProxyType(
         "device_to_host": ("transfers of a value to the host", _times("TransferFromDeviceTime")),
         "host_to_device": ("uploads of a tensor to the device", _times("TransferToDeviceTime")),
         "operations": ("nodes of the graphs run", _total("TensorsGraphSize")),
-        "fallbacks": ("operations run on the CPU for want of a lowering", _fallbacks),
+        "fallbacks": ("operations without a lowering, run on the CPU", _fallbacks),
     }
 )
 """Counter -> what it counts, and how to find it."""
@@ -77,4 +77,4 @@ class TorchXlaMetrics:
 metrics = TorchXlaMetrics()
 
 steps_ended = _count("MarkStep")
-"""How many steps were ended so far, by us or by the program."""
+"""Number of steps ended so far, by this package or by the program."""

@@ -1,8 +1,8 @@
-"""Checkpoints of tensors that are laid out over a mesh: written by shard, read into any other layout.
+"""Checkpoints of sharded tensors: written by shard, read into any other sharding.
 
-A checkpoint is a folder: the arrays, which Orbax writes, and ``structure.pt``, which holds everything else and a tensor
-without data for each array.  For values that are whole everywhere (one device, or processes with `xla_amp.launch`)
-`xla_amp.xla_model.save` is enough and needs no Orbax.
+A checkpoint is a folder: the arrays, which Orbax writes, and ``structure.pt``, which holds all other values and a meta
+tensor for each array.  For replicated values (one device, or processes of `xla_amp.launch`) `xla_amp.xla_model.save`
+is enough and needs no Orbax.
 
     checkpoint.save({"model": model, "optimizer": optimizer, "scaler": scaler, "step": 100}, "run/step-100")
     step = checkpoint.load({"model": model, "optimizer": optimizer, "scaler": scaler}, "run/step-100")["step"]
@@ -36,7 +36,7 @@ _ARRAYS, _STRUCTURE = "arrays", "structure.pt"
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a checkpoint, each device's shard from where it is; the folder appears when it is complete.
+    """Writes a checkpoint, each shard from its device; the folder appears when it is complete.
 
     Args:
         state: by name, objects with ``state_dict()`` and ``load_state_dict()`` (models, optimizers, scalers,
@@ -52,11 +52,11 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     _one_process("save")
     target = Path(path).absolute()
     if target.exists():
-        raise FileError(f"checkpoint.save({str(path)!r}): it exists; give each checkpoint a name of its own")
+        raise FileError(f"checkpoint.save({str(path)!r}): it exists; give each checkpoint a separate name")
     arrays: dict[str, jax.Array] = {}
 
     def detach(value: Any) -> Any:
-        if not _here(value):
+        if not _is_lazy(value):
             return value
         arrays[str(len(arrays))] = tensor_io.array_of(value.detach())
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -76,20 +76,21 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint into objects, laid out as their tensors are now; on how many devices it was written is no
-    matter.  An optimizer's state is laid out as its parameters are: mark those first.
+    """Reads a checkpoint into objects; their tensors keep their current shardings, whatever those at `save` were.
+
+    An optimizer's state gets the shardings of its parameters: mark those first.
 
     Args:
-        state: by name, what to read into: objects with ``load_state_dict()``, tensors (overwritten).  Other values, and
-            names that it does not have, are left to the result.
+        state: by name, what to read into: objects with ``load_state_dict()``, or tensors (overwritten).  The
+            result has the values for other objects and names.
         path: what `save` wrote.
 
     Returns:
-        The checkpoint's values of all names that no object took.
+        The checkpoint's values that were not read into an object.
 
     Raises:
         FileError: there is no complete checkpoint.
-        KeyError: the checkpoint has nothing of a name.
+        KeyError: the checkpoint lacks a name.
         DeviceError: in one of several processes.
         MissingLibraryError: Orbax is not installed.
     """
@@ -109,15 +110,19 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     for keys, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.is_meta:
             where: Any = keys
-            layout = layouts.get(where[0].key, _nowhere)(where[1:], leaf)
+            find: Callable[[tuple[Any, ...], torch.Tensor], Any] = layouts.get(where[0].key, _unsharded)
+            layout = find(where[1:], leaf)
             home = mesh.default_placement()
             sharding = layout or (SingleDeviceSharding(home) if isinstance(home, jax.Device) else home)
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
-                wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+                wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
             marked.append(layout)
     with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
-        arguments = {name: orbax.ArrayRestoreArgs(sharding=of.sharding, dtype=of.dtype) for name, of in wanted.items()}
+        arguments = {
+            name: orbax.ArrayRestoreArgs(sharding=struct.sharding, dtype=struct.dtype)
+            for name, struct in wanted.items()
+        }
         arrays = reader.restore(
             folder / _ARRAYS, orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": arguments})
         )["arrays"]
@@ -149,28 +154,28 @@ def _state_of(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-def _here(value: Any) -> bool:
+def _is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
 
 
-def _nowhere(where: tuple[Any, ...], leaf: torch.Tensor) -> None:
+def _unsharded(where: tuple[Any, ...], leaf: torch.Tensor) -> None:
     return None
 
 
 def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
-    """Where a tensor of `value`'s state belongs: ``found(path in the state, tensor of its shape)``."""
+    """Function that returns the sharding of a tensor of `value`'s state: of its path and a tensor of its shape."""
     if isinstance(value, Optimizer):
         numbered = [parameter for group in value.param_groups for parameter in group["params"]]
 
-        def of_parameter(where: tuple[Any, ...], leaf: torch.Tensor) -> Any:
+        def parameter_layout(where: tuple[Any, ...], leaf: torch.Tensor) -> Any:
             parameter = numbered[where[1].key] if where[0].key == "state" else None
-            if parameter is None or not _here(parameter) or parameter.shape != leaf.shape:
+            if parameter is None or not _is_lazy(parameter) or parameter.shape != leaf.shape:
                 return None
             return mesh.sharding_of(tensor_io.buffer_of(parameter))
 
-        return of_parameter
+        return parameter_layout
     present, _ = _pytree.tree_flatten_with_path(_state_of(value))
-    layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _here(tensor)}
+    layouts = {where: mesh.sharding_of(tensor_io.buffer_of(tensor)) for where, tensor in present if _is_lazy(tensor)}
     return lambda where, leaf: layouts.get(where)
 
 

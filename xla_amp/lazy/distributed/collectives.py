@@ -1,7 +1,7 @@
-"""What processes that train together compute with each other's values, as operations of the step.
+"""Collectives between processes, as operations of the step.
 
-A row of `COLLECTIVES` is the collective of `jax.lax` (or what is made of one) and the shape of its result; the axis
-that it works over is that of `xla_amp.lazy.runtime.mesh`.  The names and meanings are torch_xla's.
+A row of `COLLECTIVES` has the `jax.lax` collective and the shape of its result.  It works over the axis
+`xla_amp.lazy.runtime.mesh.AXIS`.  The names and meanings are torch_xla's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REDUCTIONS: Mapping[str, Reduce] = MappingProxyType(
         "or": _gathered(jnp.bitwise_or.reduce),
     }
 )
-"""XLA has no collective for the last three: everybody gathers."""
+"""XLA has no collective for the last three: each process gathers all values and reduces them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class Collective:
     """One row of the table."""
 
     shape: Callable[[Numbers, int, dict[str, Any]], Numbers]
-    """Shape of the result, from that of the operand, the processes in a group and the options."""
+    """Shape of the result: of the operand's shape, the group size and the options."""
     emit: Callable[[jax.Array, Any, int, dict[str, Any]], jax.Array]
-    """The operation: operand, groups, processes in a group, options."""
+    """The operation: of the operand, the groups, the group size and the options."""
 
 
 def _with(shape: Numbers, dim: int, extent: int) -> Numbers:
@@ -61,24 +61,25 @@ def _with(shape: Numbers, dim: int, extent: int) -> Numbers:
 def _scattered(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -> jax.Array:
     dim = options["dim"]
     if options["reduce_type"] == "sum":
-        return lax.psum_scatter(x, mesh.AXIS, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        part: jax.Array = lax.psum_scatter(x, mesh.AXIS, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+        return part
     [whole] = REDUCTIONS[options["reduce_type"]]((x,), groups)
-    part = x.shape[dim] // count
-    return lax.dynamic_slice_in_dim(whole, _place_in_group(groups, count) * part, part, axis=dim)
+    extent = x.shape[dim] // count
+    return lax.dynamic_slice_in_dim(whole, _rank_in_group(groups, count) * extent, extent, axis=dim)
 
 
-def _place_in_group(groups: Any, count: int) -> jax.Array:
+def _rank_in_group(groups: Any, count: int) -> jax.Array:
     index = lax.axis_index(mesh.AXIS)
     if groups is None:
         return index
-    places = [group.index(rank) for rank in range(count * len(groups)) for group in groups if rank in group]
-    return jnp.array(places, jnp.int32)[index]
+    ranks = [group.index(rank) for rank in range(count * len(groups)) for group in groups if rank in group]
+    return jnp.array(ranks, jnp.int32)[index]
 
 
-def _sent_from(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -> jax.Array:
-    """The root's value, to the bit: everybody else adds zeros, to its bits and not to its numbers (-0.0 + 0.0 is 0)."""
+def _broadcast(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -> jax.Array:
+    """The root's value, bit by bit: the others add zeros to its bits, not to its numbers (-0.0 + 0.0 is 0.0)."""
     if jnp.iscomplexobj(x):
-        return lax.complex(*(_sent_from(part, groups, count, options) for part in (jnp.real(x), jnp.imag(x))))
+        return lax.complex(*(_broadcast(part, groups, count, options) for part in (jnp.real(x), jnp.imag(x))))
     is_bool = x.dtype == jnp.bool_
     bits = x.astype(jnp.uint32) if is_bool else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits  # XLA:CPU adds few types of less than 4 bytes
@@ -90,28 +91,29 @@ def _sent_from(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -
 COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
     {
         "all_gather": Collective(
-            shape=lambda shape, count, of: _with(shape, of["dim"], shape[of["dim"]] * count),
-            emit=lambda x, groups, count, of: lax.all_gather(
-                x, mesh.AXIS, axis=of["dim"], axis_index_groups=groups, tiled=True
+            shape=lambda shape, count, options: _with(shape, options["dim"], shape[options["dim"]] * count),
+            emit=lambda x, groups, count, options: lax.all_gather(
+                x, mesh.AXIS, axis=options["dim"], axis_index_groups=groups, tiled=True
             ),
         ),
         "all_to_all": Collective(
-            shape=lambda shape, count, of: _with(
-                _with(shape, of["split"], shape[of["split"]] // count),
-                of["concat"],
-                (shape[of["concat"]] // (count if of["split"] == of["concat"] else 1)) * count,
+            shape=lambda shape, count, options: _with(
+                _with(shape, options["split"], shape[options["split"]] // count),
+                options["concat"],
+                (shape[options["concat"]] // (count if options["split"] == options["concat"] else 1)) * count,
             ),
-            emit=lambda x, groups, count, of: lax.all_to_all(
-                x, mesh.AXIS, of["split"], of["concat"], axis_index_groups=groups, tiled=True
+            emit=lambda x, groups, count, options: lax.all_to_all(
+                x, mesh.AXIS, options["split"], options["concat"], axis_index_groups=groups, tiled=True
             ),
         ),
-        "collective_broadcast": Collective(shape=lambda shape, count, of: shape, emit=_sent_from),
+        "collective_broadcast": Collective(shape=lambda shape, count, options: shape, emit=_broadcast),
         "collective_permute": Collective(
-            shape=lambda shape, count, of: shape,
-            emit=lambda x, groups, count, of: lax.ppermute(x, mesh.AXIS, of["pairs"]),
+            shape=lambda shape, count, options: shape,
+            emit=lambda x, groups, count, options: lax.ppermute(x, mesh.AXIS, options["pairs"]),
         ),
         "reduce_scatter": Collective(
-            shape=lambda shape, count, of: _with(shape, of["dim"], shape[of["dim"]] // count), emit=_scattered
+            shape=lambda shape, count, options: _with(shape, options["dim"], shape[options["dim"]] // count),
+            emit=_scattered,
         ),
     }
 )
@@ -126,7 +128,7 @@ def _world() -> int:
 def all_reduce(
     reduce_type: str, tensors: Sequence[torch.Tensor], groups: Any = None, pin_layout: bool = True
 ) -> list[torch.Tensor]:
-    """New tensors, each reduced over all processes (of its group), as one operation of the step."""
+    """New tensors, reduced over all processes (of the group), as one operation of the step."""
     if _world() == 1:
         return [tensor.clone() for tensor in tensors]
 
@@ -147,7 +149,7 @@ def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **option
     row = COLLECTIVES[name]
 
     def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
-        outs = tuple(tensor_io.spec(row.shape(of.shape, count, options), of.dtype) for of in specs)
+        outs = tuple(tensor_io.spec(row.shape(spec.shape, count, options), spec.dtype) for spec in specs)
 
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
             return [row.emit(x, lists, count, options) for x in inputs]
@@ -162,7 +164,7 @@ def _record(
 ) -> list[torch.Tensor]:
     with trace.lock:
         values = [tensor_io.read(tensor) for tensor in tensors]
-        specs = tuple(of for _, of in values)
+        specs = tuple(spec for _, spec in values)
         key = (what, specs, groups)
         instruction = _instructions.get(key)
         if instruction is None:
@@ -170,4 +172,4 @@ def _record(
             instruction = _instructions[key] = make(specs, lists)
         first = record(instruction, *(number for number, _ in values))
         outs: Any = instruction.outs
-        return [tensor_io.new_tensor(of, first + place) for place, of in enumerate(outs)]
+        return [tensor_io.new_tensor(spec, first + index) for index, spec in enumerate(outs)]

@@ -1,4 +1,4 @@
-"""`launch`: the processes of one machine, one per device, each running the same function."""
+"""`launch`: run a function in several processes of one machine, one device each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xla_amp.backends import base
 from xla_amp.lazy.distributed import processes
 
 GRACE = 5
-"""Seconds that the others have for ending by themselves when one has failed."""
+"""Seconds that the other processes get to exit after one has failed."""
 
 
 def _run(
@@ -28,15 +28,15 @@ def _run(
 def launch(
     function: Callable[..., Any], nprocs: int, args: tuple[Any, ...] = (), *, timeout: int | None = None
 ) -> None:
-    """Runs ``function(rank, *args)`` in `nprocs` new processes of this machine that train together, to the end.
+    """Runs ``function(rank, *args)`` in `nprocs` new processes that train together; returns when all have ended.
 
-    Each has one device, its own values, and the same program; `xla_model.all_reduce` and the like reach across.  Where
-    one process fails, the others are ended.  On several machines start the script with torchrun instead: the
-    variables that it sets are all that is needed.
+    Each process has one device, its own values, and the same program; `xla_model.all_reduce` and the other collectives
+    connect them.  If one process fails, the others are ended.  On several machines start the script with torchrun
+    instead: the variables that it sets are sufficient.
 
     Args:
         function: importable by name (the processes are spawned, not forked).
-        nprocs: how many; at most the number of devices on GPU and TPU.
+        nprocs: number of processes; at most the number of devices on GPU and TPU.
         args: more arguments, picklable.
         timeout: seconds that processes wait for each other; None takes ``XLA_AMP_TIMEOUT``, or 300.
 
@@ -53,13 +53,14 @@ def launch(
     base.require_lazy("launch()", "torch_xla.launch")
     from torch import multiprocessing
 
-    spawned = multiprocessing.spawn(_run, (function, args, nprocs, _two_ports(), timeout), nprocs, join=False)
+    arguments = (function, args, nprocs, _two_ports(), timeout)
+    spawned = multiprocessing.spawn(_run, arguments, nprocs, join=False)  # type: ignore[no-untyped-call]
     while not spawned.join(grace_period=GRACE):
         pass
 
 
 def _two_ports() -> int:
-    """A port that is free together with the next one, which the coordinator takes."""
+    """A free port whose successor is free too; the coordinator uses the second."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
-"""Several processes, one device each, that run the same program: JAX's coordinator, XLA's collectives.
+"""Processes with one device each that run the same program: start, end, rendezvous.
 
-Each process has values of its own.  To XLA an array is one that every device holds whole, which it never checks; the
-program runs under `jax.shard_map`, where an operation sees its own device's value and a collective sees everybody's.
+Each process has its own values.  XLA treats an array as replicated on every device, and does not check that; the
+program runs under `jax.shard_map`, where an operation sees its device's value and a collective sees all values.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
 from xla_amp.lazy.runtime import execute, mesh
 
-_LONGEST_SILENCE = 100
-"""Seconds without a sign of life after which JAX's coordinator takes a process for dead at the latest: its default."""
+_LONGEST_HEARTBEAT = 100
+"""Longest heartbeat timeout in seconds: the default of JAX's coordinator."""
 
-_meetings = itertools.count()
+_rendezvous_count = itertools.count()
 
 
 def join() -> None:
-    """Makes this process one of those that ``WORLD_SIZE`` announces; returns when all are there.
+    """Connects this process to the others that ``WORLD_SIZE`` announces; returns when all have come.
 
-    From then on the end of one ends the others: the coordinator misses its sign of life and ends them with a message
-    that has its number, at the latest after the timeout.
+    From then on the end of one process ends the others: the coordinator misses its heartbeat and ends them with a
+    message that names it, at the latest after the timeout.
 
     Raises:
-        EngineError: one of them did not come, or was started with other settings.
+        EngineError: a process did not come, or has other settings.
     """
-    place = config.process()
-    if place is None:
+    process = config.process()
+    if process is None:
         return
     if private_api.coordinator() is None:
-        consistency.meet(place)
-        _connect(place)
-        atexit.register(_leave)  # before JAX's own, which is registered and so runs later
+        consistency.meet(process)
+        _connect(process)
+        atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
     consistency.watch_regions()
     execute.admit, mesh.ended = consistency.compare, consistency.ended
 
 
-def _connect(place: config.Process) -> None:
+def _connect(process: config.Process) -> None:
     try:
         with private_api.without_preemption_notice():
             jax.distributed.initialize(
-                place.coordinator,
-                place.world_size,
-                place.rank,
-                local_device_ids=None if config.platform() == "cpu" else [place.local_rank],
-                initialization_timeout=place.timeout,
-                # The coordinator looks at intervals: two thirds leave time for it to see.
-                heartbeat_timeout_seconds=min(_LONGEST_SILENCE, 2 * place.timeout // 3),
-                shutdown_timeout_seconds=place.timeout,
+                process.coordinator,
+                process.world_size,
+                process.rank,
+                local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
+                initialization_timeout=process.timeout,
+                # The coordinator checks at intervals: two thirds of the timeout leave it time.
+                heartbeat_timeout_seconds=min(_LONGEST_HEARTBEAT, 2 * process.timeout // 3),
+                shutdown_timeout_seconds=process.timeout,
             )
     except Exception as error:
         raise EngineError(
-            f"process {place.rank} of {place.world_size} ({socket.gethostname()}, pid {os.getpid()}) could not meet "
-            f"the others at {place.coordinator} within {place.timeout} s: {error}"
+            f"process {process.rank} of {process.world_size} ({socket.gethostname()}, pid {os.getpid()}) could not "
+            f"meet the others at {process.coordinator} within {process.timeout} s: {error}"
         ) from error
 
 
@@ -76,13 +76,13 @@ _failed = False
 
 
 def fail() -> None:
-    """Says that this process ends with an error: it then leaves at once instead of waiting for the others."""
+    """Marks this process as failed: at exit it does not wait for the others."""
     global _failed
     _failed = True
 
 
 def _leave() -> None:
-    """At the interpreter's end.  JAX waits there for the other processes, which may wait for this one in a step."""
+    """Exit handler.  JAX's own waits for the other processes, which may wait for this one in a step."""
     if _failed or getattr(sys, "last_value", None) is not None:
         logging.shutdown()
         sys.stdout.flush()
@@ -91,37 +91,37 @@ def _leave() -> None:
 
 
 def world_size() -> int:
-    """How many processes train together."""
-    place = config.process()
-    return 1 if place is None else place.world_size
+    """Number of processes."""
+    process = config.process()
+    return 1 if process is None else process.world_size
 
 
 def ordinal() -> int:
-    """Number of this process among all, from 0."""
-    place = config.process()
-    return 0 if place is None else place.rank
+    """Rank of this process, from 0."""
+    process = config.process()
+    return 0 if process is None else process.rank
 
 
 def local_ordinal() -> int:
-    """Number of this process on its host, from 0."""
-    place = config.process()
-    return 0 if place is None else place.local_rank
+    """Rank of this process on its host, from 0."""
+    process = config.process()
+    return 0 if process is None else process.local_rank
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Waits for the others at `tag`; everyone's payload (of the processes `replicas` if given), in their order.
+    """Waits for all processes (or `replicas`) at `tag`; returns the payload of each, in order.
 
     Raises:
-        EngineError: somebody does not come within the timeout, which is named.
+        EngineError: a process does not come within the timeout; the message names it.
     """
-    place, client = config.process(), private_api.coordinator()
-    if place is None or client is None:
+    process, client = config.process(), private_api.coordinator()
+    if process is None or client is None:
         return [payload]
-    room = f"xla_amp/{next(_meetings)}/{tag}"
-    client.key_value_set_bytes(f"{room}/{place.rank}", payload)
+    key = f"xla_amp/{next(_rendezvous_count)}/{tag}"
+    client.key_value_set_bytes(f"{key}/{process.rank}", payload)
     return [
-        consistency.wait_for(client, place, f"{room}/{rank}", rank, repr(tag), binary=True)
-        for rank in replicas or range(place.world_size)
+        consistency.wait_for(client, process, f"{key}/{rank}", rank, repr(tag), binary=True)
+        for rank in replicas or range(process.world_size)
     ]
 
 

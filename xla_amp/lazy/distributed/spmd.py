@@ -1,4 +1,4 @@
-"""SPMD: one process, all its devices; tensors are laid out over a mesh and XLA puts the collectives in.
+"""SPMD in one process: tensors are sharded over a mesh of its devices, and XLA inserts the collectives.
 
 Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML Computation Graphs"; the names are torch_xla's.
 """
@@ -24,7 +24,7 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 Axis: TypeAlias = str | Sequence[str] | None
-"""What one dimension of a tensor is split over: a mesh axis, several, or nothing."""
+"""The mesh axes that one tensor dimension is split over: one, several, or none."""
 
 
 def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
@@ -35,7 +35,7 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
             is one axis, ``"data"``, over all of them.
 
     Raises:
-        DeviceError: it is not.
+        DeviceError: their product is another number.
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
@@ -54,14 +54,14 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> torch.Tensor:
     """Splits `tensor` over the devices of `mesh`, now and whenever it is written to; returns it.
 
-    The first call puts everything else on the mesh, whole on every device.  State that an optimizer makes for a
-    parameter (tensors of the parameter's shape) is laid out as the parameter is.
+    The first call replicates all other tensors on the mesh.  State that an optimizer makes for a parameter (tensors of
+    the parameter's shape) gets the parameter's sharding.
 
     Args:
         tensor: a parameter, buffer or batch on the lazy device that is not a view.
         mesh: from `make_mesh`; one per process.
-        spec: per dimension the mesh axis (or axes) that it is split over, None for whole; dimensions at the end may be
-            left out.
+        spec: for each dimension the mesh axis (or axes) that it is split over, or None; trailing dimensions may be left
+            out.
 
     Raises:
         ValueError: an unknown or repeated axis, more entries than dimensions, or an extent that does not divide.
@@ -83,7 +83,7 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
             f"{buffer.spec}; mark the base, or a clone()"
         )
     if meshes.active is None:
-        register_optimizer_step_post_hook(_lay_out_state)
+        register_optimizer_step_post_hook(_shard_state)
     meshes.use(mesh)
     meshes.set_sharding(buffer, layout)
     return tensor
@@ -113,13 +113,13 @@ def _partition(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> Partit
 
 
 def sharding_of(tensor: torch.Tensor) -> PartitionSpec | None:
-    """What `mark_sharding` said of the tensor, or None."""
+    """The sharding that `mark_sharding` gave the tensor, or None."""
     base.require_lazy("sharding_of()")
     layout = meshes.sharding_of(tensor_io.buffer_of(tensor))
     return None if layout is None else layout.spec
 
 
-def _lay_out_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _shard_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or parameter.device.type != DEVICE_TYPE:
             continue

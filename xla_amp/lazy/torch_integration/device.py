@@ -15,19 +15,19 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import c10d_stubs, composites, dynamic_shape, memory, rnn, sparse, wrappers
+from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
 from xla_amp.lazy.runtime import generator, mesh, pjrt
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, monkeypatches
+from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, monkeypatches
 from xla_amp.lowering import Lowering, registry, table
 
 
 class BackendModule:
-    """``torch.jax``: what torch asks of a device module."""
+    """``torch.jax``: the functions that torch calls on a device module."""
 
     _initialized = True
     """``torch.utils.checkpoint`` saves the device's random state only of an initialized module."""
@@ -60,7 +60,7 @@ class BackendModule:
         return contextlib.nullcontext()
 
     def current_stream(self, device: Any = None) -> None:
-        """The device has no streams of its own."""
+        """None: the device has no streams."""
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -137,7 +137,7 @@ def _install_kernels() -> None:
     registry.listeners.append(_install)
     for name, kernel in (composites.KERNELS | rnn.KERNELS).items():
         if f"aten::{name}" not in _installed:
-            _implement("aten", name, kernel)  # where autograd is off altogether (inference mode)
+            _implement("aten", name, kernel)  # where autograd is off (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
     for name, kernel in c10d_stubs.KERNELS.items():
         if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
@@ -160,7 +160,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
     if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # replacing our own kernel (override=True) is meant
+        warnings.simplefilter("ignore")  # re-registering a lowering (override=True) replaces our kernel
         library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
     _installed.add(key)
 
@@ -226,11 +226,12 @@ def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def _registered_name(operator: Any) -> str:
     """The name under which `xla_amp.lowering.register` takes the operator: that of its functional form.
 
-    The in-place and ``out=`` forms then follow by themselves (`_derived`).
+    The in-place and ``out=`` forms are derived from it (`_derived`).
     """
     schema = _functional_form(operator)._schema
+    name: str
     library, _, name = schema.name.partition("::")
-    overload = schema.overload_name
+    overload: str = schema.overload_name
     return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
 
 

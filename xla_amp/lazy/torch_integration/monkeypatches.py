@@ -155,7 +155,7 @@ def _replace_module_conversion() -> None:
     # torch's switch for swapping (torch.__future__.set_swap_module_params_on_conversion) is global and would change
     # modules of every device.  Here only a parameter that enters or leaves the lazy device is swapped.
     from torch.nn.modules import module
-    from torch.nn.parameter import is_lazy
+    from torch.nn.parameter import UninitializedTensorMixin
 
     apply, is_wrapper = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
 
@@ -170,10 +170,10 @@ def _replace_module_conversion() -> None:
         lazy = {
             name: type(p)
             for name, p in self._parameters.items()
-            if p is not None and is_lazy(p)  # type: ignore[no-untyped-call]
+            if p is not None and isinstance(p, UninitializedTensorMixin)
         }
         try:
-            return apply(self, fn if hasattr(fn, "notes") else noting, recurse)
+            return apply(self, fn if hasattr(fn, "notes") else noting, recurse)  # type: ignore[no-untyped-call]
         finally:
             _crossing.now = False
             for name, kind in lazy.items():

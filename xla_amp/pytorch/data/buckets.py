@@ -1,4 +1,4 @@
-"""Padding to a few sizes, so that data of many sizes needs few programs."""
+"""Pad tensors to a few sizes, so that data of many sizes needs few compiled programs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 def pad_to_bucket(tensor: torch.Tensor, sizes: Sequence[int], dim: int = -1, value: float = 0.0) -> torch.Tensor:
-    """`tensor` with `value` behind it along `dim`, up to the least of `sizes` that it fits in.
+    """`tensor` padded with `value` at the end of `dim`, to the smallest of `sizes` that it fits in.
 
-    Every shape is a program of its own.  Pad batches on the CPU, before they go to the device: there each size would be
-    a program again, that of the padding.  What the model makes of the padding is yours to say: labels padded with
-    ``ignore_index`` leave a loss as it was, attention needs a mask.
+    Every shape is a separate program.  Pad batches on the CPU, before they go to the device: there the padding itself
+    would be a program for each size.  The model must ignore the padding: labels padded with ``ignore_index`` do not
+    change a loss, attention needs a mask.
 
     Args:
         tensor: of any dtype.
         sizes: extents to pad to, in any order.
         dim: the dimension to pad.
-        value: what to fill with, taken to the dtype of `tensor`.
+        value: the padding, converted to the dtype of `tensor`.
 
     Returns:
-        The padded tensor, or `tensor` itself when it has one of the sizes.
+        The padded tensor, or `tensor` itself if it has one of the sizes.
 
     Raises:
         ValueError: `tensor` is longer than all of `sizes`, or has no such dimension.

@@ -1,4 +1,4 @@
-"""`DeviceLoader`: batches on the device before the loop asks for them."""
+"""`DeviceLoader`: prefetch batches to the device on a thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ITEM, _ERROR, _END = range(3)
 
 
 class DeviceLoader:
-    """Iterates a loader's batches on a device; a thread uploads ahead.
+    """Iterates over a loader's batches on a device; a thread uploads them ahead.
 
     On an XLA device each request for a batch first ends the step (`xla_amp.xla_model.mark_step`), as torch_xla's
     MpDeviceLoader does: what the loop recorded since the last batch runs as one program while the next is awaited.
@@ -31,7 +31,7 @@ class DeviceLoader:
     Raises:
         ValueError: `prefetch` is less than 1.
 
-    An exception of the loader is raised where the loop asks for the batch.  Leaving the loop early ends the thread, and
+    An exception of the loader is raised when the loop requests the batch.  Leaving the loop early ends the thread, and
     so does `close`.
 
     Example:
@@ -70,9 +70,9 @@ class DeviceLoader:
         return lambda tensor: tensor.to(device, non_blocking=True)
 
     def close(self) -> None:
-        """Ends every pass that is under way, and its thread."""
-        for under_way in list(self._passes):
-            under_way.close()
+        """Ends every running pass and its thread."""
+        for running in list(self._passes):
+            running.close()
 
 
 class _Pass(Iterator[Any]):
@@ -108,7 +108,7 @@ class _Pass(Iterator[Any]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread; the pass gives no more batches."""
+        """Ends the thread and the pass."""
         self._stop.set()
         self._thread.join()
 
@@ -122,7 +122,7 @@ def _fill(
     def put(kind: int, value: Any) -> None:
         while not stop.is_set():
             try:
-                return ready.put((kind, value), timeout=0.05)  # wakes up to see whether anybody still wants it
+                return ready.put((kind, value), timeout=0.05)  # wakes up to check `stop`
             except queue.Full:
                 continue
 

@@ -1,7 +1,7 @@
-"""The functions that PyTorch/XLA scripts call, under the names of ``torch_xla.core.xla_model``.
+"""Functions of ``torch_xla.core.xla_model`` for both engines, under the same names.
 
-On torch_xla, the processes are those that `torch_xla.launch` has started; on the lazy device those that
-`xla_amp.launch` or torchrun has started.  A process alone has world size 1: collectives scale, and reduce nothing.
+On torch_xla, `torch_xla.launch` starts the processes; on the lazy device, `xla_amp.launch` or torchrun does.  A single
+process has world size 1: collectives scale, and reduce nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MUL as REDUCE_MUL
 from xla_amp.pytorch.distributed.xm_collectives import REDUCE_OR as REDUCE_OR
 from xla_amp.pytorch.distributed.xm_collectives import REDUCE_SUM as REDUCE_SUM
 from xla_amp.pytorch.distributed.xm_collectives import REDUCE_TYPES as REDUCE_TYPES
-from xla_amp.pytorch.distributed.xm_collectives import Groups, reduce_gradients
+from xla_amp.pytorch.distributed.xm_collectives import Groups
 from xla_amp.pytorch.distributed.xm_collectives import _fetch_gradients as _fetch_gradients
 from xla_amp.pytorch.distributed.xm_collectives import all_gather as all_gather
 from xla_amp.pytorch.distributed.xm_collectives import all_reduce as all_reduce
@@ -35,6 +35,7 @@ from xla_amp.pytorch.distributed.xm_collectives import all_to_all as all_to_all
 from xla_amp.pytorch.distributed.xm_collectives import broadcast_master_param as broadcast_master_param
 from xla_amp.pytorch.distributed.xm_collectives import collective_broadcast as collective_broadcast
 from xla_amp.pytorch.distributed.xm_collectives import collective_permute as collective_permute
+from xla_amp.pytorch.distributed.xm_collectives import reduce_gradients as reduce_gradients
 from xla_amp.pytorch.distributed.xm_collectives import reduce_scatter as reduce_scatter
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
@@ -44,8 +45,8 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
     """The XLA device, started on first use, with autocast ready on it.
 
     Args:
-        n: index of the device; there is device 0.
-        devkind: ``"CPU"``, ``"GPU"`` or ``"TPU"``; raises when the device is of another kind.
+        n: index of the device; only 0 exists.
+        devkind: ``"CPU"``, ``"GPU"`` or ``"TPU"``; raises if the device is of another kind.
 
     Raises:
         DeviceError: no such device.
@@ -88,12 +89,12 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def get_memory_info(device: Any = None) -> dict[str, int]:
-    """Memory of the device in bytes: ``bytes_used``, and ``bytes_limit``, which is 0 where the platform has none.
+    """Memory of the device in bytes: ``bytes_used``, and ``bytes_limit``, which is 0 if the platform has none.
 
     On a platform that does not count (XLA:CPU) the bytes of live arrays are counted.
 
     Raises:
-        DeviceError: the engine's platform tells nothing.
+        DeviceError: the platform counts nothing.
     """
     stats = base.memory_stats()
     if "bytes_in_use" not in stats:
@@ -106,7 +107,7 @@ def get_memory_info(device: Any = None) -> dict[str, int]:
 
 
 def xrt_world_size(defval: int = 1) -> int:
-    """Processes that train together."""
+    """Number of processes."""
     return base.processes().world_size()
 
 
@@ -114,12 +115,12 @@ get_world_size = xrt_world_size
 
 
 def get_ordinal(defval: int = 0) -> int:
-    """Number of this process among all, from 0."""
+    """Rank of this process, from 0."""
     return base.processes().ordinal()
 
 
 def get_local_ordinal(defval: int = 0) -> int:
-    """Number of this process on its host, from 0."""
+    """Rank of this process on its host, from 0."""
     return base.processes().local_ordinal()
 
 
@@ -138,12 +139,12 @@ def master_print(*args: Any, fd: IO[str] | None = None, local: bool = False, flu
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
-    """Meets the other processes at `tag` and returns everyone's payload."""
+    """Waits for all processes at `tag` and returns the payload of each."""
     return base.processes().rendezvous(tag, payload, replicas)
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the data of all processes."""
+    """``reduce_fn`` of the list of all processes' data."""
     return base.processes().mesh_reduce(tag, data, reduce_fn)
 
 
@@ -151,7 +152,7 @@ def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> A
 
 
 class _Closures:
-    """What waits for the end of the step, and what runs beside the next one."""
+    """Closures that wait for the end of the step, and those that run on the thread."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[..., Any], tuple[Any, ...], bool]] = []
@@ -186,13 +187,13 @@ def mark_step(wait: bool = False) -> None:
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:
-    """Has ``closure(*args)`` called at the end of the step (`mark_step`), when its tensors have values to be read.
+    """Calls ``closure(*args)`` at the end of the step (`mark_step`), when its tensors have values.
 
     Args:
         closure: e.g. a function that logs a loss.
         args: its arguments, tensors of this step among them.
-        run_async: call it on a thread of its own, one closure after the other, so that the loop need not wait; its
-            exception then surfaces at a later `mark_step`.
+        run_async: call it on a separate thread, one closure after the other, so that the loop does not wait; a later
+            `mark_step` raises its exception.
     """
     _closures.waiting.append((closure, tuple(args), run_async))
 
@@ -235,7 +236,7 @@ def optimizer_step(
 
 
 def set_rng_state(seed: int | torch.Tensor, device: Any = None) -> None:
-    """Sets the device's random generator: to the beginning of a seed, or to a state from `get_rng_state`."""
+    """Seeds the device's random generator, or restores a state from `get_rng_state`."""
     engine = devices.engine()
     if isinstance(seed, torch.Tensor):
         engine.set_rng_state(seed)
@@ -251,7 +252,7 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False) -> None:
     """`torch.save` with XLA tensors stored as CPU tensors, so that the file loads anywhere; waits for the device.
 
-    A file at a path is replaced when the new one is complete: whoever is ended meanwhile leaves the old one.
+    A file at a path is replaced when the new one is complete: a process that is ended earlier leaves the old one.
 
     Args:
         data: any pytree: tensors in nested containers, e.g. a ``state_dict()``.

@@ -1,7 +1,7 @@
-"""What processes compute with each other's values: the collectives of ``torch_xla.core.xla_model``.
+"""Collectives between processes: those of ``torch_xla.core.xla_model``.
 
-Each is an operation of the step that it is called in: nothing runs, and nobody waits, before the step ends.  In one
-process alone they return copies.  None is differentiable, as in torch_xla: reduce gradients, not losses.
+Each is recorded as an operation of the step: no process runs or waits before the step ends.  In a single process they
+return copies.  None is differentiable, as in torch_xla: reduce gradients, not losses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from xla_amp.backends import base, devices
 
 REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
-"""What `all_reduce` can do with several tensors; torch_xla has the same as REDUCE_SUM and so on."""
+"""Reductions of `all_reduce`, also as REDUCE_SUM and so on, as in torch_xla."""
 REDUCE_SUM, REDUCE_MUL, REDUCE_AND, REDUCE_OR, REDUCE_MIN, REDUCE_MAX = REDUCE_TYPES
 
 Groups = Sequence[Sequence[int]] | None
-"""Lists of process numbers that work among themselves, ``[[0, 1], [2, 3]]``; None is all together."""
+"""Groups of ranks that communicate, such as ``[[0, 1], [2, 3]]``; None is one group of all."""
 
 
 def _checked_groups(call: str, groups: Groups) -> tuple[tuple[int, ...], ...] | None:
@@ -95,7 +95,7 @@ def all_reduce(
         reduce_type: one of `REDUCE_TYPES`.
         inputs: a tensor, or a list of tensors that are changed in place.
         scale: factor of the result.
-        groups: lists of process numbers that reduce among themselves; None is all together.
+        groups: groups of ranks that reduce separately; None is one group of all.
         cctx: accepted and unused, as in torch_xla.
         pin_layout: torch_xla's option of that name.
 
@@ -103,7 +103,7 @@ def all_reduce(
         A new tensor for a tensor, None for a list.
 
     Raises:
-        ValueError: an unknown reduce type, or groups in which not everybody is once.
+        ValueError: an unknown reduce type, or groups that do not hold each rank once.
         TypeError: `inputs` is neither a tensor nor a sequence of tensors.
     """
     _reduce_type("all_reduce", reduce_type)
@@ -131,7 +131,7 @@ def all_gather(
     output: torch.Tensor | None = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """Everybody's `value`, concatenated along `dim` in the order of the processes (of the group).
+    """The `value` of each process (of the group), concatenated along `dim` in the order of ranks.
 
     Args:
         value: of the same shape and dtype on all.
@@ -141,7 +141,7 @@ def all_gather(
         pin_layout: torch_xla's option of that name.
 
     Raises:
-        ValueError: no such dimension, or groups in which not everybody is once.
+        ValueError: no such dimension, or groups that do not hold each rank once.
     """
     checked = _checked_groups("all_gather", groups)
     dim = _dimension("all_gather", "dim", value, dim)
@@ -159,20 +159,20 @@ def reduce_scatter(
     output: torch.Tensor | None = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """Reduces `input` over all processes, times `scale`; each gets its part along `scatter_dim`.
+    """Reduces `input` over all processes, times `scale`; each process gets its part along `scatter_dim`.
 
     Args:
         reduce_type: one of `REDUCE_TYPES`.
         input: of the same shape and dtype on all.
         scale: factor of the result.
         scatter_dim: dimension that is split.
-        shard_count: in how many parts: the processes (of a group).
+        shard_count: number of parts: the size of a group.
         groups: as `all_reduce`.
         output: a tensor to write the result to.
         pin_layout: torch_xla's option of that name.
 
     Raises:
-        ValueError: an extent that does not divide, or another number of parts than there are processes.
+        ValueError: an extent that does not divide, or a number of parts that is not the group size.
     """
     _reduce_type("reduce_scatter", reduce_type)
     checked = _checked_groups("reduce_scatter", groups)
@@ -195,17 +195,17 @@ def all_to_all(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> torch.Tensor:
-    """Splits `value` along one dimension, sends part i to process i, and joins what arrives along another.
+    """Splits `value` along one dimension, sends part i to process i, and joins the received parts along another.
 
     Args:
         value: of the same shape and dtype on all.
-        split_dimension, concat_dimension: what is split, and what grows.
-        split_count: in how many parts: the processes (of a group).
+        split_dimension, concat_dimension: the dimensions to split and to join along.
+        split_count: number of parts: the size of a group.
         groups: as `all_reduce`.
         pin_layout: torch_xla's option of that name.
 
     Raises:
-        ValueError: an extent that does not divide, or another number of parts than there are processes.
+        ValueError: an extent that does not divide, or a number of parts that is not the group size.
     """
     checked = _checked_groups("all_to_all", groups)
     if split_count != _count(checked):
@@ -217,7 +217,7 @@ def all_to_all(
 
 
 def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Sends `value` from process to process; who gets nothing has zeros.
+    """Sends `value` from process to process; a process that receives nothing gets zeros.
 
     Args:
         value: of the same shape and dtype on all.
@@ -243,11 +243,11 @@ def collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> t
 def collective_broadcast(
     tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
 ) -> None:
-    """Gives every process the root's values, to the bit, in place.
+    """Copies the root's values, bit by bit, to every process, in place.
 
     Args:
         tensors: of the same shapes and dtypes on all.
-        root_ordinal: whose values.
+        root_ordinal: rank of the source.
         groups: as `all_reduce`; groups without the root get zeros.
         pin_layout: torch_xla's option of that name.
 
@@ -268,7 +268,7 @@ def collective_broadcast(
 
 
 def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Gives every process the first one's parameters and buffers, and ends the step."""
+    """Copies the first process's parameters and buffers to all others, and ends the step."""
     collective_broadcast([*model.parameters(), *model.buffers()], pin_layout=False)
     devices.engine().sync()
 
@@ -280,18 +280,18 @@ def reduce_gradients(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Averages the gradients over all processes, in place: with one, they are the average.
+    """Averages the gradients over all processes, in place.
 
-    Call it before `GradScaler.unscale_` and `step`, which look for what is not finite in the result.  A sparse gradient
-    gets everybody's entries, uncoalesced, of which each process must bring the same number.
+    Call it before `GradScaler.unscale_` and `step`, which check the result for inf and NaN.  A sparse gradient gets the
+    entries of all processes, uncoalesced; each process must have the same number of entries.
 
     Args:
         optimizer: whose gradients.
         groups: as `all_reduce`.
         pin_layout: torch_xla's option of that name.
-        dtype: in what wider floating gradients are sent and added (``torch.bfloat16`` halves the traffic of float32);
-            None is each one's own.  A sum that overflows there is inf, also when each process's part was finite, and
-            the step is skipped on all.
+        dtype: the dtype in which wider floating gradients are sent and added (``torch.bfloat16`` halves the traffic of
+            float32); None keeps each gradient's.  A sum that overflows in it is inf, even if each process's part is
+            finite, and the step is skipped on all.
 
     Raises:
         TypeError: `dtype` is not a floating dtype.
@@ -310,15 +310,15 @@ def reduce_gradients(
     gradients = _fetch_gradients(optimizer)
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
-        # One collective for all of a dtype, whatever their own dtypes are.
+        # One collective for all gradients.
         reduced = base.processes().all_reduce(REDUCE_SUM, [narrow(gradient) for gradient in dense], checked, pin_layout)
         for gradient, value in zip(dense, reduced, strict=True):
             gradient.copy_(value).mul_(1.0 / count)
         for gradient in gradients:
             if gradient.is_sparse:  # a sum of sparse tensors is all their entries
                 values = all_gather(narrow(gradient._values()), 0, groups, None, pin_layout).to(gradient.dtype)
-                places = all_gather(gradient._indices(), 1, groups, None, pin_layout)
-                joined = torch.sparse_coo_tensor(places, values / count, gradient.shape, check_invariants=False)
+                indices = all_gather(gradient._indices(), 1, groups, None, pin_layout)
+                joined = torch.sparse_coo_tensor(indices, values / count, gradient.shape, check_invariants=False)
                 gradient.copy_(joined)
 
 
