@@ -1,10 +1,10 @@
 """Floats that carry the formula by which Python computed them from an optimizer's hyperparameters.
 
 In a recorded call each float of ``param_groups`` is a `SymbolicFloat`, whose arithmetic and comparisons are written to
-a `FormulaTable`.  torch's dispatcher passes on only the value, so hyperparameters are shifted by a few units in the last
-place, differently in each call: numbers of the trace are recognized by their value, and `FormulaTable.resolve` restores
-the true ones before the program runs.  Users gain that learning-rate schedules replay without recompilation, with any
-optimizer.
+a `FormulaTable`.  torch's dispatcher passes on only the value, so hyperparameters are shifted by a few units in the
+last place, differently in each call: numbers of the trace are recognized by their value, and `FormulaTable.resolve`
+restores the true ones before the program runs.  Users gain that learning-rate schedules replay without recompilation,
+with any optimizer.
 
 A path from hyperparameter to operation that is not arithmetic (``math.sqrt``) shows as a number that changes from call
 to call, which prevents a capture.
