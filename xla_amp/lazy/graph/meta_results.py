@@ -253,7 +253,8 @@ def _aminmax_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[to
 
 @_of("convolution_overrideable")
 def _convolution(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return aten.convolution(*args, **kwargs)
+    result: torch.Tensor = aten.convolution(*args, **kwargs)
+    return result
 
 
 @_of("convolution_backward_overrideable")

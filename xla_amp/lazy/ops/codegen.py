@@ -211,7 +211,8 @@ class _Operation:
         }
         scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
         exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
-        return scope["kernel"]
+        kernel: Callable[..., Any] = scope["kernel"]
+        return kernel
 
 
 def number_key(value: Any) -> Any:

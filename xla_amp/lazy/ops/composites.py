@@ -41,9 +41,11 @@ def is_transformed(*tensors: torch.Tensor) -> bool:
 
 # -- attention --------------------------------------------------------------------------------------------------------
 
-_attention = aten._scaled_dot_product_fused_attention_overrideable.default
-_attention_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
-_composite_attention = aten.scaled_dot_product_attention.default.decompose
+_attention: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_fused_attention_overrideable.default
+_attention_backward: Callable[..., tuple[torch.Tensor | None, ...]] = (
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default
+)
+_composite_attention: Callable[..., tuple[torch.Tensor, ...]] = aten.scaled_dot_product_attention.default.decompose
 _FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
 """Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours runs if any is."""
 

@@ -94,7 +94,7 @@ def positions(mask: torch.Tensor, name: str) -> torch.Tensor:
     return transfer.to_device(torch.nonzero(_to_host(mask, name)))
 
 
-def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
+def expand_masks(index: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The ``index.Tensor`` kernel `index`, with boolean masks converted to indices (a host sync for their count)."""
 
     def indexed(self: torch.Tensor, indices: Any) -> torch.Tensor:
@@ -109,7 +109,7 @@ def expand_masks(index: Callable[..., Any]) -> Callable[..., Any]:
     return indexed
 
 
-def find_length(repeat: Callable[..., Any]) -> Callable[..., Any]:
+def find_length(repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The ``repeat_interleave.Tensor`` kernel `repeat`, with the length of the result read from the data by default."""
 
     def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) -> torch.Tensor:

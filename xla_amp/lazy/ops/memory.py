@@ -6,7 +6,7 @@ Each is a kernel for one ATen overload; the dispatcher calls it with the argumen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,19 +21,20 @@ from xla_amp.lazy.tensors import dlpack, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 KERNELS: dict[str, Callable[..., Any]] = {}
 """ATen name -> kernel."""
 
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 # torch's meta kernels create the alias without reading or bounds-checking the storage, which has no bytes here.
-_as_strided = aten.as_strided.default._handle.redispatch_boxed
-_view = aten.view.default._handle.redispatch_boxed
-_view_as_real = aten.view_as_real.default._handle.redispatch_boxed
-_view_as_complex = aten.view_as_complex.default._handle.redispatch_boxed
+_as_strided: Callable[..., torch.Tensor] = aten.as_strided.default._handle.redispatch_boxed
+_view: Callable[..., torch.Tensor] = aten.view.default._handle.redispatch_boxed
+_view_as_real: Callable[..., torch.Tensor] = aten.view_as_real.default._handle.redispatch_boxed
+_view_as_complex: Callable[..., torch.Tensor] = aten.view_as_complex.default._handle.redispatch_boxed
 
 
-def _kernel(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(*names: str) -> Callable[[_Kernel], _Kernel]:
+    def decorate(function: _Kernel) -> _Kernel:
         KERNELS.update(dict.fromkeys(names, function))
         return function
 
@@ -54,7 +55,8 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
 
 @_kernel("_efficientzerotensor")
 def _efficient_zeros(size: Any, **options: Any) -> torch.Tensor:
-    return aten.full(size, 0, **options)  # XLA folds zeros, so the device needs no ZeroTensor
+    zeros: torch.Tensor = aten.full(size, 0, **options)
+    return zeros  # XLA folds zeros, so the device needs no ZeroTensor
 
 
 @_kernel("empty_strided")
@@ -133,12 +135,14 @@ def _complex_view(self: torch.Tensor) -> torch.Tensor:
 @_kernel("_conj")
 def _conj(self: torch.Tensor) -> torch.Tensor:
     # Lazy conjugation would be a bit that matrix products and copies must check; XLA fuses the operation anyway.
-    return aten._conj_physical(self)
+    result: torch.Tensor = aten._conj_physical(self)
+    return result
 
 
 @_kernel("_neg_view")
 def _neg_view(self: torch.Tensor) -> torch.Tensor:
-    return aten.neg(self)
+    result: torch.Tensor = aten.neg(self)
+    return result
 
 
 @_kernel("as_strided_")
@@ -253,7 +257,10 @@ def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.
 def _weight_norm_backward(
     grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return aten._weight_norm_differentiable_backward(grad_w, saved_v, saved_g, saved_norms, dim)
+    gradients: tuple[torch.Tensor, torch.Tensor] = aten._weight_norm_differentiable_backward(
+        grad_w, saved_v, saved_g, saved_norms, dim
+    )
+    return gradients
 
 
 # -- reads -------------------------------------------------------------------------------------------------------------

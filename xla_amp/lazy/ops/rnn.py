@@ -68,13 +68,15 @@ class _Layer(torch.autograd.Function):
 
 def _run(mode: str, reverse: bool, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Layer.apply(mode, reverse, *tensors)
-    return _forward(mode, *tensors, reverse)[:2]
+        results: tuple[torch.Tensor, ...] = _Layer.apply(mode, reverse, *tensors)  # type: ignore[no-untyped-call]
+    else:
+        results = _forward(mode, *tensors, reverse)
+    return results[0], results[1]
 
 
 def _network(
     mode: str,
-    composite: Callable[..., Any],
+    composite: Callable[..., tuple[torch.Tensor, ...]],
     input: torch.Tensor,
     hx: Any,
     params: Sequence[torch.Tensor],

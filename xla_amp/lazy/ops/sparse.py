@@ -28,6 +28,10 @@ from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+_copy_sparse: Callable[..., torch.Tensor] = aten.copy_sparse_to_sparse_
+_make_unchecked: Callable[..., torch.Tensor] = (
+    aten._sparse_coo_tensor_with_dims_and_tensors.default._handle.redispatch_boxed
+)
 
 FROM_TORCH: Sequence[str] = (
     "_coalesced_",
@@ -92,7 +96,7 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
 def _make(indices: torch.Tensor, values: torch.Tensor, size: Sequence[int], coalesced: bool) -> torch.Tensor:
     """A sparse tensor of two tensors of the device, unchecked."""
     sparse_dims = indices.shape[0]
-    return aten._sparse_coo_tensor_with_dims_and_tensors.default._handle.redispatch_boxed(
+    return _make_unchecked(
         _CPU,
         *(sparse_dims, len(size) - sparse_dims, list(size), indices, values),
         dtype=values.dtype,
@@ -183,7 +187,7 @@ def add_(self: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1) -> torch.Te
         with trace.lock:
             tensor_io.write(self, _recorded("add_sparse_", _add_rows, (_spec_of(self),), *arguments))
         return self
-    return aten.copy_sparse_to_sparse_(self, _joined(self, other, alpha))
+    return _copy_sparse(self, _joined(self, other, alpha))
 
 
 def _joined(self: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor:
@@ -279,7 +283,7 @@ def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) 
         )
     if self.device.type != DEVICE_TYPE:
         return self.copy_(source.to(self.device))
-    return aten.copy_sparse_to_sparse_(self, source, non_blocking)
+    return _copy_sparse(self, source, non_blocking)
 
 
 def embedding_backward(

@@ -199,7 +199,8 @@ def _ctc_loss_backward(
 ) -> torch.Tensor:
     operands = _ctc_operands(log_probs, targets, input_lengths, target_lengths)
     saved = (neg_log_likelihood, log_alpha)
-    return aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *saved, blank, zero_infinity)
+    gradient: torch.Tensor = aten._ctc_loss_backward.Tensor(grad, log_probs, *operands, *saved, blank, zero_infinity)
+    return gradient
 
 
 # -- forward-mode differentiation -------------------------------------------------------------------------------------

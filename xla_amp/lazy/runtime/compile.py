@@ -69,7 +69,8 @@ class Program:
     def optimized_hlo(self) -> str:
         """The text of the program as XLA compiled it."""
         with private_api.x64():
-            return self.lower().compile().as_text()
+            text: str = self.lower().compile().as_text()
+            return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,11 +257,11 @@ def _conform(result: Any, spec: Spec) -> jax.Array:
     """
     if result is None:
         return jnp.zeros(spec.shape, spec.numpy_dtype)
-    result = jnp.asarray(result)
-    if result.shape != spec.shape:
-        if result.size != spec.size:
-            raise ValueError(f"it gave shape {list(result.shape)} where torch expects {list(spec.shape)}")
-        result = result.reshape(spec.shape)
-    if result.dtype == spec.numpy_dtype:
-        return result
-    return result != 0 if spec.numpy_dtype == np.bool_ else result.astype(spec.numpy_dtype)
+    array: jax.Array = jnp.asarray(result)
+    if array.shape != spec.shape:
+        if array.size != spec.size:
+            raise ValueError(f"it gave shape {list(array.shape)} where torch expects {list(spec.shape)}")
+        array = array.reshape(spec.shape)
+    if array.dtype == spec.numpy_dtype:
+        return array
+    return array != 0 if spec.numpy_dtype == np.bool_ else array.astype(spec.numpy_dtype)

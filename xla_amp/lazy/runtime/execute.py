@@ -181,9 +181,11 @@ def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.nd
 def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
     if not donated and not kept:  # no argument tells the device
-        return program.call(donated, kept, mesh.put(floats), mesh.put(ints))
+        outputs: list[Any] = program.call(donated, kept, mesh.put(floats), mesh.put(ints))
+        return outputs
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
-        return program.call(donated, kept, floats, ints)
+        outputs = program.call(donated, kept, floats, ints)
+    return outputs
 
 
 def _forget(targets: list[Buffer]) -> None:

@@ -75,4 +75,5 @@ def put(array: jax.Array, wanted: Format) -> jax.Array:
     if layout is not None and layout.major_to_minor == wanted.layout.major_to_minor:  # type: ignore[union-attr]
         return array
     with private_api.x64():
-        return jax.device_put(array, wanted)
+        moved: jax.Array = jax.device_put(array, wanted)
+        return moved

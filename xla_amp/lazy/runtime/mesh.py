@@ -74,7 +74,8 @@ def describe(mesh: Mesh) -> str:
 def put(value: np.ndarray | jax.Array) -> jax.Array:
     """Puts a value of this process on the device or the mesh; call with 64-bit types enabled."""
     if not replicas:
-        return jax.device_put(value, default_placement())
+        placed: jax.Array = jax.device_put(value, default_placement())
+        return placed
     local = jax.device_put(value, pjrt.jax_device())
     return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])  # type: ignore[arg-type]
 
@@ -93,7 +94,8 @@ def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
 
 def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
     with private_api.x64():  # otherwise int64 becomes int32
-        return jax.device_put(array, where)
+        moved: jax.Array = jax.device_put(array, where)
+        return moved
 
 
 def sharding_of(buffer: Buffer) -> NamedSharding | None:

@@ -35,4 +35,5 @@ def jax_device() -> jax.Device:
 @functools.cache
 def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
-    return _PLATFORMS.get(jax_device().platform, jax_device().platform)
+    name: str = jax_device().platform
+    return _PLATFORMS.get(name, name)

@@ -27,7 +27,8 @@ def from_memory(tensor: torch.Tensor) -> jax.Array:
     """
     source = tensor.detach().resolve_conj().resolve_neg().contiguous()
     with private_api.x64():
-        return jax.dlpack.from_dlpack(source)
+        array: jax.Array = jax.dlpack.from_dlpack(source)
+        return array
 
 
 def copy_to_device(tensor: torch.Tensor, dtype: torch.dtype) -> jax.Array:

@@ -58,7 +58,7 @@ def step_begins() -> None:
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            return parameter.device.type == DEVICE_TYPE
+            return bool(parameter.device.type == DEVICE_TYPE)
     return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
         DeviceError: the tensor is on another device.
     """
     store = tensor.untyped_storage()
-    buffer = store._xla_amp
+    buffer: Buffer | None = store._xla_amp
     if buffer is None:
         if tensor.device.type != DEVICE_TYPE:
             raise _foreign(tensor)
@@ -278,7 +278,7 @@ def write_out(tensor: torch.Tensor, value_spec: Spec, number: int) -> None:
     write(tensor, number)
 
 
-_set_geometry = torch.ops.aten.set_.source_Storage_storage_offset._handle.redispatch_boxed
+_set_geometry: Callable[..., torch.Tensor] = torch.ops.aten.set_.source_Storage_storage_offset._handle.redispatch_boxed
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
@@ -339,7 +339,8 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
             flush()
         if type(buffer.array) is Poisoned:
             raise StepFailedError(buffer.array.reason)
-        return buffer.array
+        array: jax.Array = buffer.array
+        return array
 
 
 _SMALL = 1 << 20
