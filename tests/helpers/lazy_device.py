@@ -76,14 +76,3 @@ def jax_events() -> Iterator[list[str]]:
 def array_behind(tensor: torch.Tensor) -> jax.Array | None:
     """The JAX array of the storage behind a tensor (``None`` while its value is only in the trace)."""
     return tensor.untyped_storage()._xla_amp.array
-
-
-def outputs_of_next_flush() -> int:
-    """Flushes the trace, and returns how many distinct arrays the executable gave to buffers."""
-    from xla_amp.lazy.runtime import execute
-
-    before = set(execute._programs)
-    engine.sync()
-    new = [key for key in execute._programs if key not in before]
-    assert len(new) == 1, "the program was not new, so its outputs cannot be told from the cache"
-    return len(set(new[0].wanted))
