@@ -1,4 +1,4 @@
-"""What only the lazy device can do says so; what both can do works on torch_xla."""
+"""Functions of the lazy device alone raise on torch_xla; functions of both engines work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions of ours on torch_xla's device: PyTorch/XLA's own AMP tests by behaviour, and what it gets back afterwards."""
+"""xla_amp regions on torch_xla's device: PyTorch/XLA's own AMP tests by behaviour, and what it gets back afterwards."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_other_threads_have_torch_xlas_meanwhile(matrix):
 
 
 def test_users_can_install_our_rules_for_torch_autocast():
-    """In a process of its own, for it lasts."""
+    """In a separate process, because the change lasts."""
     script = (
         "import torch, torch_xla\n"
         "from xla_amp.pytorch import dispatch\n"

@@ -3,7 +3,7 @@
     python target_program.py FOLDER
 
 writes ``FOLDER/<layout>-<platform>.mlir`` for each of `CASES`.  The steps before run on virtual CPU devices, so that
-the optimizer has its state; then the recorded step is built anew for the platform.
+the optimizer has its state; then the recorded step is compiled again for the platform.
 """
 
 from __future__ import annotations

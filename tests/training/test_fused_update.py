@@ -106,7 +106,7 @@ def test_each_new_value_takes_the_place_of_its_own_old_one():
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW amsgrad"])
 def test_the_first_step_is_the_same_program_as_the_next_ones(name):
-    """State and scale are there before it: made by the step, they would make it a program of its own to compile."""
+    """State and scale exist before the first step: made by it, they would make it a separate program to compile."""
     device = xla_amp.xla_device()
     params = [nn.Parameter(torch.full(shape, 0.5).to(device)) for shape in [(3, 4), (5,)]]
     optimizer, scaler = FUSED[name][0](params), GradScaler(device)

@@ -249,7 +249,7 @@ def test_the_loop_for_gpus():
     xla_amp.sync()
     after = xla_amp.metrics()
     assert output.dtype is torch.float16
-    # 18 steps: one program each, nothing built anew, the host never waits
+    # 18 steps: one program each, no recompile, the host never waits
     steps = {name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")}
     assert steps == {"executions": 18, "compilations": 0, "host_syncs": 0}
     history = torch.stack(losses).tolist()
