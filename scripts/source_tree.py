@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
-# The root module is last because users enter there: it names everything and is imported by nobody inside.
+# The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.types", "xla_amp.errors"),
     ("xla_amp.config", "xla_amp.events", "xla_amp.loss_scaling"),
@@ -129,7 +129,7 @@ def file_imports(path: str, root: Path = ROOT) -> list[Import]:
 
 
 def resolve(name: str, known: Mapping[str, str]) -> str | None:
-    """The longest module of `known` that `name` is or lies in, or None for a third-party name."""
+    """The longest module of `known` that `name` is or belongs to, or None for a third-party name."""
     while name:
         if name in known:
             return name

@@ -2,7 +2,7 @@
 
     PJRT_DEVICE=CPU python tests/torch_xla_engine/counted_example.py [--stock] [flags of the example]
 
-`--stock` puts torch's `GradScaler` in the place of ours.
+`--stock` replaces our `GradScaler` with torch's.
 """
 
 from __future__ import annotations

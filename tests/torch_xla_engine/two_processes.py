@@ -1,6 +1,6 @@
 """The programs that one of two processes would run, as JSON on the last line: text by collective.
 
-A process of its own, in which torch_xla believes that there are two: its CPU client has one device (with a second it
+A separate process, in which torch_xla believes that there are two: its CPU client has one device (with a second it
 ends the process), and it ties each collective to the one before it, so that nothing may run here afterwards.
 """
 

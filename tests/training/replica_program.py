@@ -267,7 +267,7 @@ def resume(rank, folder, world):
 
 
 def idle(rank, folder):
-    """Started without `launch`: one process ends without a word, the other waits for nobody in particular."""
+    """Started without `launch`: one process ends without a word, the other waits for no particular process."""
     xla_amp.xla_device()
     xm.rendezvous("all are here")
     Path(folder, f"ready-{rank}").touch()

@@ -189,7 +189,7 @@ def counts_of(number):
 
 
 def test_the_program_grows_by_the_same_for_each_parameter_and_its_kernels_do_not():
-    """A flag worked out anew in every update is quadratic; entries picked out of a vector are kernels of their own."""
+    """A flag recomputed in every update is quadratic; entries picked out of a vector are kernels of their own."""
     instructions, kernels = zip(*(counts_of(number) for number in (16, 24, 32)), strict=True)
     assert instructions[2] - instructions[1] <= 1.02 * (instructions[1] - instructions[0])
     assert kernels[0] == kernels[1] == kernels[2]
