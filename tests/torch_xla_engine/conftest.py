@@ -12,7 +12,7 @@ import pytest
 
 HAS_TORCH_XLA = find_spec("torch_xla") is not None
 
-# The files import torch_xla at the top: without it they are not collected, which the summary reports (tests/conftest.py).
+# The files import torch_xla at the top: without it they are not collected; the summary reports it (tests/conftest.py).
 collect_ignore_glob = [] if HAS_TORCH_XLA else ["test_*.py"]
 
 if HAS_TORCH_XLA:  # on a machine with an accelerator a test must mean the same
