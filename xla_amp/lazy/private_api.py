@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -55,15 +54,11 @@ def require_free_slot(name: str) -> None:
         )
 
 
-def register_device(name: str, module: Any) -> None:
+def register_device(name: str, module: Any, guard: Any) -> None:
     """Registers `module` as ``torch.<name>`` and the device type `name` with a kernel-less Python backend."""
     from torch.utils import backend_registration
 
-    class Guard(torch._C._acc.DeviceGuard):
-        # C++ calls this several times per backward node; a C-implemented callable costs no Python frame.
-        type_ = staticmethod(itertools.repeat(torch._C._autograd.DeviceType.PrivateUse1).__next__)
-
-    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=Guard())
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=guard)
 
 
 def create_tensor(shape: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _probe(device: torch.device) -> bool:
     try:
         with torch.enable_grad():
             probe = torch.empty(0, device=device, requires_grad=True)
-            result: torch.Tensor = _Nothing.apply(probe)
+            result: torch.Tensor = _Nothing.apply(probe)  # type: ignore[no-untyped-call, unused-ignore]
         result.backward(torch.empty(0, device=device))
     except RuntimeError as error:
         if "device_ready_queues_" in str(error):

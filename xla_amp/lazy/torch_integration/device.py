@@ -22,7 +22,7 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, monkeypatches
+from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, device_guard, monkeypatches
 from xla_amp.lowering import Lowering, registry, table
 
 
@@ -119,7 +119,7 @@ def device() -> torch.device:
             pjrt.jax_device()
             if processes.world_size() > 1:
                 mesh.use_processes()
-            private_api.register_device(DEVICE_TYPE, BackendModule())
+            private_api.register_device(DEVICE_TYPE, BackendModule(), device_guard.make())
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
             step_marker.install()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
@@ -20,7 +21,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator
+from xla_amp.lazy.torch_integration import accelerator, device_guard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,6 +199,11 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
 """C function behind ``torch.accelerator`` -> its replacement; the started lazy device is torch's only accelerator."""
 
 
+def _replace_engine_run_backward() -> None:
+    run_backward = device_guard.run_backward(torch.autograd.graph._engine_run_backward)
+    torch.autograd._engine_run_backward = torch.autograd.graph._engine_run_backward = run_backward  # type: ignore[attr-defined]
+
+
 def _replace_accelerator() -> None:
     for name, function in _ACCELERATOR.items():
         if hasattr(torch._C, name):
@@ -253,6 +259,12 @@ PATCHES = (
         reason="A CPU parameter cannot become a lazy one in place, so Module.to would make new Parameters: tied "
         "weights would separate, and an optimizer built earlier would keep the CPU ones. torch can swap the contents.",
         install=_replace_module_conversion,
+    ),
+    Patch(
+        names=("torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward"),
+        reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
+        "this raises it again (`device_guard`).",
+        install=_replace_engine_run_backward,
     ),
     Patch(
         names=tuple(f"torch._C.{name}" for name in _ACCELERATOR),

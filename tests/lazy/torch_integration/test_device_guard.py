@@ -1,0 +1,169 @@
+"""Hooks that raise during a backward pass: the error reaches the caller as on the CPU, and training goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import traceback
+
+import pytest
+import torch
+
+import xla_amp
+
+KINDS = ("tensor", "intermediate", "post accumulate", "module", "module pre", "node", "node pre")
+
+
+class StopTraining(BaseException):
+    """An error that is no Exception."""
+
+
+def backward_that_raises(kind: str, device: torch.device | str, error: BaseException) -> torch.nn.Linear:
+    """A backward pass in which a hook of `kind` raises `error`; returns the model if none did."""
+
+    def hook(*args: object) -> None:
+        raise error
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3).to(device)
+    x = torch.ones(2, 3, device=device, requires_grad=True)
+    if kind == "module":
+        model.register_full_backward_hook(hook)
+    elif kind == "module pre":
+        model.register_full_backward_pre_hook(hook)
+    y = model(x * 2)
+    if kind == "tensor":
+        x.register_hook(hook)
+    elif kind == "intermediate":
+        y.register_hook(hook)
+    elif kind == "post accumulate":
+        model.weight.register_post_accumulate_grad_hook(hook)
+    elif kind == "node":
+        y.grad_fn.register_hook(hook)
+    elif kind == "node pre":
+        y.grad_fn.register_prehook(hook)
+    y.sum().backward()
+    return model
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return xla_amp.xla_device()
+
+
+@pytest.mark.parametrize("error", [ValueError("of the hook", 7), KeyboardInterrupt(), StopTraining("now")], ids=repr)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_error_reaches_the_caller(device, kind, error):
+    with pytest.raises(type(error)) as on_cpu:
+        backward_that_raises(kind, "cpu", error)
+    assert on_cpu.value is error
+    error.__traceback__ = None
+    before = torch.arange(4.0, device=device) * 3  # recorded, not yet run
+    with pytest.raises(type(error)) as caught:
+        backward_that_raises(kind, device, error)
+    assert caught.value is error
+    assert caught.value.__context__ is None
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[-1] == "hook"
+    assert "backward_that_raises" in frames
+    assert before.tolist() == [0.0, 3.0, 6.0, 9.0]
+
+
+def test_gradients_of_the_nodes_that_ran_are_kept_as_on_the_cpu(device):
+    def grads(where):
+        a, b = (torch.ones(2, device=where, requires_grad=True) for _ in range(2))
+        inner = a * 2
+        inner.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            (inner.sum() + (b * 5).sum() * 0 + (b * 3).sum()).backward()
+        return [None if x.grad is None else x.grad.tolist() for x in (a, b)]
+
+    assert grads(device) == grads("cpu")
+
+
+def test_training_goes_on_after_the_error_as_if_the_pass_had_not_been(device):
+    def losses(where, interrupted):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.linspace(-1, 1, 12).reshape(3, 4).to(where)
+        found = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if interrupted and step % 2:
+                handle = loss.register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                handle.remove()
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(device, True) == losses(device, False)
+    assert losses(device, True) == pytest.approx(losses("cpu", False), rel=1e-5)
+
+
+def test_threads_get_their_own_errors(device):
+    wrong = []
+
+    def work(number: int) -> None:
+        for turn in range(10):
+            mine = ValueError(number, turn)
+            try:
+                backward_that_raises("intermediate", device, mine)
+            except ValueError as error:
+                if error is not mine:
+                    wrong.append((number, turn, error))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_nested_backward_passes(device):
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x * 2
+
+        @staticmethod
+        def backward(context, grad):
+            with torch.enable_grad():
+                x = torch.ones(2, device=grad.device, requires_grad=True)
+                y = x * 3
+                y.register_hook(lambda g: 1 / 0)
+                y.sum().backward()
+            return grad
+
+    x = torch.ones(2, device=device, requires_grad=True)
+    with pytest.raises(ZeroDivisionError):
+        Inner.apply(x).sum().backward()
+
+
+PROGRAM = """
+    import torch, xla_amp
+    device = xla_amp.xla_device()
+    w = torch.ones(2, device=device, requires_grad=True)
+    w.register_hook(lambda grad: 1 / 0)
+    try:
+        (w * 2).sum().backward()
+    except ZeroDivisionError as error:
+        print("caught", error)
+    print((w * 2).tolist())
+"""
+
+
+def test_the_first_backward_pass_of_a_process_may_raise():
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == ["caught division by zero", "[2.0, 2.0]"]
