@@ -100,7 +100,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(y.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.dropout(self.mlp(self.norm2(x)))
+        return x
 
 
 class GPT(nn.Module):
@@ -119,7 +120,8 @@ class GPT(nn.Module):
 
     def forward(self, bytes_: Tensor) -> Tensor:
         positions = torch.arange(bytes_.shape[1], device=bytes_.device)
-        return self.head(self.norm(self.blocks(self.token(bytes_) + self.position(positions))))
+        logits: Tensor = self.head(self.norm(self.blocks(self.token(bytes_) + self.position(positions))))
+        return logits
 
 
 @torch.no_grad()

@@ -126,11 +126,14 @@ def convnet(side: int) -> nn.Module:
 def make_optimizer(model: nn.Module, name: str, lr: float | None, sync_free: bool) -> torch.optim.Optimizer:
     """`name` from xla_amp.syncfree or torch.optim: the same classes, the same arguments."""
     library = syncfree if sync_free else torch.optim
+    optimizer: torch.optim.Optimizer
     if name == "sgd":
-        return library.SGD(model.parameters(), lr=lr or 0.05, momentum=0.9, weight_decay=5e-4)
-    if name == "adam":
-        return library.Adam(model.parameters(), lr=lr or 0.003)
-    return library.AdamW(model.parameters(), lr=lr or 0.003, weight_decay=0.01)
+        optimizer = library.SGD(model.parameters(), lr=lr or 0.05, momentum=0.9, weight_decay=5e-4)
+    elif name == "adam":
+        optimizer = library.Adam(model.parameters(), lr=lr or 0.003)
+    else:
+        optimizer = library.AdamW(model.parameters(), lr=lr or 0.003, weight_decay=0.01)
+    return optimizer
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
