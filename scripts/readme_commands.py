@@ -14,7 +14,9 @@ MARKS = {"example": "examples/mnist.py", "tests": "-m pytest"}
 def command(name: str, text: str | None = None) -> str:
     """The only line of README's code blocks that creates an environment and contains the mark of `name`."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", README.read_text() if text is None else text, re.DOTALL | re.MULTILINE)
-    lines: list[str] = [line for block in blocks for line in block.splitlines() if "-m venv" in line and MARKS[name] in line]
+    lines: list[str] = [
+        line for block in blocks for line in block.splitlines() if "-m venv" in line and MARKS[name] in line
+    ]
     if len(lines) != 1:
         raise ValueError(f"looking for README's {name} command: expected one line, got {len(lines)}")
     return lines[0]
