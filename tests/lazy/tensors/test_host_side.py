@@ -443,6 +443,8 @@ def test_memory(device: torch.device) -> None:
         torch.accelerator.empty_host_cache()
     with pytest.raises(DeviceError, match="cannot be reset"):
         torch.accelerator.reset_peak_memory_stats()
+    with pytest.raises(DeviceError, match="cannot be reset"):
+        torch.accelerator.reset_accumulated_memory_stats()
     with pytest.raises(ValueError, match="cuda doesn't match the current accelerator jax"):
         torch.accelerator.synchronize("cuda")
 

@@ -193,6 +193,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
     "_accelerator_getMemoryInfo": lambda device: accelerator.free_and_total(),
     "_accelerator_resetPeakStats": lambda device: accelerator.refuse_reset(),
+    "_accelerator_resetAccumulatedStats": lambda device: accelerator.refuse_reset(),
     "_accelerator_emptyCache": sync,  # XLA's allocator returns no memory; running the trace frees its buffers
     "_accelerator_emptyHostCache": lambda: None,
 }
