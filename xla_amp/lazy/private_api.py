@@ -78,11 +78,11 @@ def without_preemption_notice() -> Iterator[None]:
     """Inside, joining JAX's coordinator leaves SIGTERM alone: JAX's preemption notice would ignore the signal."""
     name = "jax_enable_preemption_service"
     before = getattr(jax.config, name)
-    jax.config.update(name, False)  # type: ignore[no-untyped-call]
+    jax.config.update(name, False)
     try:
         yield
     finally:
-        jax.config.update(name, before)  # type: ignore[no-untyped-call]
+        jax.config.update(name, before)
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
@@ -90,7 +90,7 @@ def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
 
     The array is not committed to the device: jax.jit would compile again for a committed argument.
     """
-    from jax._src.lib import xla_client
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
     kind = jax.core.ShapedArray(numbers.shape, numbers.dtype)
     sharding = jax.sharding.SingleDeviceSharding(device)

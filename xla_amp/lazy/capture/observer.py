@@ -181,7 +181,8 @@ class Geometry(NamedTuple):
         """The geometry of `tensor`."""
         spec, shape = tensor_io.buffer_of(tensor).spec, tuple(tensor.shape)
         whole = shape == spec.shape and tensor.is_contiguous()
-        return cls(spec, shape, tensor.stride(), tensor.storage_offset(), whole)
+        offset: Any = tensor.storage_offset()  # an int; torch's stubs also allow a SymInt
+        return cls(spec, shape, tensor.stride(), offset, whole)
 
     def new_tensor(self, array: jax.Array) -> torch.Tensor:
         """A new tensor of this geometry over `array`."""

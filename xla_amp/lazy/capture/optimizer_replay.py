@@ -92,7 +92,9 @@ class OptimizerSteps:
     def reads(self) -> Mapping[Hyperparameter, Callable[[], float]]:
         """Functions that read the current value of each hyperparameter."""
         groups = {id(group): group for optimizer in self.optimizers for group in optimizer.param_groups}
-        return {each: functools.partial(_read, groups[each.group], each.name, each.index) for each in self.table.reads}
+        return {
+            each: functools.partial(_read, groups[each.group], each.name, each.position) for each in self.table.reads
+        }
 
     def options(self) -> tuple[list[int], list[Any]]:
         """The numbers of parameters and options of each group, and all options in one list."""

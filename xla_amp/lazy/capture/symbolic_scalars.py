@@ -25,8 +25,8 @@ class Hyperparameter(NamedTuple):
     group: int
     """`id` of the optimizer's group, a dict that lives as long as the optimizer."""
     name: str
-    index: int | None
-    """Index in a tuple such as ``betas``, otherwise None."""
+    position: int | None
+    """Position in a tuple such as ``betas``, otherwise None."""
 
 
 class Formula(NamedTuple):

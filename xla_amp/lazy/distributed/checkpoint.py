@@ -116,7 +116,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             sharding = layout or (SingleDeviceSharding(home) if isinstance(home, jax.Device) else home)
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
-                wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+                wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             marked.append(layout)
     with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
         arguments = {

@@ -17,7 +17,7 @@ import torch
 from jax import lax
 
 from xla_amp import config
-from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, trace
+from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, spec, trace
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.tensors import tensor_io
 
@@ -149,7 +149,7 @@ def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **option
     row = COLLECTIVES[name]
 
     def make(specs: tuple[Spec, ...], lists: Any) -> Instruction:
-        outs = tuple(tensor_io.spec(row.shape(spec.shape, count, options), spec.dtype) for spec in specs)
+        outs = tuple(spec(row.shape(each.shape, count, options), each.dtype) for each in specs)
 
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
             return [row.emit(x, lists, count, options) for x in inputs]
@@ -164,7 +164,7 @@ def _record(
 ) -> list[torch.Tensor]:
     with trace.lock:
         values = [tensor_io.read(tensor) for tensor in tensors]
-        specs = tuple(spec for _, spec in values)
+        specs = tuple(value_spec for _, value_spec in values)
         key = (what, specs, groups)
         instruction = _instructions.get(key)
         if instruction is None:
@@ -172,4 +172,4 @@ def _record(
             instruction = _instructions[key] = make(specs, lists)
         first = record(instruction, *(number for number, _ in values))
         outs: Any = instruction.outs
-        return [tensor_io.new_tensor(spec, first + index) for index, spec in enumerate(outs)]
+        return [tensor_io.new_tensor(value_spec, first + index) for index, value_spec in enumerate(outs)]

@@ -92,7 +92,7 @@ def meet(process: Process) -> None:
     room = f"xla_amp/{process.store.prefix}"
     try:
         # As torch's "env://" does, so that a process group made later shares this store.
-        store = torch.distributed.TCPStore(
+        store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             process.store.host,
             process.store.port,
             is_master=process.rank == 0 and not process.store.served,

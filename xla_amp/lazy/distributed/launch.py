@@ -54,7 +54,7 @@ def launch(
     from torch import multiprocessing
 
     arguments = (function, args, nprocs, _two_ports(), timeout)
-    spawned = multiprocessing.spawn(_run, arguments, nprocs, join=False)  # type: ignore[no-untyped-call]
+    spawned = multiprocessing.spawn(_run, arguments, nprocs, join=False)  # type: ignore[attr-defined,no-untyped-call]
     while not spawned.join(grace_period=GRACE):
         pass
 

@@ -7,6 +7,8 @@ reachable in other ways (shards, views), so such an array is never donated.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import torch
@@ -142,6 +144,7 @@ def tensor_over(array: jax.Array) -> torch.Tensor:
             array = jax.lax.convert_element_type(array, array.dtype)
     value_spec = spec(tuple(array.shape), dtype)
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-    tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, array=array)
+    storage: Any = tensor.untyped_storage()
+    storage._xla_amp = buffer = Buffer(value_spec, array=array)
     buffer.external = array
     return tensor

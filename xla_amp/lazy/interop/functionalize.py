@@ -46,7 +46,7 @@ class _Position(NamedTuple):
     """A position in the trace."""
 
     code: int
-    count: int
+    values: int
     parameters: int
     floats: int
     ints: int
@@ -135,7 +135,7 @@ class FunctionTrace:
             for buffer in trace.parameters:
                 buffer.number = -1
             for buffer in self._buffers:
-                buffer.array = Poisoned("it was a placeholder for an argument of torch code called from JAX")  # type: ignore[assignment]
+                buffer.array = Poisoned("it was a placeholder for an argument of torch code called from JAX")
             trace.clear()
             generator.set_state(*self._state)
 
@@ -143,7 +143,8 @@ class FunctionTrace:
         """A placeholder tensor for the next argument."""
         value_spec = spec(tuple(shape), dtype)
         tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-        tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, array=_Placeholder())  # type: ignore[arg-type]
+        storage: Any = tensor.untyped_storage()
+        storage._xla_amp = buffer = Buffer(value_spec, array=_Placeholder())  # type: ignore[arg-type]
         with trace.lock:
             add_parameter(buffer)
         self._buffers.append(buffer)
@@ -176,7 +177,7 @@ class FunctionTrace:
             raise EngineError("FunctionTrace.halves() before split()")
         saved: dict[int, int] = {}
         for number in (*(n for _, _, inputs in steps(trace.code[at.code :]) for n in inputs), *numbers):
-            if 0 <= number < at.count:
+            if 0 <= number < at.values:
                 saved.setdefault(number, len(saved))
         specs = [out for instruction, _, _ in steps(trace.code[: at.code]) for out in instruction.outs]
         forward = _pure_function(
@@ -192,7 +193,7 @@ class FunctionTrace:
         def renumbered(number: int) -> int:
             if number < 0:
                 return number
-            return saved[number] if number < at.count else number - at.count + len(saved)
+            return saved[number] if number < at.values else number - at.values + len(saved)
 
         code: list[int] = []
         for instruction, draw, inputs in steps(trace.code[at.code :]):

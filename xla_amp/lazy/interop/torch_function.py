@@ -212,7 +212,7 @@ def _struct(tensor: torch.Tensor) -> Any:
 
 
 def _is_key(value: Any) -> bool:
-    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))
+    return bool(jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key))  # type: ignore[attr-defined]
 
 
 def _keyless(value: Any) -> Any:

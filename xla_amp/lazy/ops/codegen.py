@@ -142,7 +142,7 @@ class _Operation:
     ) -> Callable[..., Any]:
         lowering, arguments = self.lowering, self.inputs
         structs = tuple(None if out is None else out.struct() for out in outs)
-        constant = {
+        constant: dict[str, Any] = {
             "out": structs[0] if structs else None,
             "outs": structs,
             "common": TO_NUMPY[common] if common is not None else None,

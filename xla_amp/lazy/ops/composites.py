@@ -45,7 +45,7 @@ _attention: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_f
 _attention_backward: Callable[..., tuple[torch.Tensor | None, ...]] = (
     aten._scaled_dot_product_fused_attention_overrideable_backward.default
 )
-_composite_attention: Callable[..., tuple[torch.Tensor, ...]] = aten.scaled_dot_product_attention.default.decompose
+_composite_attention: Callable[..., torch.Tensor] = aten.scaled_dot_product_attention.default.decompose
 _FUSED = [getattr(torch._C, f"_get_{name}_sdp_enabled") for name in ("overrideable", "flash", "mem_efficient", "cudnn")]
 """Whether the user allows each kind of fused attention (``torch.nn.attention.sdpa_kernel``); ours runs if any is."""
 
@@ -122,6 +122,6 @@ def _differentiable_attention_backward(
         )
     gqa = query.shape[1] != key.shape[1]
     again = _composite_attention(query, key, value, bias, 0.0, is_causal, scale=scale, enable_gqa=gqa)
-    asked = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
+    asked: list[Any] = [x for x, want in zip((query, key, value, bias), wanted, strict=True) if want]
     gradients = iter(torch.autograd.grad(again, asked, grad, create_graph=True))
     return tuple(next(gradients) if want else None for want in wanted)

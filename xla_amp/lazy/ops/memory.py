@@ -49,7 +49,8 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
     tensor_io.require_here(device)
     value_spec = spec(tuple(size), dtype or torch.get_default_dtype())
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-    tensor.untyped_storage()._xla_amp = Buffer(value_spec)
+    storage: Any = tensor.untyped_storage()
+    storage._xla_amp = Buffer(value_spec)
     return tensor
 
 
@@ -190,7 +191,7 @@ def _to_copy(
     memory_format: Any = None,
 ) -> torch.Tensor:
     # 40 % of the operations of a mixed-precision step are casts of whole tensors, so these have a fast path.
-    if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:
+    if device is None and type(self) in tensor_io.PLAIN and (buffer := self.untyped_storage()._xla_amp) is not None:  # type: ignore[attr-defined]
         with trace.lock:
             value_spec = buffer.spec
             found = conversions.get((value_spec, dtype))

@@ -61,17 +61,17 @@ def shardings(specs: Iterable[Spec | None], found: dict[Spec, Numbers]) -> Itera
     """``in_shardings`` of ``jax.jit`` for arrays of `specs`: the device, and the layout if one is preferred."""
     home = jax.sharding.SingleDeviceSharding(pjrt.jax_device())
     for spec in specs:
-        yield home if spec not in found else Format(Layout(found[spec]), home)  # type: ignore[index]
+        yield home if spec not in found else Format(Layout(found[spec]), home)
 
 
 def copy(array: jax.Array) -> jax.Array:
     """A copy in the same layout; `jax.Array.copy` uses the default layout."""
-    return put(array.copy(), array.format)
+    return put(array.copy(), array.format)  # type: ignore[attr-defined]
 
 
 def put(array: jax.Array, wanted: Format) -> jax.Array:
     """`array` in the layout of `wanted`."""
-    layout = array.format.layout
+    layout = array.format.layout  # type: ignore[attr-defined]
     if layout is not None and layout.major_to_minor == wanted.layout.major_to_minor:  # type: ignore[union-attr]
         return array
     with private_api.x64():

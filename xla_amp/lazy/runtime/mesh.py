@@ -77,7 +77,7 @@ def put(value: np.ndarray | jax.Array) -> jax.Array:
         placed: jax.Array = jax.device_put(value, default_placement())
         return placed
     local = jax.device_put(value, pjrt.jax_device())
-    return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])  # type: ignore[arg-type]
+    return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])
 
 
 def default_placement() -> jax.Device | NamedSharding:
@@ -105,7 +105,7 @@ def sharding_of(buffer: Buffer) -> NamedSharding | None:
 
 def move_to_mesh(buffers: Iterable[Buffer]) -> None:
     """Moves arrays from before the mesh to the mesh."""
-    devices = default_placement().device_set  # type: ignore[union-attr]  # called with a mesh only
+    devices = default_placement().device_set  # called with a mesh only
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
             with private_api.x64():

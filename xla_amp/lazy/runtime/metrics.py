@@ -26,6 +26,15 @@ class Metrics:
 
     __slots__ = tuple(COUNTERS)
 
+    executions: int
+    compilations: int
+    host_syncs: int
+    host_values: int
+    device_to_host: int
+    host_to_device: int
+    operations: int
+    fallbacks: int
+
     def __init__(self) -> None:
         self.reset()
 

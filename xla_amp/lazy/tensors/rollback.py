@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, record, trace
+from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, record, trace
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -38,7 +38,7 @@ class Snapshot:
         if buffer is None:
             return -1
         if buffer.number < 0:
-            return tensor_io.add_parameter(buffer)
+            return add_parameter(buffer)
         return buffer.number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -64,7 +64,7 @@ def buffer_of(tensor: torch.Tensor) -> Buffer:
     Raises:
         DeviceError: the tensor is on another device.
     """
-    store = tensor.untyped_storage()
+    store: Any = tensor.untyped_storage()
     buffer: Buffer | None = store._xla_amp
     if buffer is None:
         if tensor.device.type != DEVICE_TYPE:
@@ -120,6 +120,7 @@ def operands(
         wholes: receives, for `write_all`, the buffer of each tensor, or None if the tensor is a view of its buffer.
     """
     numbers, keys = [], []
+    tensor: Any
     for tensor in tensors:
         whole = None
         if type(tensor) in PLAIN and (buffer := tensor.untyped_storage()._xla_amp) is not None:
@@ -142,13 +143,16 @@ def operands(
     return numbers, tuple(keys)
 
 
-_reads: dict[Any, Instruction] = {}
-_writes: dict[Any, Instruction] = {}
+_ViewKey: TypeAlias = tuple[Spec, torch.Size, tuple[int, ...], Any, torch.dtype]
+"""A buffer's spec; shape, strides, offset (an int; torch's stubs also allow a SymInt) and dtype of a view."""
+
+_reads: dict[_ViewKey, Instruction] = {}
+_writes: dict[_ViewKey, Instruction] = {}
 
 
 def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
     """Records a strided read of a tensor whose geometry is not its buffer's."""
-    key = (buffer.spec, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    key: _ViewKey = (buffer.spec, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
     instruction = _reads.get(key)
     if instruction is None:
         instruction = _reads[key] = _read_instruction(*key)
@@ -226,7 +230,7 @@ def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
     if tensor.shape == base.shape and tensor.is_contiguous() and tensor.dtype is base.dtype:
         assign(buffer, number)
         return
-    key = (base, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    key: _ViewKey = (base, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
     instruction = _writes.get(key)
     if instruction is None:
         instruction = _writes[key] = _write_instruction(*key)
@@ -282,7 +286,9 @@ _set_geometry: Callable[..., torch.Tensor] = torch.ops.aten.set_.source_Storage_
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
-def set_geometry(tensor: torch.Tensor, store: Any, offset: int, shape: Any, strides: Any) -> torch.Tensor:
+def set_geometry(
+    tensor: torch.Tensor, store: Any, offset: int | torch.SymInt, shape: Any, strides: Any
+) -> torch.Tensor:
     """Points `tensor` at a window of `store`, without torch's bounds check, because device storages have no bytes."""
     return _set_geometry(_META, tensor, store, offset, list(shape), list(strides))
 
@@ -292,17 +298,19 @@ def resize(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
     buffer = buffer_of(tensor)
     shape = tuple(shape)
     size = spec(shape, tensor.dtype).size
-    if size + tensor.storage_offset() > _elements(buffer.spec, tensor.dtype).size:
-        _grow(tensor, buffer, size + tensor.storage_offset())
+    offset: Any = tensor.storage_offset()
+    if size + offset > _elements(buffer.spec, tensor.dtype).size:
+        _grow(tensor, buffer, size + offset)
     store = tensor.untyped_storage()
-    return set_geometry(tensor, store, tensor.storage_offset(), shape, shape_inference.contiguous_strides(shape))
+    return set_geometry(tensor, store, offset, shape, shape_inference.contiguous_strides(shape))
 
 
 def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     """Gives the storage room for `size` elements of the tensor's dtype, which begins with the present ones."""
     target = spec((size,), tensor.dtype)
+    store: Any = tensor.untyped_storage()
     if (buffer.array is None and buffer.number < 0) or buffer.spec.size == 0:
-        tensor.untyped_storage()._xla_amp = Buffer(target)
+        store._xla_amp = Buffer(target)
         return
     old = _elements(buffer.spec, tensor.dtype)
     number = buffer.number if buffer.number >= 0 else add_parameter(buffer)
@@ -313,13 +321,14 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
 
     grown = Buffer(target, record(Instruction("resize", emit, (target,), 1), number))
     trace.computed.append(weakref.ref(grown))
-    tensor.untyped_storage()._xla_amp = grown
+    store._xla_amp = grown
 
 
 def new_tensor(value_spec: Spec, number: int) -> torch.Tensor:
     """A new tensor with the value `number`."""
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-    tensor.untyped_storage()._xla_amp = buffer = Buffer(value_spec, number)
+    store: Any = tensor.untyped_storage()
+    store._xla_amp = buffer = Buffer(value_spec, number)
     trace.computed.append(weakref.ref(buffer))
     return tensor
 
@@ -358,7 +367,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         on_host = settled and not whole and value_spec.size * value_spec.numpy_dtype.itemsize <= _SMALL
         array = buffer.array if on_host else array_of(tensor)
     # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
-    value = transfer.download(array)  # type: ignore[arg-type]
+    value = transfer.download(array)
     return window(value, tensor) if on_host else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,8 @@ def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
     if value_spec is None:
         value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
-    tensor.untyped_storage()._xla_amp = Buffer(value_spec, array=array)
+    storage: Any = tensor.untyped_storage()
+    storage._xla_amp = Buffer(value_spec, array=array)
     return tensor
 
 

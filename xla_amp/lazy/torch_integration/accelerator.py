@@ -27,7 +27,7 @@ def memory_stats() -> dict[str, int]:
     found = pjrt.jax_device().memory_stats()
     if found:
         return dict(found)
-    live: list[jax.Array] = jax.live_arrays(pjrt.jax_device().platform)  # type: ignore[no-untyped-call]
+    live: list[jax.Array] = jax.live_arrays(pjrt.jax_device().platform)
     return {"bytes_in_use": sum(array.nbytes for array in live)}
 
 

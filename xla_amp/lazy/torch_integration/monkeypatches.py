@@ -46,8 +46,8 @@ def _add_buffer_attribute() -> None:
 def _replace_has_storage() -> None:
     has_storage = torch._C._has_storage
 
-    def has_bytes(tensor: torch.Tensor) -> bool:
-        return tensor.device.type != DEVICE_TYPE and has_storage(tensor)
+    def has_bytes(x: torch.Tensor) -> bool:
+        return x.device.type != DEVICE_TYPE and has_storage(x)
 
     torch._C._has_storage = has_bytes
 
@@ -64,7 +64,7 @@ def _replace_storage_constructor() -> None:
             )
         return original(cls, *args, **kwargs)
 
-    UntypedStorage.__new__ = new  # type: ignore[method-assign,assignment]
+    UntypedStorage.__new__ = new  # type: ignore[method-assign]
 
 
 def _register_reducers() -> None:
@@ -100,7 +100,7 @@ def _replace_dlpack_export() -> None:
         return export
 
     torch.Tensor.__dlpack__ = refusing(torch.Tensor.__dlpack__)  # type: ignore[method-assign]
-    torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[assignment]
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 
 
 def _register_checkpoint_loader() -> None:
@@ -146,7 +146,7 @@ def _replace_pin_memory() -> None:
     def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         return self if device is None or str(device).startswith(DEVICE_TYPE) else original(self, device)
 
-    torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
 
 
 _crossing = threading.local()
@@ -156,7 +156,7 @@ def _replace_module_conversion() -> None:
     # torch's switch for swapping (torch.__future__.set_swap_module_params_on_conversion) is global and would change
     # modules of every device.  Here only a parameter that enters or leaves the lazy device is swapped.
     from torch.nn.modules import module
-    from torch.nn.parameter import UninitializedTensorMixin
+    from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
     apply, is_wrapper = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
 
@@ -184,7 +184,7 @@ def _replace_module_conversion() -> None:
         return getattr(_crossing, "now", False) or is_wrapper(tensor)
 
     module.Module._apply = _apply  # type: ignore[method-assign]
-    module.is_traceable_wrapper_subclass = should_swap  # type: ignore[attr-defined]
+    module.is_traceable_wrapper_subclass = should_swap  # type: ignore[assignment,attr-defined]
 
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
