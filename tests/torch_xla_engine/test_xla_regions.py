@@ -122,13 +122,13 @@ def test_users_can_install_our_rules_for_torch_autocast():
     """In a separate process, because the change lasts."""
     script = (
         "import torch, torch_xla\n"
-        "from xla_amp.pytorch import dispatch\n"
+        "from xla_amp.pytorch.autocast import xla_dispatch\n"
         "x = torch.ones(2, 2, device='xla')\n"
         "before, inside = [], []\n"
         "for found in (before, inside):\n"
         "    with torch.autocast('xla'):\n"
         "        found.append(torch.addmv(x[0], x, x[0]).dtype)\n"
-        "    if not inside: dispatch.install_defaults()\n"
+        "    if not inside: xla_dispatch.install_defaults()\n"
         "assert (before, inside) == ([torch.float32], [torch.bfloat16]), (before, inside)\n"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)

@@ -168,7 +168,7 @@ class GradScaler(torch.amp.GradScaler):
     def _count(self, device: torch.device, found: list[torch.Tensor]) -> None:
         """Updates the counts, in two recorded operations for one flag.  Each flag is 0 or 1."""
         flags = [flag.to(device, non_blocking=True) for flag in found]
-        flag = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        flag = flags[0] if len(flags) == 1 else torch.stack(flags).max()
         if self._counters is None:
             self._counters = [torch.tensor(float(count), device=device) for count in self._init_counters]
         # In place, so that a replayed step goes on counting.  (n + flag) * flag is n + 1 or 0.
