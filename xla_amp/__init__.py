@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from xla_amp.backends.base import sync as sync
     from xla_amp.diagnose.explain import explain as explain
     from xla_amp.diagnose.overflow import find_overflow as find_overflow
-    from xla_amp.lazy.capture.api import compile as compile
+    from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed import checkpoint as checkpoint
     from xla_amp.lazy.distributed.launch import launch as launch
     from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
@@ -51,7 +51,7 @@ _PUBLIC = {
     "GradScaler": "xla_amp.pytorch.optim.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast.autocast",
     "compilation_cache": "xla_amp.lazy.runtime.compilation_cache",
-    "compile": "xla_amp.lazy.capture.api",
+    "compile": "xla_amp.lazy.capture.compiled_step",
     "custom_bwd": "xla_amp.pytorch.autocast.custom_function",
     "custom_fwd": "xla_amp.pytorch.autocast.custom_function",
     "explain": "xla_amp.diagnose.explain",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.attention.common import Attention, group_rows, row_maximum, sum_to
+from xla_amp.lowering.attention.attention_call import Attention, group_rows, row_maximum, sum_to
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize, up
 

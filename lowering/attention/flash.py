@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention import tpu_kernels
-from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 

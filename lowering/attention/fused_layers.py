@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.attention.full_matrix import Exponentials
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.nn.normalization import native_layer_norm

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from xla_amp.lowering.attention import blocked, flash, full_matrix, splash
-from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath
 from xla_amp.lowering.registry import register

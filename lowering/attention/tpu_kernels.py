@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.attention.attention_call import Attention
 
 LANES: Final = 128
 """Lanes of a TPU's vector registers: the kernels' smallest tile."""

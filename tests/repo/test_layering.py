@@ -76,10 +76,10 @@ def test_fronts_use_the_engine_protocol_only():
         ("xla_amp.pytorch.optim.syncfree", "def f():\n    import xla_amp.backends.torch_xla", 1),
         ("xla_amp.pytorch.optim.syncfree", "from xla_amp import lazy", 1),
         ("xla_amp.jax.autocast", "if TYPE_CHECKING:\n    from xla_amp.lazy.interop import arrays", 1),
-        ("xla_amp.diagnose.overflow", "sys.modules.get('xla_amp.lazy.capture.api')", 1),
+        ("xla_amp.diagnose.overflow", "sys.modules.get('xla_amp.lazy.capture.compiled_step')", 1),
         ("xla_amp.stablehlo.io", "from xla_amp.backends import base, devices", 0),
         ("xla_amp.jax", "PUBLIC = {'to_jax': 'xla_amp.lazy.interop.arrays'}", 0),
-        ("xla_amp.lazy.capture.api", "from xla_amp.lazy.ops import codegen", 0),
+        ("xla_amp.lazy.capture.compiled_step", "from xla_amp.lazy.ops import codegen", 0),
     ],
 )
 def test_the_protocol_check_can_fail(module, source, found):

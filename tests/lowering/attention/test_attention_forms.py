@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from xla_amp.lowering.attention import blocked, flash, full_matrix, sdpa, splash, tpu_kernels
-from xla_amp.lowering.attention.common import Attention
+from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
 from xla_amp.stablehlo.tools import targets
 

@@ -17,7 +17,7 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.runtime.execute import flush_if_full
-from xla_amp.lazy.tensors import dlpack, tensor_io, transfer
+from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
@@ -214,7 +214,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return tensor_io.to_host(self).to(device, dtype)
     tensor_io.require_here(device)
     if self.device.type != DEVICE_TYPE:
-        return transfer.wrap(dlpack.copy_to_device(self, dtype))
+        return transfer.wrap(dlpack_import.copy_to_device(self, dtype))
     with trace.lock:
         flush_if_full()
         number, value_spec = tensor_io.read(self)

@@ -27,7 +27,7 @@ from xla_amp.lazy.graph.trace import (
     trace,
 )
 from xla_amp.lazy.runtime.execute import flush
-from xla_amp.lazy.tensors import dlpack, transfer
+from xla_amp.lazy.tensors import dlpack_import, transfer
 from xla_amp.lowering.tensor import strided
 
 DEVICE_TYPE = "jax"
@@ -380,7 +380,7 @@ def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """``target.copy_(source)`` for a `target` on the lazy device and a `source` on any device."""
     if source.device.type != DEVICE_TYPE:
-        array = dlpack.copy_to_device(source, target.dtype)
+        array = dlpack_import.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
         value_spec = buffer.spec
         whole = (
