@@ -1,7 +1,7 @@
 """Guards of a captured step: what must be unchanged for a replay, when it is compared, and what happens then.
 
 1. Each call compares its arguments (shape, dtype, strides, aliasing, mesh layout; the value of what is no tensor) and
-   the modes of the thread (grad mode, default dtype, autocast region and policy), as the key of the cache (`compiled_step`),
+   the modes of the thread (grad mode, default dtype, autocast region and policy), as the cache key (`compiled_step`),
    and the Python values that the step can see and which parameters have no gradient (`Guards`, below).  If they differ
    from those of all cache entries, another entry is made, at most `limit`.
 2. A replay compares the options of optimizers and the growth parameters of scalers (`cache_entry`), and whether each
