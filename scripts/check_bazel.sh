@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Load every target of BUILD with a real Bazel and run some tests: scripts/check_bazel.sh [test target ...]
-# Works without network on Debian's bazel-bootstrap (4.2): stubs stand in for rules_python (it re-exports the native
-# rules) and rules_cc. So this covers BUILD (names, globs, deps, data, what a test finds in its sandbox), not the
+# Works without network on Debian's bazel-bootstrap (4.2): stubs of the rule repositories re-export Bazel's own rules.
+# So this covers BUILD (names, globs, deps, data, what a test finds in its sandbox), not the
 # versions of the rules in MODULE.bazel. The python3 on PATH must have the package's dependencies: the environment of
 # README.md, active.
 set -euo pipefail
@@ -34,6 +34,10 @@ stub rules_proto proto proto_lang_toolchain proto_library
 
 cd "$work/tree"
 run() { bazel --output_user_root="$work/output" "$@"; }
-echo "targets loaded: $(run query --noshow_progress '//...' 2>"$work/log" | wc -l)" || { cat "$work/log"; exit 1; }
+loaded=$(run query --noshow_progress '//...' 2>"$work/log") || {
+    cat "$work/log" >&2
+    exit 1
+}
+echo "targets loaded: $(wc -l <<<"$loaded")"
 run test --noshow_progress --test_output=errors --test_env=PATH --test_env=JAX_PLATFORMS=cpu --test_env=HOME \
     --incompatible_strict_action_env=false --local_test_jobs=1 --test_timeout=900 "${targets[@]}"
