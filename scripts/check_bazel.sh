@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Load every target of BUILD with a real Bazel and run some tests: scripts/check_bazel.sh [test target ...]
 # Works without network on Debian's bazel-bootstrap (4.2): stubs of the rule repositories re-export Bazel's own rules.
-# So this covers BUILD (names, globs, deps, data, what a test finds in its sandbox), not the
-# versions of the rules in MODULE.bazel. The python3 on PATH must have the package's dependencies: the environment of
-# README.md, active.
+# So this covers BUILD (names, globs, deps, data, what a test finds in its sandbox), not the versions of the rules in
+# MODULE.bazel. The python3 on PATH must have the package's dependencies: the environment of README.md, active.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 targets=("$@")

@@ -93,7 +93,7 @@ def _copy() -> Primitive:
 def original_call(
     primitive: Any, avals: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
-    """Primitive, operand types and parameters for a checkpoint policy: those of JAX's primitive in place of ours."""
+    """Primitive, operand types and parameters for a checkpoint policy: our primitive is replaced with JAX's."""
     if primitive not in _originals:
         return primitive, avals, params
     rest = {key: value for key, value in params.items() if key not in ("low", "out", "masters")}

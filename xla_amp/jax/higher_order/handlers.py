@@ -56,7 +56,7 @@ def _checkpoint(call: HigherOrderCall) -> list[Any]:
 
 @functools.lru_cache(maxsize=256)
 def _checkpoint_policy(policy: Any) -> Any:
-    """A checkpoint policy that sees JAX's contraction primitives in place of ours."""
+    """A checkpoint policy that sees JAX's contraction primitives instead of our own."""
     if policy is None:
         return None
 

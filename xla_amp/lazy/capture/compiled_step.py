@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 
 from xla_amp import events
 from xla_amp import policy as policies
-from xla_amp.backends import devices
-from xla_amp.errors import CaptureError, DeviceError, EngineError
+from xla_amp.backends import base
+from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.cache_entry import CacheEntry
 from xla_amp.lazy.capture.guards import PLAIN, Guards
 from xla_amp.lazy.capture.observer import NotReplayableError, ProgramObserver
@@ -246,13 +246,8 @@ class Compiled(Generic[_Arguments, _Result]):
 
 
 def _require_the_lazy_device() -> None:
-    engine = devices.engine()
-    if engine.DEVICE_TYPE != DEVICE_TYPE:
-        raise EngineError(
-            f"compile() captures steps of the lazy device {DEVICE_TYPE!r}, and this process uses "
-            f"{engine.DEVICE_TYPE!r}: use torch_xla.compile there, or set XLA_AMP_ENGINE=jax"
-        )
-    engine.device()
+    base.require_lazy("compile()", "torch_xla.compile")
+    base.select().device()
 
 
 _PYTREE_LEAVES = tensor_io.PLAIN.union(PLAIN)

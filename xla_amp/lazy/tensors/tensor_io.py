@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import torch
 
+from xla_amp.backends import base
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import shape_inference
@@ -30,7 +31,7 @@ from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors import dlpack_import, transfer
 from xla_amp.lowering.tensor import strided
 
-DEVICE_TYPE = "jax"
+DEVICE_TYPE = base.LAZY
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Types of tensors that kernels read directly; subclasses go through `operand`."""
 
