@@ -72,7 +72,8 @@ def topk(
     """The `k` greatest (or least) values in order, and their positions."""
 
     def last_axis(y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, positions = lax.top_k(_rank_key(y, largest), k)
+        # torch returns the one value of a 0-d tensor even for k = 0.
+        values, positions = lax.top_k(_rank_key(y, largest), k if x.ndim else 1)
         return _from_rank_key(values, y.dtype, largest), positions
 
     return _along(last_axis, x, dim)

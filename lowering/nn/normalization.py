@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.operand import OneHot, as_dtype, materialize, opmath, up, written
+from xla_amp.lowering.operand import OneHot, as_dtype, materialize, up, written
 from xla_amp.lowering.registry import register
 
 Gradients = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
@@ -318,12 +318,12 @@ def native_batch_norm_backward(
 
 @register("_softmax")
 def softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    return jax.nn.softmax(up(x), axis=dim) if x.ndim else jnp.ones((), opmath(x.dtype))
+    return jax.nn.softmax(up(x), axis=dim) if x.ndim else jnp.exp(up(x) - up(x))  # NaN of an infinity
 
 
 @register("_log_softmax")
 def log_softmax(x: jax.Array, dim: int, half_to_float: bool) -> jax.Array:
-    return jax.nn.log_softmax(up(x), axis=dim) if x.ndim else jnp.zeros((), opmath(x.dtype))
+    return jax.nn.log_softmax(up(x), axis=dim) if x.ndim else up(x) - up(x)
 
 
 @register("_safe_softmax")

@@ -46,7 +46,7 @@ def repeat(x: jax.Array, repeats: Sequence[int]) -> jax.Array:
 @register("flip")
 def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     """`x` reversed along `dims`."""
-    return jnp.flip(x, tuple(dims))
+    return jnp.flip(x, tuple(dims)) if x.ndim else x
 
 
 @register("roll")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +32,7 @@ def require_python_backend() -> None:
                 hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
             ),
             ("torch._C._acc.create_empty_tensor", hasattr(getattr(torch._C, "_acc", None), "create_empty_tensor")),
+            ("c10::TensorImpl::_change_backend_component_keys", _change_keys() is not None),
         )
         if not found
     ]
@@ -37,6 +41,27 @@ def require_python_backend() -> None:
             f"the lazy XLA device needs {' and '.join(missing)}, which torch {torch.__version__} does not have; "
             "install torch 2.10 to 2.15, or torch 2.9 with torch_xla 2.9 for the torch_xla engine"
         )
+
+
+@functools.cache
+def _change_keys() -> Any:
+    """c10's function that gives a tensor the dispatch keys of another device; None if this torch has none."""
+    [library, *_] = [*pathlib.Path(torch.__path__[0], "lib").glob("*c10.*"), None]
+    function = getattr(
+        ctypes.PyDLL(str(library)), "_ZN3c1010TensorImpl30_change_backend_component_keysENS_6DeviceE", None
+    )
+    if function is not None:
+        function.restype, function.argtypes = None, (ctypes.c_void_p, ctypes.c_uint16)
+    return function
+
+
+def change_dispatch_keys(tensor: torch.Tensor, device: torch.device) -> None:
+    """Gives `tensor` the dispatch keys of a tensor on `device`, and leaves its storage and its `device` as they are.
+
+    ``tensor.data = x`` then accepts an `x` on `device`.  torch's own `FakeTensor` changes its keys in the same way.
+    """
+    kind = 0 if device.type == "cpu" else 20  # c10::DeviceType of CPU and of PrivateUse1
+    _change_keys()(tensor._cdata, kind)  # c10::Device is two bytes: the type, and index 0
 
 
 def require_free_slot(name: str) -> None:

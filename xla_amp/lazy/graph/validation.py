@@ -49,6 +49,22 @@ STATISTICS = ("running_mean", "running_var")
 VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
 """Operations whose ``index`` has one dimension, or none."""
 
+DIMENSION: Mapping[str, str] = dict.fromkeys(
+    ("_log_softmax", "_softmax", "cummax", "cummin", "index_reduce", "index_select", "sort"), "self"
+)
+"""Operation -> tensor whose dimension is ``dim``; a 0-d tensor counts as one of one dimension."""
+
+
+def check_dimension(dim: int, rank: int) -> None:
+    """Raises torch's error for a dimension that a tensor of `rank` dimensions does not have.
+
+    Raises:
+        IndexError: naming the legal range.
+    """
+    room = max(rank, 1)
+    if not -room <= dim < room:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-room}, {room - 1}], but got {dim})")
+
 
 def check(operation: str, arguments: Mapping[str, Any]) -> None:
     """Raises what torch raises for these arguments.
@@ -81,6 +97,8 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
             raise RuntimeError(f"{key} must be defined in evaluation mode")
         if value is not None and value.numel() != channels:
             raise RuntimeError(f"{key} should contain {channels} elements not {value.numel()}")
+    if name in DIMENSION:
+        check_dimension(arguments["dim"], arguments[DIMENSION[name]].dim())
     index = arguments.get("index")
     if name in VECTOR_INDEX and isinstance(index, torch.Tensor) and index.dim() > 1:
         raise IndexError(f"{operation}: expected index to be a vector, but got {list(index.shape)}")

@@ -12,7 +12,7 @@ import torch
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
@@ -155,7 +155,10 @@ def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_off
 @_kernel("unfold")
 def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
     shape, strides = list(self.shape), list(self.stride())
+    validation.check_dimension(dimension, self.dim())
     if not shape:
+        if size not in (0, 1):
+            raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
         return _as_strided(_META, self, [size], [1], self.storage_offset())
     dim = dimension % len(shape)
     if not 0 <= size <= shape[dim]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
 from xla_amp.errors import DeviceError
+from xla_amp.lazy import private_api
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -149,42 +149,39 @@ def _replace_pin_memory() -> None:
     torch.Tensor.pin_memory = pin_memory  # type: ignore[assignment,method-assign]
 
 
-_crossing = threading.local()
+def _replace_data() -> None:
+    data: Any = torch._C.TensorBase.data
+    compatible = torch._has_compatible_shallow_copy_type
 
+    def crosses(tensor: Any, new: Any) -> bool:
+        kinds = {tensor.device.type, new.device.type}
+        return len(kinds) == 2 and kinds == {DEVICE_TYPE, "cpu"}
 
-def _replace_module_conversion() -> None:
-    # torch's switch for swapping (torch.__future__.set_swap_module_params_on_conversion) is global and would change
-    # modules of every device.  Here only a parameter that enters or leaves the lazy device is swapped.
-    from torch.nn.modules import module
-    from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-
-    apply, is_wrapper = module.Module._apply, module.is_traceable_wrapper_subclass  # type: ignore[attr-defined]
-
-    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
-        def noting(tensor: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = fn(tensor)
-            _crossing.now = (tensor.device.type == DEVICE_TYPE) != (result.device.type == DEVICE_TYPE)
-            return result
-
-        noting.notes = True  # type: ignore[attr-defined]
-        # A swap exchanges the classes too, but a parameter of a lazy module must stay uninitialized.
-        lazy = {
-            name: type(p)
-            for name, p in self._parameters.items()
-            if p is not None and isinstance(p, UninitializedTensorMixin)
-        }
+    def set_data(self: torch.Tensor, new: Any) -> None:
+        if not isinstance(new, torch.Tensor) or not crosses(self, new):
+            data.__set__(self, new)
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # an uninitialized parameter refuses the question
+            inference = self.is_inference()
+        if new.device.type == DEVICE_TYPE and new.is_inference() != inference:
+            with torch.inference_mode(inference):  # torch does not compare these keys for its own devices
+                new = tensor_io.set_geometry(
+                    private_api.create_tensor((0,), new.dtype),
+                    *(new.untyped_storage(), new.storage_offset(), new.shape, new.stride()),
+                )
+        before = self.device
+        private_api.change_dispatch_keys(self, new.device)
         try:
-            return apply(self, fn if hasattr(fn, "notes") else noting, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            _crossing.now = False
-            for name, kind in lazy.items():
-                self._parameters[name].__class__ = kind
+            data.__set__(self, new)
+        except BaseException:
+            private_api.change_dispatch_keys(self, before)
+            raise
 
-    def should_swap(tensor: Any) -> bool:
-        return getattr(_crossing, "now", False) or is_wrapper(tensor)
+    def can_set_data(input: torch.Tensor, from_: torch.Tensor) -> bool:  # Dynamo compares the parameters' names
+        return compatible(input, from_) or crosses(input, from_)
 
-    module.Module._apply = _apply  # type: ignore[method-assign]
-    module.is_traceable_wrapper_subclass = should_swap  # type: ignore[assignment,attr-defined]
+    torch.Tensor.data = property(data.__get__, set_data, data.__delete__)  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = can_set_data
 
 
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
@@ -256,10 +253,11 @@ PATCHES = (
         install=_replace_pin_memory,
     ),
     Patch(
-        names=("torch.nn.Module._apply", "torch.nn.modules.module.is_traceable_wrapper_subclass"),
-        reason="A CPU parameter cannot become a lazy one in place, so Module.to would make new Parameters: tied "
-        "weights would separate, and an optimizer built earlier would keep the CPU ones. torch can swap the contents.",
-        install=_replace_module_conversion,
+        names=("torch.Tensor.data", "torch._has_compatible_shallow_copy_type"),
+        reason="A CPU parameter cannot become a lazy one by `p.data = value`, because torch counts only its own "
+        "devices as compatible; Module.to would make new Parameters, so that tied weights separate and an optimizer "
+        "keeps the CPU ones.",
+        install=_replace_data,
     ),
     Patch(
         names=("torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward"),
