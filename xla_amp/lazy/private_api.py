@@ -98,6 +98,21 @@ def coordinator() -> Any:
     return distributed.global_state.client
 
 
+def exit_functions() -> list[Any]:
+    """What JAX runs at the interpreter's exit."""
+    from jax._src import api, dispatch
+
+    return [api.clean_up, dispatch.wait_for_tokens]
+
+
+def keep_backends() -> None:
+    """Keeps JAX's clients until the process ends: nothing destroys them."""
+    from jax._src import xla_bridge
+
+    for client in xla_bridge._backends.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
 @contextlib.contextmanager
 def without_preemption_notice() -> Iterator[None]:
     """Inside, joining JAX's coordinator leaves SIGTERM alone: JAX's preemption notice would ignore the signal."""

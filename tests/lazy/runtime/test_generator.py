@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +13,11 @@ import torch
 from lazy_device import counted
 from torch import distributions, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
+import xla_amp
 from xla_amp import lazy as engine
+from xla_amp.lazy.runtime import execute
 
 DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "rand": lambda: torch.rand(16, device="jax"),
@@ -143,12 +149,128 @@ def test_a_foreign_state_is_refused(device: torch.device, state: object, error: 
         engine.set_rng_state(state)  # type: ignore[arg-type]
 
 
-def test_a_generator_of_another_device_is_refused(device: torch.device) -> None:
-    """It would be ignored, and the numbers would not be the ones that the caller seeded."""
-    with pytest.raises(RuntimeError, match=r"one generator, got a generator of the device 'cpu'.*torch.manual_seed"):
-        torch.randn(3, device=device, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(RuntimeError, match="one generator"):
-        torch.empty(3, device=device).uniform_(generator=torch.Generator())
+# ---- torch.Generator -------------------------------------------------------------------------------------------------
+
+FROM: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
+    "rand": lambda g: torch.rand(8, device="jax", generator=g),
+    "randn": lambda g: torch.randn(8, device="jax", generator=g),
+    "randint": lambda g: torch.randint(0, 1000, (8,), device="jax", generator=g),
+    "randperm": lambda g: torch.randperm(16, device="jax", generator=g),
+    "bernoulli": lambda g: torch.bernoulli(torch.full((64,), 0.5, device="jax"), generator=g),
+    "multinomial": lambda g: torch.multinomial(torch.ones(16, device="jax"), 16, generator=g),
+    "normal": lambda g: torch.normal(0.0, 1.0, (8,), device="jax", generator=g),
+    "exponential_": lambda g: torch.empty(8, device="jax").exponential_(generator=g),
+    "trunc_normal_": lambda g: nn.init.trunc_normal_(torch.empty(8, device="jax"), generator=g),
+}
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_a_generator_is_reproducible_and_apart(device: torch.device, name: str) -> None:
+    draw, g = FROM[name], torch.Generator(device=device)
+    torch.manual_seed(12)
+    expected = torch.rand(3, device=device).tolist()
+    torch.manual_seed(12)
+    first, second = draw(g.manual_seed(5)), draw(g)  # one program
+    other = torch.rand(3, device=device)
+    assert other.tolist() == expected
+    g.manual_seed(5)
+    assert draw(g).tolist() == first.tolist() != second.tolist()  # two programs
+    assert draw(g).tolist() == second.tolist()
+
+
+def test_a_generators_state(device: torch.device) -> None:
+    g = torch.Generator(device="jax:0").manual_seed(3)
+    assert isinstance(g, torch.Generator)
+    assert (g.device, g.initial_seed(), g.get_offset()) == (device, 3, 0)
+    state = g.get_state()
+    first, second = torch.rand(3, device=device, generator=g), torch.rand(3, device=device, generator=g)
+    assert g.get_offset() == 2
+    for copied in (copy.deepcopy(g), pickle.loads(pickle.dumps(g)), g.clone_state()):  # before and after a flush
+        assert copied.get_state().tolist() == g.get_state().tolist() != state.tolist()
+        copied.set_offset(1)
+        assert torch.rand(3, device=device, generator=copied).tolist() == second.tolist()
+    assert torch.rand(3, device=device, generator=g.set_state(state)).tolist() == first.tolist()
+    assert g.get_offset() == 1
+    g.graphsafe_set_state(torch.Generator(device=device).manual_seed(3))
+    assert torch.rand(3, device=device, generator=g).tolist() == first.tolist()
+    assert g.seed() == g.initial_seed() != 3
+    with pytest.raises(ValueError, match="16 bytes"):
+        g.set_state(torch.Generator().get_state())
+    with pytest.raises(RuntimeError, match="does not exist"):
+        torch.Generator(device="jax:1")
+
+
+def test_a_failed_step_draws_nothing_from_a_generator(device: torch.device) -> None:
+    g = torch.Generator(device=device).manual_seed(1)
+    waiting = torch.rand(3, device=device, generator=g)
+    before = execute.build
+    execute.clear_programs()
+    try:
+        execute.build = lambda *a, **k: 1 / 0  # type: ignore[assignment,misc]
+        with pytest.raises(RuntimeError, match="ZeroDivision"):
+            engine.sync()
+    finally:
+        execute.build = before
+    assert g.get_offset() == 0
+    del waiting
+
+
+def test_a_generator_in_each_step_builds_one_program(device: torch.device) -> None:
+    with counted() as counts:
+        seen = set()
+        for seed in range(6):
+            g = torch.Generator(device=device).manual_seed(seed)
+            x = torch.randn(5, device=device, generator=g) + torch.randn(5, device=device)
+            engine.sync()
+            seen.add(tuple(x.tolist()))
+    assert len(seen) == 6
+    assert counts.compilations <= 1
+
+
+def test_a_captured_step_with_a_generator_goes_on_recording(device: torch.device) -> None:
+    g, plain = (torch.Generator(device=device).manual_seed(2) for _ in range(2))
+    step = xla_amp.compile(lambda x: x + torch.rand(3, device=device, generator=g))
+    zero = torch.zeros(3, device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [step(zero).tolist() for _ in range(5)]
+    assert found == [torch.rand(3, device=device, generator=plain).tolist() for _ in range(5)]
+    assert any("torch.Generator" in str(warning.message) for warning in caught)
+
+
+def test_a_generator_of_the_cpu_gives_the_seed(device: torch.device) -> None:
+    g = torch.Generator().manual_seed(1)
+    torch.manual_seed(4)
+    expected = torch.rand(3, device=device).tolist()
+    torch.manual_seed(4)
+    first, second = torch.randn(3, device=device, generator=g), torch.randn(3, device=device, generator=g)
+    assert torch.rand(3, device=device).tolist() == expected
+    assert torch.randn(3, device=device, generator=g.manual_seed(1)).tolist() == first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize("where", ["default", "cpu", "jax"])
+def test_a_shuffling_loader_under_a_default_device(device: torch.device, where: str) -> None:
+    data = TensorDataset(torch.arange(8))
+    torch.set_default_device(device)
+    try:
+        orders = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            g = None if where == "default" else torch.Generator(device=where).manual_seed(6)
+            loader = DataLoader(data, shuffle=True, batch_size=4, generator=g)
+            orders.append([x.tolist() for (x,) in loader])
+    finally:
+        torch.set_default_device(None)
+    assert orders[0] == orders[1]
+    assert sorted(number for batch in orders[0] for number in batch) == list(range(8))
+
+
+def test_generators_of_the_cpu_stay_torchs_own(device: torch.device) -> None:
+    for g in (torch.Generator(), torch.Generator("cpu"), torch.Generator(device=torch.device("cpu"))):
+        assert type(g) is torch._C.Generator
+        assert isinstance(g, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert not isinstance(3, torch.Generator)
 
 
 # ---- distributions ---------------------------------------------------------------------------------------------------

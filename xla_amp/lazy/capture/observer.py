@@ -49,6 +49,8 @@ class ObservedRun:
     """The lifted floats as the program received them."""
     ints: list[int]
     streams: list[tuple[int, int]]
+    generators: bool
+    """Whether it drew from generators other than the device's own."""
     location: str
     """``file:line`` of the user's code that ended the step."""
 
@@ -110,6 +112,7 @@ class ProgramObserver:
                 floats=list(trace.floats),
                 ints=list(trace.ints),
                 streams=list(trace.streams) or [generator.stream()],
+                generators=bool(trace.generators),
                 location=events.user_location(),
             )
         )
@@ -130,6 +133,8 @@ class ProgramObserver:
             )
         if len(self.runs) > 1:
             raise NotReplayableError(f"it ends a step at {location}, so it is more than one program")
+        if self.runs[0].generators:
+            raise NotReplayableError("it draws from a torch.Generator; draw from the device's own (leave it out)")
         if self.seedings:
             raise NotReplayableError("it seeds the random generator; seed it outside")
         return self.runs[0]

@@ -142,11 +142,13 @@ class Trace:
         "draws",
         "floats",
         "generation",
+        "generators",
         "ints",
         "limit",
         "lock",
         "parameter_numbers",
         "parameters",
+        "stream",
         "streams",
     )
 
@@ -167,7 +169,11 @@ class Trace:
         self.streams: list[tuple[int, int]] = []
         """(seed, offset) pairs of the random operations of this trace."""
         self.draws = 0
-        """Random operations since the last stream began."""
+        """Random operations since the device generator's last stream began."""
+        self.stream = 0
+        """Index in `streams` of the device generator's last one."""
+        self.generators: list[Any] = []
+        """Other generators that random operations of this trace draw from."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
         self.limit = sys.maxsize
@@ -177,10 +183,11 @@ class Trace:
         """Empties the trace; the lists stay the same objects, because kernels hold references to them."""
         for part in (self.code, self.computed, self.parameters, self.parameter_numbers):
             part.clear()
-        for data in (self.floats, self.ints, self.streams):
+        for data in (self.floats, self.ints, self.streams, self.generators):
             data.clear()
         self.count = 0
         self.draws = 0
+        self.stream = 0
         self.generation += 1
 
 

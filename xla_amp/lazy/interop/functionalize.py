@@ -239,6 +239,11 @@ def _pure_function(
             found = ~len(constants)
             constants.append(buffer.array)
         indices.append(found)
+    if trace.generators:
+        raise EngineError(
+            "a function called from JAX cannot draw from a torch.Generator, whose state would not advance with its "
+            "calls: leave `generator` out, so that the function's key decides"
+        )
     streams = np.array(trace.streams or [generator.stream()], np.int64)
     program = _program(
         full,

@@ -30,7 +30,7 @@ Form = Literal["functional", "inplace", "out"]
 """Form of the operator: as registered, in-place (writes the first argument), or with ``out=`` arguments."""
 
 DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
-_CHECKS = {"Device": "_require_here", "Generator": "_require_no_generator"}
+_CHECKS = {"Device": "_require_here"}
 """Schema type of a dropped argument -> the check that the kernel calls with it first."""
 _DROPPED_NAMES = frozenset(("pin_memory",))
 
@@ -199,7 +199,6 @@ class _Operation:
             "_operand": tensor_io.operand,
             "_operands": tensor_io.operands,
             "_require_here": tensor_io.require_here,
-            "_require_no_generator": tensor_io.require_no_generator,
             "_bump": torch.autograd.graph.increment_version,
             "_write": tensor_io.fill if self.name.split(".")[0] in ("fill_", "zero_") else tensor_io.write,
             "_write_all": tensor_io.write_all,
@@ -420,7 +419,8 @@ class _Source:
     def _append(self) -> None:
         head = "_i.id"
         if "rng" in self.operation.lowering.supplies:
-            self.lines.append("_stream, _index = _draw()")
+            own = [argument.variable for argument in self.operation.arguments if argument.type == "Generator"]
+            self.lines.append(f"_stream, _index = _draw({', '.join(own)})")
             head += ", _stream, _index"
         if any(is_list for _, is_list in self.inputs):
             self.lines.append(f"_code.extend(({head},))")

@@ -16,6 +16,7 @@ from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
+from xla_amp.lazy.runtime import forks
 from xla_amp.lazy.runtime.execute import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -47,6 +48,7 @@ def _kernel(*names: str) -> Callable[[_Kernel], _Kernel]:
 @_kernel("empty.memory_format")
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     tensor_io.require_here(device)
+    forks.check()
     value_spec = spec(tuple(size), dtype or torch.get_default_dtype())
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
     storage: Any = tensor.untyped_storage()

@@ -17,7 +17,7 @@ from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import generator, memory_layout, mesh, pjrt, progress
+from xla_amp.lazy.runtime import forks, generator, memory_layout, mesh, pjrt, progress
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
 
@@ -50,6 +50,7 @@ def flush() -> None:
         StepFailedError: an operation could not be lowered, or XLA rejected the program.  Every tensor is restored to
             its value before the first operation of the trace.
     """
+    forks.check()
     with trace.lock:
         if trace.code:
             _run()

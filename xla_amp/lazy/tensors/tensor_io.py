@@ -46,19 +46,6 @@ def require_here(device: torch.device | None) -> None:
         raise DeviceError(f"device {device} does not exist: a process has one lazy device, '{DEVICE_TYPE}:0'")
 
 
-def require_no_generator(generator: torch.Generator) -> None:
-    """Rejects a generator: drawing from another one than the caller's would not be reproducible.
-
-    Raises:
-        DeviceError: always.
-    """
-    raise DeviceError(
-        f"random operations on {DEVICE_TYPE!r} draw from the device's one generator, got a generator of the device "
-        f"{str(generator.device)!r}. Leave `generator` out and seed with torch.manual_seed(), or draw on the CPU and "
-        "move the result to the device"
-    )
-
-
 def buffer_of(tensor: torch.Tensor) -> Buffer:
     """The buffer behind a tensor of the lazy device; a storage without a buffer gets one for memory never written.
 

@@ -16,7 +16,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec
-from xla_amp.lazy.runtime import mesh, pjrt
+from xla_amp.lazy.runtime import forks, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
@@ -29,6 +29,7 @@ Of single numbers a copy is always kept, because optimizers store rates in tenso
 def upload(tensor: torch.Tensor) -> jax.Array:
     """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
     # On the CPU JAX may use the given memory without a copy, so it gets a private copy.
+    forks.check()
     private = to_numpy(tensor.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
     metrics.host_to_device += 1
     with private_api.x64():
@@ -46,6 +47,7 @@ def _keep(array: jax.Array, private: np.ndarray) -> None:
 
 def download(array: jax.Array) -> torch.Tensor:
     """A copy of a device array as a CPU tensor; waits for the value."""
+    forks.check()
     metrics.host_syncs += 1
     metrics.device_to_host += 1
     try:

@@ -17,7 +17,7 @@ from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
-from xla_amp.lazy.runtime import generator, mesh, pjrt
+from xla_amp.lazy.runtime import forks, generator, mesh, pjrt
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
@@ -37,8 +37,8 @@ class BackendModule:
         return True
 
     def is_initialized(self) -> bool:
-        """Whether the device has been used."""
-        return True
+        """Whether the device has been used and can be used: not in a forked child."""
+        return not forks.is_forked()
 
     def is_built(self) -> bool:
         """Whether this build supports the device."""
@@ -63,7 +63,7 @@ class BackendModule:
         """None: the device has no streams."""
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return forks.is_forked()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Low dtypes that autocast accepts."""
@@ -124,6 +124,7 @@ def device() -> torch.device:
             monkeypatches.install()
             step_marker.install()
             trace.limit = config.tape_limit()
+            forks.watch()
             _install_kernels()
             _started = True
     return torch.device(DEVICE_TYPE, 0)

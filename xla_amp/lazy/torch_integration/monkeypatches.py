@@ -18,6 +18,7 @@ from torch.storage import UntypedStorage
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -184,6 +185,29 @@ def _replace_data() -> None:
     torch._has_compatible_shallow_copy_type = can_set_data
 
 
+def _replace_generator() -> None:
+    original: Any = torch._C.Generator
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __call__(cls, device: Any = "cpu") -> Any:
+            if device is None or torch.device(device).type != DEVICE_TYPE:
+                return original(device=device)
+            tensor_io.require_here(torch.device(device))
+            return generator.Generator()
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, original)
+
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, original)
+
+    class Generator(original, metaclass=Kind):  # type: ignore[misc]
+        __doc__ = original.__doc__
+
+    Generator.__module__, Generator.__qualname__ = "torch", "Generator"
+    torch.Generator = Generator  # type: ignore[misc]
+
+
 _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_synchronizeDevice": lambda device: sync(wait=True),
     "_accelerator_isAllocatorInitialized": lambda: True,
@@ -258,6 +282,12 @@ PATCHES = (
         "devices as compatible; Module.to would make new Parameters, so that tied weights separate and an optimizer "
         "keeps the CPU ones.",
         install=_replace_data,
+    ),
+    Patch(
+        names=("torch.Generator",),
+        reason="The constructor asks a C++ hook for a device's generator, which a Python device cannot give (an "
+        "error). Every generator is an instance of the replacement, as before.",
+        install=_replace_generator,
     ),
     Patch(
         names=("torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward"),

@@ -1,0 +1,81 @@
+"""Forked children: using the device in one raises, anything else works.
+
+A child has none of XLA's threads, so that running a program or reading a value would wait for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+import warnings
+
+from xla_amp.backends import base
+from xla_amp.errors import DeviceError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import trace
+
+_forked = False
+_silenced: list[warnings.catch_warnings] = []  # type: ignore[type-arg]
+
+
+def is_forked() -> bool:
+    """Whether this process is a forked child of one that has used the device."""
+    return _forked
+
+
+def check() -> None:
+    """Raises in a forked child.
+
+    Raises:
+        DeviceError: naming the start methods that work.
+    """
+    if _forked:
+        raise DeviceError(
+            f"Cannot re-initialize the device {base.LAZY!r} in forked subprocess: it has none of the parent's threads. "
+            "To use the device with multiprocessing, you must use the 'spawn' or 'forkserver' start method; to load "
+            "data, return CPU tensors from the child and move them to the device in the parent"
+        )
+
+
+def watch() -> None:
+    """Prepares the forks of this process; call it once, after JAX has started."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_before, after_in_parent=_unsilence, after_in_child=_in_child)
+
+
+def _before() -> None:
+    # JAX warns of every fork.  A loader's worker gets no tensor of the device, and using the device there raises.
+    if _starts_worker():
+        silence = warnings.catch_warnings()
+        silence.__enter__()
+        _silenced.append(silence)
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called.*JAX is multithreaded", RuntimeWarning)
+
+
+def _starts_worker() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.data.dataloader":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _unsilence() -> None:
+    while _silenced:
+        _silenced.pop().__exit__(None, None, None)
+
+
+def _in_child() -> None:
+    global _forked
+    _unsilence()
+    _forked = True
+    trace.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
+    trace.limit = -1  # so that each kernel calls `flush`, which raises
+    # At exit Python would destroy JAX's client, which waits for its threads or crashes.
+    for function in private_api.exit_functions():
+        atexit.unregister(function)
+    private_api.keep_backends()
+    gc.freeze()
