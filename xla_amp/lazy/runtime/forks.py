@@ -6,6 +6,7 @@ A child has none of XLA's threads, so that running a program or reading a value 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import sys
@@ -79,3 +80,6 @@ def _in_child() -> None:
         atexit.unregister(function)
     private_api.keep_backends()
     gc.freeze()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "on_exit"):  # glibc: called first at exit, with the status; C++ destroys nothing after it
+        libc.on_exit(libc._exit, None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
+import torch
 
+from xla_amp.backends import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime import pjrt
 
@@ -58,3 +61,27 @@ def free_and_total() -> tuple[int, int]:
 def refuse_reset() -> None:
     """Raises: the peak cannot be reset."""
     raise DeviceError("PJRT's memory statistics count from the start of the process and cannot be reset")
+
+
+def device_index(device: Any) -> int:
+    """0 for the only device of a process, -1 for a negative index, which selects none.
+
+    Raises:
+        TypeError: `device` is no device, device's name, or index.
+        DeviceError: it does not exist, or is of another type.
+    """
+    if device is None:
+        return 0
+    if isinstance(device, str):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != base.LAZY:
+            raise DeviceError(f"expected a device of the type {base.LAZY!r}, got {str(device)!r}")
+        index = device.index or 0
+    elif isinstance(device, bool) or not hasattr(device, "__index__"):
+        raise TypeError(f"expected a device, its name, or its index, got {device!r}, a {type(device).__name__}")
+    else:
+        index = device.__index__()
+    if index > 0:
+        raise DeviceError(f"device {base.LAZY}:{index} does not exist: a process has one lazy device, '{base.LAZY}:0'")
+    return -1 if index < 0 else 0

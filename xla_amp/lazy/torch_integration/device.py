@@ -49,14 +49,20 @@ class BackendModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Accepts device 0, the only one of a process."""
+        """Selects device 0, the only one of a process; a negative index changes nothing, as in torch.cuda.
+
+        Raises:
+            DeviceError: the device does not exist, or is of another type.
+        """
+        accelerator.device_index(device)
 
     def device_count(self) -> int:
         """Lazy devices in this process."""
         return 1
 
     def device(self, device: Any) -> Any:
-        """Context manager that selects a device."""
+        """Context manager that selects a device; raises as `set_device` does."""
+        accelerator.device_index(device)
         return contextlib.nullcontext()
 
     def current_stream(self, device: Any = None) -> None:
