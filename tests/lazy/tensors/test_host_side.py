@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import math
+import operator
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -433,16 +433,22 @@ def test_memory(device: torch.device) -> None:
     assert torch.accelerator.memory_stats()["bytes_in_use"] >= 4000
     del x
     torch.accelerator.empty_cache()
-    assert math.isnan(torch.accelerator.max_memory_allocated())  # XLA:CPU keeps no peak and no limit
-    assert math.isnan(torch.accelerator.max_memory_reserved())
+    peak = torch.accelerator.max_memory_allocated()
+    assert isinstance(peak, int)
+    assert peak >= before + 4000
+    assert torch.accelerator.max_memory_reserved() == peak
     assert torch.accelerator.memory_reserved() == torch.accelerator.memory_allocated()
     if hasattr(torch.accelerator, "get_memory_info"):
         with pytest.raises(DeviceError, match="keeps no statistic bytes_limit"):
             torch.accelerator.get_memory_info()
     if hasattr(torch.accelerator, "empty_host_cache"):
         torch.accelerator.empty_host_cache()
-    with pytest.raises(DeviceError, match="cannot be reset"):
-        torch.accelerator.reset_peak_memory_stats()
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.accelerator.max_memory_allocated() < peak
+    x = torch.ones(50_000).to(device) * 2
+    torch.accelerator.synchronize()
+    del x
+    assert torch.jax.max_memory_allocated() >= torch.jax.memory_allocated() + 200_000
     with pytest.raises(DeviceError, match="cannot be reset"):
         torch.accelerator.reset_accumulated_memory_stats()
     with pytest.raises(ValueError, match="cuda doesn't match the current accelerator jax"):
@@ -459,6 +465,39 @@ def test_statistics_of_a_platform_that_keeps_them(monkeypatch: pytest.MonkeyPatc
     assert torch.accelerator.memory_stats()["bytes_limit"] == 100
     if hasattr(torch.accelerator, "get_memory_info"):
         assert torch.accelerator.get_memory_info() == (90, 100)
+
+
+@pytest.mark.parametrize("select", ["torch.jax.set_device", "torch.accelerator.set_device_index", "torch.jax.device"])
+def test_selecting_a_device(device: torch.device, select: str) -> None:
+    function = operator.attrgetter(select.removeprefix("torch."))(torch)
+    for good in (0, device, "jax:0"):
+        function(good)
+    for wrong in (5, "jax:1", torch.device("jax:5")):
+        with pytest.raises(RuntimeError, match="does not exist: a process has one lazy device"):
+            function(wrong)
+    for wrong in (1.5, [0]):
+        with pytest.raises((TypeError, ValueError, AttributeError)):
+            function(wrong)
+    with pytest.raises((RuntimeError, ValueError), match="cpu"):
+        function("cpu")
+    function(-1)
+    assert (torch.jax.current_device(), torch.accelerator.current_device_index()) == (0, 0)
+
+
+def test_contexts_of_a_device(device: torch.device) -> None:
+    for context in (torch.jax.device(0), torch.jax.device("jax:0"), torch.accelerator.device_index(0)):
+        with context:
+            assert torch.ones(2, device="jax").device == device
+    with pytest.raises(RuntimeError, match="does not exist"), torch.accelerator.device_index(3):
+        pass
+    for call in (
+        lambda: torch.ones(2, device="jax:5"),
+        lambda: torch.ones(2).to("jax:5"),
+        lambda: torch.empty(2, device="jax:1"),
+        lambda: torch.ones(2, device=device).to("jax:5"),
+    ):
+        with pytest.raises(RuntimeError, match="does not exist"):
+            call()
 
 
 # ---- loaders ---------------------------------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def _run() -> None:
         buffer.array = outputs[position] if position >= 0 else arrays[~position]
     set_newest(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
+    if is_new and not pjrt.counts_memory():
+        pjrt.live_bytes()
 
 
 def set_newest(newest: Callable[[], list[Any]]) -> None:

@@ -18,7 +18,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import trace
 
 _forked = False
-_silenced: list[warnings.catch_warnings] = []  # type: ignore[type-arg]
+_silenced: list[warnings.catch_warnings] = []
 
 
 def is_forked() -> bool:

@@ -32,6 +32,34 @@ def jax_device() -> jax.Device:
         ) from error
 
 
+_peak = 0
+
+
+def live_bytes() -> tuple[int, int]:
+    """(bytes of JAX's live arrays, their peak), for a platform without memory statistics.
+
+    The peak is that of the calls: one after the first run of each program, and one for each question.
+    """
+    global _peak
+    arrays: list[jax.Array] = jax.live_arrays(jax_device().platform)
+    live = sum(array.nbytes for array in arrays)
+    _peak = max(_peak, live)
+    return live, _peak
+
+
+def reset_peak() -> None:
+    """Lowers the peak of `live_bytes` to what is live now."""
+    global _peak
+    _peak = 0
+    live_bytes()
+
+
+@functools.cache
+def counts_memory() -> bool:
+    """Whether the platform keeps memory statistics."""
+    return bool(jax_device().memory_stats())
+
+
 @functools.cache
 def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import torch
 
 from xla_amp.backends import base
@@ -26,21 +24,23 @@ _TORCH_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def memory_stats() -> dict[str, int]:
-    """PJRT's statistics in bytes; on a platform without them (XLA:CPU), ``bytes_in_use`` of JAX's live arrays."""
+    """PJRT's statistics in bytes; on a platform without them (XLA:CPU), those of JAX's live arrays.
+
+    The peak of live arrays is taken after the first run of each program and whenever statistics are read.
+    """
     found = pjrt.jax_device().memory_stats()
     if found:
         return dict(found)
-    live: list[jax.Array] = jax.live_arrays(pjrt.jax_device().platform)
-    return {"bytes_in_use": sum(array.nbytes for array in live)}
+    live, peak = pjrt.live_bytes()
+    return {"bytes_in_use": live, "peak_bytes_in_use": peak}
 
 
-def allocator_stats() -> dict[str, float]:
-    """`memory_stats` with torch's names added; a statistic that the platform does not keep is NaN, not 0."""
+def allocator_stats() -> dict[str, int]:
+    """`memory_stats` with torch's names added."""
     stats = memory_stats()
-    found: dict[str, float] = {**stats}
     for name, sources in _TORCH_NAMES.items():
-        found[name] = next((stats[source] for source in sources if source in stats), math.nan)
-    return found
+        stats[name] = next((stats[source] for source in sources if source in stats), 0)
+    return stats
 
 
 def free_and_total() -> tuple[int, int]:
@@ -58,30 +58,41 @@ def free_and_total() -> tuple[int, int]:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
+def reset_peak() -> None:
+    """Lowers the peak to the bytes in use.
+
+    Raises:
+        DeviceError: the platform counts itself.
+    """
+    if pjrt.counts_memory():
+        refuse_reset()
+    pjrt.reset_peak()
+
+
 def refuse_reset() -> None:
-    """Raises: the peak cannot be reset."""
+    """Raises: the statistics cannot be reset."""
     raise DeviceError("PJRT's memory statistics count from the start of the process and cannot be reset")
 
 
-def device_index(device: Any) -> int:
-    """0 for the only device of a process, -1 for a negative index, which selects none.
+def select(device: Any) -> int:
+    """Index of the device that was selected before: 0, the only one of a process.
+
+    None and a negative index select nothing, as in torch.cuda.
 
     Raises:
         TypeError: `device` is no device, device's name, or index.
         DeviceError: it does not exist, or is of another type.
     """
-    if device is None:
-        return 0
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
         if device.type != base.LAZY:
             raise DeviceError(f"expected a device of the type {base.LAZY!r}, got {str(device)!r}")
-        index = device.index or 0
-    elif isinstance(device, bool) or not hasattr(device, "__index__"):
+        device = device.index
+    if device is None:
+        return 0
+    if isinstance(device, bool) or not hasattr(device, "__index__"):
         raise TypeError(f"expected a device, its name, or its index, got {device!r}, a {type(device).__name__}")
-    else:
-        index = device.__index__()
-    if index > 0:
-        raise DeviceError(f"device {base.LAZY}:{index} does not exist: a process has one lazy device, '{base.LAZY}:0'")
-    return -1 if index < 0 else 0
+    if device.__index__() > 0:
+        raise DeviceError(f"device {base.LAZY}:{device} does not exist: a process has one lazy device, '{base.LAZY}:0'")
+    return 0

@@ -54,7 +54,7 @@ class BackendModule:
         Raises:
             DeviceError: the device does not exist, or is of another type.
         """
-        accelerator.device_index(device)
+        accelerator.select(device)
 
     def device_count(self) -> int:
         """Lazy devices in this process."""
@@ -62,7 +62,7 @@ class BackendModule:
 
     def device(self, device: Any) -> Any:
         """Context manager that selects a device; raises as `set_device` does."""
-        accelerator.device_index(device)
+        accelerator.select(device)
         return contextlib.nullcontext()
 
     def current_stream(self, device: Any = None) -> None:
@@ -92,6 +92,22 @@ class BackendModule:
     def synchronize(self, device: Any = None) -> None:
         """Runs what was recorded and waits for the device."""
         sync(wait=True)
+
+    def memory_allocated(self, device: Any = None) -> int:
+        """Bytes of device memory in use."""
+        return accelerator.allocator_stats()["allocated_bytes.all.current"]
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """Most bytes of device memory in use so far (`accelerator.memory_stats` says how they are counted)."""
+        return accelerator.allocator_stats()["allocated_bytes.all.peak"]
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Lowers the peak to the bytes in use; raises where PJRT counts it."""
+        accelerator.reset_peak()
+
+    def empty_cache(self) -> None:
+        """Runs what was recorded, which frees its buffers; XLA's allocator returns no memory."""
+        sync()
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
         """PJRT's memory statistics in bytes; on a platform that keeps none, the bytes of JAX's live arrays."""
