@@ -484,6 +484,21 @@ def test_selecting_a_device(device: torch.device, select: str) -> None:
     assert (torch.jax.current_device(), torch.accelerator.current_device_index()) == (0, 0)
 
 
+def test_the_device_module(device: torch.device) -> None:
+    torch.manual_seed(21)
+    assert torch.jax.initial_seed() == 21
+    first = torch.rand(3, device=device).tolist()
+    torch.jax.seed()
+    assert torch.jax.initial_seed() != 21
+    assert torch.rand(3, device=device).tolist() != first
+    torch.jax.seed_all()
+    assert torch.jax.get_device_name("jax:0") == torch.jax.get_device_name() != ""
+    with pytest.raises(RuntimeError, match="does not exist"):
+        torch.jax.get_device_name(2)
+    with pytest.raises(DeviceError, match="keeps no statistic bytes_limit"):
+        torch.jax.mem_get_info()
+
+
 def test_contexts_of_a_device(device: torch.device) -> None:
     for context in (torch.jax.device(0), torch.jax.device("jax:0"), torch.accelerator.device_index(0)):
         with context:

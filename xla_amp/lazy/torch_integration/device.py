@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import warnings
 from typing import Any
@@ -81,6 +82,16 @@ class BackendModule:
 
     manual_seed_all = manual_seed
 
+    def seed(self) -> None:
+        """Seeds the device with a random number."""
+        generator.manual_seed(secrets.randbits(53))
+
+    seed_all = seed
+
+    def initial_seed(self) -> int:
+        """The last seed."""
+        return generator.stream()[0]
+
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """uint8[16] state of the device's generator."""
         return generator.get_rng_state()
@@ -92,6 +103,16 @@ class BackendModule:
     def synchronize(self, device: Any = None) -> None:
         """Runs what was recorded and waits for the device."""
         sync(wait=True)
+
+    def get_device_name(self, device: Any = None) -> str:
+        """PJRT's name of the device."""
+        accelerator.select(device)
+        return str(pjrt.jax_device().device_kind)
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """Bytes of device memory that are free, and in all; raises on a platform that does not count them."""
+        accelerator.select(device)
+        return accelerator.free_and_total()
 
     def memory_allocated(self, device: Any = None) -> int:
         """Bytes of device memory in use."""
