@@ -365,19 +365,6 @@ def test_safetensors(device: torch.device, tmp_path: Any) -> None:
 # ---- what cannot be done with a storage that holds no bytes: an error, never a crash or garbage ----------------------
 
 
-def test_storages_are_not_made_or_copied(device: torch.device) -> None:
-    x = torch.ones(4).to(device)
-    for make in (
-        lambda: torch.UntypedStorage(8, device="jax"),
-        lambda: x.untyped_storage().clone(),
-        lambda: copy.deepcopy(x.untyped_storage()),
-    ):
-        with pytest.raises(DeviceError, match=r"hold no bytes.*tensor.cpu\(\).untyped_storage\(\)"):
-            make()
-    assert torch.UntypedStorage(8).nbytes() == 8
-    assert torch.UntypedStorage(8, device="cpu").clone().nbytes() == 8
-
-
 def test_tensors_are_not_sent_to_processes(device: torch.device) -> None:
     from multiprocessing.reduction import ForkingPickler
 
@@ -397,7 +384,6 @@ EXPORTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] =
     "torch": (torch.from_dlpack, ValueError, TORCHS),
     "numpy": (np.from_dlpack, DeviceError, OURS),
     "jax": (jax.dlpack.from_dlpack, ValueError, TORCHS),
-    "storage_on_the_cpu": (lambda x: x.untyped_storage().cpu(), RuntimeError, "size of tensor"),
 }
 
 
@@ -408,11 +394,6 @@ def test_memory_without_bytes_is_not_exported(device: torch.device, name: str) -
     with pytest.raises(error, match=message):
         export(torch.ones(4).to(device))
     export(torch.ones(4))
-
-
-def test_a_storage_is_empty_to_readers(device: torch.device) -> None:
-    storage = torch.ones(4).to(device).untyped_storage()
-    assert (storage.nbytes(), storage.tolist()) == (0, [])
 
 
 # ---- torch.accelerator -----------------------------------------------------------------------------------------------

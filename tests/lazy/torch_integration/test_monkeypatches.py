@@ -20,6 +20,7 @@ import json, sys
 from multiprocessing.reduction import ForkingPickler
 import torch, torch.serialization, torch.optim, torch.utils.dlpack, torch.multiprocessing, torch.utils.data
 import torch.optim.optimizer as optimizers
+import safetensors.torch
 from torch.nn.utils.rnn import PackedSequence
 from xla_amp import lazy
 from xla_amp.lazy.torch_integration import monkeypatches  # imports of torch's modules are not counted
@@ -34,7 +35,7 @@ CLASSES = {
 def snapshot():
     found = {}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "torch" and module is not None:
+        if name.partition(".")[0] in ("torch", "safetensors") and module is not None:
             for key, value in list(vars(module).items()):
                 if callable(value) or key == "jax":
                     found[f"{name}.{key}"] = id(value)
@@ -66,7 +67,8 @@ print(json.dumps(sorted(
 def changed(statement: str) -> set[str]:
     """The attributes of torch that `statement` replaces or adds in a new interpreter."""
     command = [sys.executable, "-c", PROGRAM.replace("CHANGE", statement)]
-    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    # Without autoload: `import torch` would register the checkpoint loader before the first snapshot.
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr
     return set(json.loads(run.stdout.splitlines()[-1]))
@@ -91,8 +93,10 @@ def test_starting_the_device_changes_what_the_table_names():
         ("pass", set()),
         ("torch.mm = lambda *a: None", {"torch.mm"}),
         ("torch.Tensor.cuda = None", {"torch.Tensor.cuda"}),
+        ("safetensors.torch.safe_open = None", {"safetensors.torch.safe_open"}),
         ("torch.UntypedStorage.extra = 1", {"torch.UntypedStorage.extra"}),
         ("torch._C._has_storage = lambda x: True", {"torch._C._has_storage"}),
+        ("torch.UntypedStorage.nbytes = len", {"torch.UntypedStorage.nbytes"}),
         ("torch.serialization.register_package(7, str, str)", {"torch.serialization._package_registry"}),
         ("ForkingPickler.register(torch.Tensor, str)", {"ForkingPickler[torch.Tensor]"}),
     ],

@@ -54,12 +54,18 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     if target.exists():
         raise FileError(f"checkpoint.save({str(path)!r}): it exists; give each checkpoint a separate name")
     arrays: dict[str, jax.Array] = {}
+    written: dict[Any, torch.Tensor] = {}
 
     def detach(value: Any) -> Any:
         if not _is_lazy(value):
             return value
-        arrays[str(len(arrays))] = tensor_io.array_of(value.detach())
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        storage = value.untyped_storage()
+        key = (storage.data_ptr(), value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if key not in written:  # of tied weights only the first is written; the file has one meta tensor for all
+            written[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if value.numel():  # Orbax writes no empty arrays
+                arrays[str(len(arrays))] = tensor_io.array_of(value.detach())
+        return written[key]
 
     structure = _pytree.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
@@ -106,9 +112,9 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     leaves, tree = _pytree.tree_flatten_with_path(structure)
     layouts = {name: _layouts(value) for name, value in state.items()}
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
-    marked: list[Any] = []
+    marked: dict[int, Any] = {}
     for keys, leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        if _is_array(leaf) and id(leaf) not in marked:
             where: Any = keys
             find: Callable[[tuple[Any, ...], torch.Tensor], Any] = layouts.get(where[0].key, _unsharded)
             layout = find(where[1:], leaf)
@@ -117,7 +123,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
             with private_api.x64():
                 shape, dtype = tuple(leaf.shape), TO_NUMPY[leaf.dtype]
                 wanted[str(len(marked))] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            marked.append(layout)
+            marked[id(leaf)] = layout
     with private_api.x64(), orbax.PyTreeCheckpointer() as reader:
         arguments = {
             name: orbax.ArrayRestoreArgs(sharding=struct.sharding, dtype=struct.dtype)
@@ -126,14 +132,11 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
         arrays = reader.restore(
             folder / _ARRAYS, orbax.args.PyTreeRestore({"arrays": wanted}, restore_args={"arrays": arguments})
         )["arrays"]
-    values, number = [], 0
-    for _, leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            leaf = transfer.wrap(arrays.pop(str(number)))
-            if (layout := marked[number]) is not None:
-                mesh.set_sharding(tensor_io.buffer_of(leaf), layout)
-            number += 1
-        values.append(leaf)
+    read = dict(zip(marked, map(transfer.wrap, (arrays[name] for name in wanted)), strict=True))
+    for key, layout in marked.items():
+        if layout is not None:
+            mesh.set_sharding(tensor_io.buffer_of(read[key]), layout)
+    values = [_read(leaf, read) for _, leaf in leaves]
     loaded: dict[str, Any] = _pytree.tree_unflatten(values, tree)
     for name, value in state.items():
         if hasattr(value, "load_state_dict"):
@@ -156,6 +159,20 @@ def _state_of(value: Any) -> Any:
 
 def _is_lazy(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether the arrays of a checkpoint hold the value of this leaf of its structure."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta and leaf.numel() > 0
+
+
+def _read(leaf: Any, read: Mapping[int, torch.Tensor]) -> Any:
+    """The value of a leaf of a checkpoint's structure; `read` has those that are arrays, by the leaf's id."""
+    if _is_array(leaf):
+        return read[id(leaf)]
+    if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=DEVICE_TYPE)
+    return leaf
 
 
 def _unsharded(where: tuple[Any, ...], leaf: torch.Tensor) -> None:

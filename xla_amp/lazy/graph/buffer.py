@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import jax
+    import torch
 
     from xla_amp.lazy.graph.trace import Spec
 
@@ -41,7 +42,7 @@ class Buffer:
     While `number` is not negative, the value is computed by the trace.  Otherwise `array` is the value.
     """
 
-    __slots__ = ("__weakref__", "_array", "external", "number", "raw", "spec")
+    __slots__ = ("__weakref__", "_array", "address", "external", "number", "raw", "spec")
 
     def __init__(self, spec: Spec, number: int = -1, array: jax.Array | None = None) -> None:
         self.spec = spec
@@ -50,8 +51,10 @@ class Buffer:
         self.number = number
         """Number of the value in the trace, or -1."""
         self._array: Any = array
-        self.raw = False
-        """Whether these are bytes from a checkpoint, which take the dtype of the first tensor that is set on them."""
+        self.address = 0
+        """What the storage's ``data_ptr()`` returns, or 0 while nothing has asked (`tensors.storages`)."""
+        self.raw: torch.Tensor | None = None
+        """Bytes on the host, from a checkpoint: they are uploaded with the dtype of the first tensor set on them."""
 
     @property
     def array(self) -> Any:

@@ -5,6 +5,7 @@ Each is a kernel for one ATen overload; the dispatcher calls it with the argumen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -76,24 +77,24 @@ def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torc
 
 @_kernel("set_.source_Storage_storage_offset")
 def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
+    stride = stride or shape_inference.contiguous_strides(size)
     buffer = source._xla_amp
-    if buffer is not None and buffer.raw:
+    if buffer is not None and buffer.raw is not None:
         # Bytes of a checkpoint: torch.load sets each tensor on its storage, and only the tensor has the dtype.
-        buffer.raw = False
-        del source.data_ptr  # set when the checkpoint was read (`monkeypatches`)
-        raw = transfer.download(buffer.array)
-        values = raw.view(self.dtype) if raw.numel() else torch.empty(0, dtype=self.dtype)
+        values, buffer.raw = buffer.raw, None
+        if values.numel() % self.dtype.itemsize == 0:
+            values = values.view(self.dtype)
+        whole = storage_offset == 0 and tuple(stride) == tuple(shape_inference.contiguous_strides(size))
+        if whole and math.prod(size) == values.numel():
+            values = values.view(size)
         buffer.array = transfer.upload(values)
-        buffer.spec = spec((values.numel(),), self.dtype)
-    return tensor_io.set_geometry(
-        self, source, storage_offset, size, stride or shape_inference.contiguous_strides(size)
-    )
+        buffer.spec = spec(tuple(values.shape), values.dtype)
+    return tensor_io.set_geometry(self, source, storage_offset, size, stride)
 
 
 @_kernel("set_.source_Storage")
 def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
-    size = source._xla_amp.spec.size if source._xla_amp is not None else 0
-    return _set_storage(self, source, 0, [size], [1])
+    return _set_storage(self, source, 0, [source.nbytes() // self.dtype.itemsize], [1])
 
 
 @_kernel("set_.source_Tensor")

@@ -330,14 +330,19 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
             number, value_spec = read(tensor)
             buffer = Buffer(value_spec, number)
             trace.computed.append(weakref.ref(buffer))
-        elif buffer.array is None and buffer.number < 0:
-            add_parameter(buffer)  # memory never written reads as zeros
-        if buffer.number >= 0:
-            flush()
-        if type(buffer.array) is Poisoned:
-            raise StepFailedError(buffer.array.reason)
-        array: jax.Array = buffer.array
-        return array
+        return value_of(buffer)
+
+
+def value_of(buffer: Buffer) -> jax.Array:
+    """The buffer's value as a concrete array; flushes the trace if needed.  The caller holds the trace's lock."""
+    if buffer.array is None and buffer.number < 0:
+        add_parameter(buffer)  # memory never written reads as zeros
+    if buffer.number >= 0:
+        flush()
+    if type(buffer.array) is Poisoned:
+        raise StepFailedError(buffer.array.reason)
+    array: jax.Array = buffer.array
+    return array
 
 
 _SMALL = 1 << 20
@@ -361,6 +366,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def window(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `tensor` in `value`, its buffer's value on the CPU, as a copy."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)  # a view of no bytes as another dtype is an error in torch
     flat = value.reshape(-1).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).clone()
 

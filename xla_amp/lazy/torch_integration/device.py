@@ -27,6 +27,20 @@ from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, device_guard
 from xla_amp.lowering import Lowering, registry, table
 
 
+class _Stream:
+    """The device's only stream: operations and copies run in the order in which they are recorded."""
+
+    def synchronize(self) -> None:
+        """Runs what was recorded and waits for the device."""
+        sync(wait=True)
+
+    def wait_stream(self, stream: Any) -> None:
+        """Returns at once: the other stream is this one."""
+
+
+_STREAM = _Stream()
+
+
 class BackendModule:
     """``torch.jax``: the functions that torch calls on a device module."""
 
@@ -66,8 +80,13 @@ class BackendModule:
         accelerator.select(device)
         return contextlib.nullcontext()
 
-    def current_stream(self, device: Any = None) -> None:
-        """None: the device has no streams."""
+    def current_stream(self, device: Any = None) -> _Stream:
+        """The device's only stream."""
+        return _STREAM
+
+    def stream(self, stream: Any) -> Any:
+        """Context manager that selects a stream."""
+        return contextlib.nullcontext()
 
     def _is_in_bad_fork(self) -> bool:
         return forks.is_forked()

@@ -1,4 +1,4 @@
-"""Every attribute of torch that starting the lazy device replaces or adds, as one table with reasons.
+"""Every attribute of torch and safetensors that starting the lazy device replaces or adds, as a table with reasons.
 
 `install` runs once, when the device starts.  No patch changes anything for tensors of other devices.
 tests/lazy/torch_integration/test_monkeypatches.py compares torch before and after the start with `PATCHES`.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,13 +18,14 @@ import torch.autograd.graph
 import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
+from xla_amp.backends import autoload
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
-from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, device_guard
+from xla_amp.lazy.torch_integration import accelerator, device_guard, safetensors_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,28 +47,47 @@ def _add_buffer_attribute() -> None:
     UntypedStorage._xla_amp = None  # type: ignore[attr-defined]
 
 
-def _replace_has_storage() -> None:
-    has_storage = torch._C._has_storage
-
-    def has_bytes(x: torch.Tensor) -> bool:
-        return x.device.type != DEVICE_TYPE and has_storage(x)
-
-    torch._C._has_storage = has_bytes
-
-
 def _replace_storage_constructor() -> None:
     original = UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
-        if device is not None and torch.device(device).type == DEVICE_TYPE:
-            raise DeviceError(
-                f"cannot make or copy a storage on {device}: storages of the device {DEVICE_TYPE!r} hold no bytes. "
-                "Work with tensors: tensor.clone() copies, tensor.cpu().untyped_storage() has the bytes"
-            )
-        return original(cls, *args, **kwargs)
+        if device is None or torch.device(device).type != DEVICE_TYPE:
+            return original(cls, *args, **kwargs)
+        tensor_io.require_here(torch.device(device))
+        if args and not isinstance(args[0], int):
+            return storages.from_host(UntypedStorage(*args))
+        return storages.new(args[0] if args else 0)
 
     UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
+def _replace_storage_methods() -> None:
+    def replacing(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._xla_amp is None:
+                return original(self, *args, **kwargs)
+            return ours(original, self, *args, **kwargs)
+
+        return method
+
+    for name, ours in storages.METHODS.items():
+        setattr(UntypedStorage, name, replacing(getattr(UntypedStorage, name), ours))
+
+    copy, address = UntypedStorage.copy_, torch.Tensor.data_ptr
+
+    @functools.wraps(copy)
+    def copy_(self: Any, source: Any, non_blocking: bool | None = None) -> Any:
+        lazy = self._xla_amp is not None or source.device.type == DEVICE_TYPE
+        return storages.copy_(self, source) if lazy else copy(self, source, non_blocking)
+
+    @functools.wraps(address)
+    def data_ptr(self: torch.Tensor) -> int:
+        return storages.tensor_address(address, self)
+
+    UntypedStorage.copy_ = copy_  # type: ignore[method-assign]
+    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
 
 
 def _register_reducers() -> None:
@@ -104,21 +126,15 @@ def _replace_dlpack_export() -> None:
     torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 
 
-def _register_checkpoint_loader() -> None:
-    def location(store: Any) -> str | None:
-        return DEVICE_TYPE if store.device.type == DEVICE_TYPE else None
+def _replace_safe_open() -> None:
+    if find_spec("safetensors") is None:
+        return
+    import safetensors
 
-    def restore(store: Any, where: str) -> UntypedStorage | None:
-        if where.split(":")[0] != DEVICE_TYPE:
-            return None
-        raw = torch.empty(0, dtype=torch.uint8).set_(store if hasattr(store, "nbytes") else store.untyped())
-        loaded = transfer.to_device(raw).untyped_storage()
-        loaded._xla_amp.raw = True  # type: ignore[attr-defined]
-        # torch.load shares a storage among tensors only if its address is not zero.  `set_` deletes this again.
-        loaded.data_ptr = lambda: 1  # type: ignore[method-assign]
-        return loaded
-
-    torch.serialization.register_package(5, location, restore)
+    opening = safetensors_files.opening(safetensors.safe_open)
+    for name in ("safetensors", "safetensors.torch"):
+        if name in sys.modules:
+            sys.modules[name].safe_open = opening  # type: ignore[attr-defined]
 
 
 def _replace_printing() -> None:
@@ -243,15 +259,19 @@ PATCHES = (
         install=_add_buffer_attribute,
     ),
     Patch(
-        names=("torch._C._has_storage",),
-        reason="copy.deepcopy and torch.save would copy the storage's bytes; it has none (a segmentation fault).",
-        install=_replace_has_storage,
+        names=("torch.UntypedStorage.__new__",),
+        reason="UntypedStorage(n, device='jax'), which torch.load and copy.deepcopy call, would use an allocator that a "
+        "Python device does not have (a segmentation fault).",
+        install=_replace_storage_constructor,
     ),
     Patch(
-        names=("torch.UntypedStorage.__new__",),
-        reason="UntypedStorage(n, device='jax') and storage.clone() would use an allocator that a Python device does "
-        "not have (a segmentation fault).",
-        install=_replace_storage_constructor,
+        names=(
+            *(f"torch.UntypedStorage.{name}" for name in (*storages.METHODS, "copy_")),
+            "torch.Tensor.data_ptr",
+        ),
+        reason="C++ sees storages of no bytes at address 0. Libraries that write checkpoints find tied weights by the "
+        "address and size of a storage, and copy its bytes.",
+        install=_replace_storage_methods,
     ),
     Patch(
         names=("ForkingPickler[torch.Tensor]", "ForkingPickler[torch.nn.Parameter]"),
@@ -265,8 +285,14 @@ PATCHES = (
     ),
     Patch(
         names=("torch.serialization._package_registry",),
-        reason="torch.load(map_location='jax') would copy bytes to a storage without bytes (a segmentation fault).",
-        install=_register_checkpoint_loader,
+        reason="torch.load puts storages of the device where they were, or where map_location='jax' wants them. "
+        "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`backends.autoload`).",
+        install=autoload.register,
+    ),
+    Patch(
+        names=("safetensors.safe_open", "safetensors.torch.safe_open"),
+        reason="safetensors.torch.load_file(path, device='jax:0') is an error: its list of devices is fixed.",
+        install=_replace_safe_open,
     ),
     Patch(
         names=("torch._tensor_str._str_intern",),

@@ -274,18 +274,26 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 
 def _to_cpu(data: Any) -> Any:
-    memo: dict[int, torch.Tensor] = {}  # one CPU tensor per XLA tensor, so that tied weights stay tied
+    copies: dict[Any, torch.Tensor] = {}  # one CPU tensor per XLA tensor, so that tied weights stay tied
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not is_xla_tensor(value):
             return value
-        if id(value) not in memo:
-            copy = value.detach().cpu()
-            is_parameter = isinstance(value, torch.nn.Parameter)
-            memo[id(value)] = torch.nn.Parameter(copy, value.requires_grad) if is_parameter else copy
-        return memo[id(value)]
+        key = _identity(value)
+        if key not in copies:
+            copies[key] = value.detach().cpu()
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        return torch.nn.Parameter(copies[key], value.requires_grad) if is_parameter else copies[key]
 
     return tree_map(move, data)
+
+
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same part of one storage, such as those of tied weights in a ``state_dict()``."""
+    if tensor.device.type != base.LAZY or tensor.layout is not torch.strided:
+        return id(tensor)
+    address = tensor.untyped_storage().data_ptr()
+    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def send_cpu_data_to_device(data: Any, device: Any) -> Any:

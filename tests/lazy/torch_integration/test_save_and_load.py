@@ -1,0 +1,493 @@
+"""Every way to save and load weights of the lazy device, for every kind of weights, bit for bit.
+
+Each way receives a module on the device and returns the state that it has after a round trip.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from source_tree import ROOT
+from torch import nn
+
+from xla_amp import checkpoint, config, xla_model
+from xla_amp.errors import DeviceError
+
+State = dict[str, torch.Tensor]
+
+
+class Weights(nn.Module):
+    """Weights of one kind; `make` builds them on the CPU, the same values at each call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        base = torch.linspace(-3, 5, 12).view(3, 4)
+        self.kind = kind
+        if kind in ("plain", "tied"):
+            self.first, self.second = nn.Parameter(base.clone()), nn.Parameter(base + 1)
+            if kind == "tied":
+                self.third = self.first
+        elif kind == "buffers":
+            self.register_buffer("mean", base.clone())
+            self.register_buffer("count", torch.tensor([7, -(2**40)]))
+            self.register_buffer("mask", base > 0)
+            self.register_buffer("step", torch.tensor(3))
+            bits = torch.tensor([0x7FC00001, 0x7F800000, -0x800000, 1, -1], dtype=torch.int32)
+            self.register_buffer("floats", bits.view(torch.float32))  # a NaN with a payload, infinities, a denormal
+        elif kind == "low":
+            self.float16, self.brain = nn.Parameter(base.half()), nn.Parameter(base.bfloat16())
+            self.register_buffer("eight", base.to(torch.float8_e4m3fn))
+        elif kind == "sizes":
+            self.empty, self.none = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(3, 0))
+            self.scalar = nn.Parameter(torch.tensor(-0.0))
+            self.one = nn.Parameter(torch.tensor([[1.5]], dtype=torch.float64))
+
+
+
+def views(device: torch.device) -> Weights:
+    """Weights whose storages are larger than they are, or in another order."""
+    module = Weights("views").to(device)
+    base = torch.arange(24.0, device=device).view(4, 6)
+    module.register_buffer("transposed", base.t())
+    module.register_buffer("strided", torch.arange(30.0, device=device)[3::2])
+    module.register_buffer("row", torch.arange(12, device=device).view(3, 4)[1])
+    return module
+
+
+CPU = torch.device("cpu")
+KINDS = ("plain", "tied", "buffers", "low", "sizes", "views")
+
+
+def make(kind: str, device: torch.device) -> Weights:
+    if kind == "views":
+        return views(device)
+    module = Weights(kind).to(device)
+    if kind == "tied":
+        module.register_buffer("fourth", module.second.detach())
+    return module
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    host = tensor.detach().cpu().contiguous()
+    return tuple(host.shape), host.dtype, host.reshape(-1).view(torch.uint8).tolist() if host.numel() else []
+
+
+def blank(module: Weights, device: torch.device) -> Weights:
+    """A module of the same kind with other values."""
+    other = make(module.kind, device)
+    for tensor in other.state_dict().values():
+        with torch.no_grad():
+            tensor.zero_()
+    return other
+
+
+# ---- the ways --------------------------------------------------------------------------------------------------------
+
+
+def saved(value: Any, **options: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    file.seek(0)
+    return file
+
+
+def torch_load(weights_only: bool = True, **options: Any) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        found: State = torch.load(saved(module.state_dict()), weights_only=weights_only, **options)
+        return found
+
+    return way
+
+
+def torch_load_by_file(mmap: bool, location: Any) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        torch.save(module.state_dict(), folder / "file.pt")
+        found: State = torch.load(folder / "file.pt", mmap=mmap, map_location=location)
+        return found
+
+    return way
+
+
+def old_format(module: Weights, folder: Path, device: torch.device) -> State:
+    found: State = torch.load(saved(module.state_dict(), _use_new_zipfile_serialization=False))
+    return found
+
+
+def whole_module(module: Weights, folder: Path, device: torch.device) -> State:
+    return torch.load(saved(module), weights_only=False).state_dict()
+
+
+def module_pickled(module: Weights, folder: Path, device: torch.device) -> State:
+    return pickle.loads(pickle.dumps(module)).state_dict()
+
+
+def module_deepcopied(module: Weights, folder: Path, device: torch.device) -> State:
+    return copy.deepcopy(module).state_dict()
+
+
+def state_deepcopied(module: Weights, folder: Path, device: torch.device) -> State:
+    return copy.deepcopy(module.state_dict())
+
+
+def load_state_dict(assign: bool, location: Any = None) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        target = blank(module, device)
+        target.load_state_dict(torch.load(saved(module.state_dict()), map_location=location), assign=assign)
+        return target.state_dict()
+
+    return way
+
+
+def safetensors_file(where: Callable[[torch.device], Any]) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        from safetensors.torch import load_file, save_file
+
+        save_file({name: value.contiguous().clone() for name, value in module.state_dict().items()}, folder / "m.safetensors")
+        found: State = load_file(folder / "m.safetensors", device=where(device) if device != CPU else "cpu")
+        return found
+
+    return way
+
+
+def safetensors_model(module: Weights, folder: Path, device: torch.device) -> State:
+    from safetensors.torch import load_model, save_model
+
+    save_model(module, str(folder / "m.safetensors"))
+    target = blank(module, device)
+    assert load_model(target, folder / "m.safetensors", device=str(device)) == (set(), [])
+    return target.state_dict()
+
+
+def distributed(asynchronous: bool) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        import torch.distributed.checkpoint as dcp
+
+        if asynchronous:
+            dcp.async_save(module.state_dict(), checkpoint_id=folder / "dcp", no_dist=True).result()
+        else:
+            dcp.save(module.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
+        target = blank(module, device)
+        state = target.state_dict()
+        dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
+        target.load_state_dict(state)
+        return target.state_dict()
+
+    return way
+
+
+def accelerate_save_model(module: Weights, folder: Path, device: torch.device) -> State:
+    from accelerate import Accelerator, load_checkpoint_in_model
+
+    Accelerator(cpu=True).save_model(module, folder / "model")
+    target = blank(module, device)
+    load_checkpoint_in_model(target, folder / "model")
+    return target.state_dict()
+
+
+def accelerate_state(safe: bool) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare_model(module, device_placement=False)
+        accelerator.save_state(folder / "state", safe_serialization=safe)
+        with torch.no_grad():
+            for tensor in prepared.state_dict().values():
+                tensor.zero_()
+        accelerator.load_state(folder / "state")
+        return module.state_dict()
+
+    return way
+
+
+def accelerate_save(module: Weights, folder: Path, device: torch.device) -> State:
+    from accelerate.utils import load, save
+
+    save(module.state_dict(), folder / "state.pt")
+    found: State = load(folder / "state.pt")
+    return found
+
+
+def hub(shard: Any) -> Callable[..., State]:
+    def way(module: Weights, folder: Path, device: torch.device) -> State:
+        from huggingface_hub import load_torch_model, save_torch_model
+
+        save_torch_model(module, folder, max_shard_size=shard)
+        target = blank(module, device)
+        load_torch_model(target, folder, strict=False)
+        return target.state_dict()
+
+    return way
+
+
+def orbax(module: Weights, folder: Path, device: torch.device) -> State:
+    checkpoint.save({"model": module}, folder / "orbax")
+    target = blank(module, device)
+    checkpoint.load({"model": target}, folder / "orbax")
+    return target.state_dict()
+
+
+def xla_save(module: Weights, folder: Path, device: torch.device) -> State:
+    xla_model.save(module.state_dict(), folder / "xm.pt")
+    found: State = torch.load(folder / "xm.pt")
+    return found
+
+
+WAYS: dict[str, Callable[..., State]] = {
+    "torch": torch_load(),
+    "torch, any object": torch_load(weights_only=False),
+    "torch, on the CPU": torch_load(map_location="cpu"),
+    "torch, to the device by name": torch_load(map_location="jax"),
+    "torch, to the device by index": torch_load(map_location="jax:0"),
+    "torch, kept by a function": torch_load(map_location=lambda storage, where: storage),
+    "torch, moved by a function": torch_load(map_location=lambda storage, where: storage.to(device="jax")),
+    "torch, left to torch by a function": torch_load(map_location=lambda storage, where: None),
+    "torch, by a mapping": torch_load(map_location={"jax:0": "cpu"}),
+    "torch, from a file": torch_load_by_file(False, None),
+    "torch, mapped": torch_load_by_file(True, None),
+    "torch, mapped to the CPU": torch_load_by_file(True, "cpu"),
+    "torch, old format": old_format,
+    "torch, whole module": whole_module,
+    "pickle": module_pickled,
+    "deepcopy of the module": module_deepcopied,
+    "deepcopy of the state": state_deepcopied,
+    "load_state_dict": load_state_dict(False),
+    "load_state_dict from the CPU": load_state_dict(False, "cpu"),
+    "load_state_dict that assigns": load_state_dict(True),
+    "safetensors file": safetensors_file(lambda device: "jax:0"),
+    "safetensors file, a device": safetensors_file(lambda device: device),
+    "safetensors file, on the CPU": safetensors_file(lambda device: "cpu"),
+    "safetensors model": safetensors_model,
+    "torch.distributed.checkpoint": distributed(False),
+    "torch.distributed.checkpoint, async": distributed(True),
+    "accelerate save_model": accelerate_save_model,
+    "accelerate save_state": accelerate_state(True),
+    "accelerate save_state, pickled": accelerate_state(False),
+    "accelerate.utils.save": accelerate_save,
+    "huggingface_hub": hub("5GB"),
+    "huggingface_hub, shards": hub(60),
+    "Orbax": orbax,
+    "xla_model.save": xla_save,
+}
+"""(module, folder, its device) -> the state after a round trip."""
+
+
+HUB = ("huggingface_hub", "huggingface_hub, shards")
+NO_REFERENCE = {
+    *((way, kind) for way in ("Orbax", "xla_model.save") for kind in KINDS),  # ours, for the device
+    ("accelerate save_state", "sizes"),  # takes empty CPU weights, which have address 0, for tied ones
+}
+REFUSED = {
+    *((way, "views") for way in ("safetensors model", "accelerate save_state", *HUB)),  # not the whole of a storage
+    *((way, "low") for way in ("torch, old format", "pickle")),  # float8
+}
+"""What libraries refuse on every device."""
+
+
+def ties(state: State) -> list[list[str]]:
+    """The names of tensors that begin at the same place of one storage."""
+    found: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        empty = not value.numel()  # torch has address 0 for all of them on the CPU
+        found.setdefault(name if empty else (value.device, value.data_ptr()), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_round_trip_keeps_every_bit(way: str, kind: str, device: torch.device, tmp_path: Path) -> None:
+    on_cpu = make(kind, CPU)
+    if (way, kind) in REFUSED:
+        for where in (CPU, device):
+            with pytest.raises((RuntimeError, AttributeError), match="covering the entire storage|attribute 'dtype'"):
+                WAYS[way](make(kind, where), tmp_path / where.type, where)
+        return
+    (tmp_path / "cpu").mkdir()
+    reference = on_cpu.state_dict() if (way, kind) in NO_REFERENCE else WAYS[way](on_cpu, tmp_path / "cpu", CPU)
+    expected = ties(reference)
+    (tmp_path / "jax").mkdir()
+    found = WAYS[way](make(kind, device), tmp_path / "jax", device)
+    assert {name: bits(value) for name, value in found.items()} == {
+        name: bits(value) for name, value in make(kind, CPU).state_dict().items()
+    }
+    assert ties(found) == expected
+
+
+# ---- in another process ----------------------------------------------------------------------------------------------
+
+
+def entry_points(folder: Path) -> Path:
+    """A distribution with this package's entry points, to put on the path: an editable installation may be older."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "autoloaded-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoloaded\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["torch.backends"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[torch.backends]", *lines]))
+    return folder
+
+
+def run(program: str, folder: Path, autoload: str = "1") -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(map(str, (entry_points(folder), ROOT)))
+    variables = {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    environment = config.child_environment(variables)
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+FRESH = """
+import contextlib, io, sys
+with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(errors):
+    import torch
+assert not errors.getvalue()
+assert not {"jax", "xla_amp.lazy"} & set(sys.modules), "import torch started something"
+assert torch._C._get_privateuse1_backend_name() == "privateuseone" and not hasattr(torch, "jax")
+x = torch.ones(2, requires_grad=True); (x * 2).sum().backward()
+on_cpu = torch.load("state.pt", map_location="cpu")
+assert on_cpu["first"].device.type == "cpu" and "jax" not in sys.modules
+state = torch.load("state.pt")
+assert str(state["first"].device) == "jax:0", state
+assert state["first"].data_ptr() == state["third"].data_ptr() != state["second"].data_ptr()
+assert all(torch.equal(state[name].cpu(), on_cpu[name]) for name in state)
+assert torch.load("state.pt", map_location="jax")["first"].device == state["first"].device
+"""
+
+
+def test_another_process_loads_without_importing_the_package(device: torch.device, tmp_path: Path) -> None:
+    torch.save(make("tied", device).state_dict(), tmp_path / "state.pt")
+    done = run(FRESH, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_autoload_torch_names_the_place(device: torch.device, tmp_path: Path) -> None:
+    torch.save(make("tied", device).state_dict(), tmp_path / "state.pt")
+    done = run("import torch; torch.load('state.pt')", tmp_path, autoload="0")
+    assert "(tagged with jax:0)" in done.stderr
+
+
+def test_a_checkpoint_of_cuda_keeps_the_message_of_torch(device: torch.device) -> None:
+    file = saved(make("plain", CPU).state_dict())
+    with zipfile.ZipFile(file) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    changed = io.BytesIO()
+    with zipfile.ZipFile(changed, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in parts.items():
+            content = content.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+            archive.writestr(name, content)
+    changed.seek(0)
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+        torch.load(changed)
+
+
+# ---- what is in the file ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["torch", "xla_model", "Orbax", "safetensors", "accelerate"])
+def test_tied_weights_are_written_once(way: str, device: torch.device, tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.rand(250_000, device=device))
+    module = nn.Module()
+    module.first, module.second = weight, weight
+    module.register_buffer("third", weight.detach())
+    if way == "torch":
+        torch.save(module.state_dict(), tmp_path / "file")
+    elif way == "xla_model":
+        xla_model.save(module.state_dict(), tmp_path / "file")
+    elif way == "Orbax":
+        checkpoint.save({"model": module}, tmp_path / "folder")
+    elif way == "safetensors":
+        from safetensors.torch import save_model
+
+        save_model(module, str(tmp_path / "file"))
+    else:
+        from accelerate import Accelerator
+
+        Accelerator(cpu=True).save_model(module, tmp_path)
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert 800_000 < written < 1_200_000
+
+
+def test_a_model_of_transformers(device: torch.device, tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    settings = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=300, n_positions=16)
+    model = GPT2LMHeadModel(settings).to(device)
+    expected = {name: bits(value) for name, value in model.state_dict().items()}
+    assert "lm_head.weight" in expected
+    for size, files in (("5GB", 1), ("40KB", 4)):
+        folder = tmp_path / size
+        model.save_pretrained(folder, max_shard_size=size)
+        names = []
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt", device="jax:0") as opened:
+                names += opened.keys()
+        assert len(list(folder.glob("*.safetensors"))) == files
+        assert sorted(names) == sorted(expected.keys() - {"lm_head.weight"})
+        loaded = GPT2LMHeadModel.from_pretrained(folder).to(device)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+        assert {name: bits(value) for name, value in loaded.state_dict().items()} == expected
+
+
+# ---- state of training -----------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(device: torch.device, tmp_path: Path) -> None:
+    import xla_amp
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        torch.manual_seed(1)
+        embed, head = nn.Embedding(7, 5), nn.Linear(5, 7)
+        head.weight = embed.weight
+        model = nn.Sequential(embed, nn.Dropout(0.1), head).to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), xla_amp.GradScaler(device.type, init_scale=64.0)
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, count: int) -> None:
+        tokens = torch.arange(6, device=device)
+        for _ in range(count):
+            optimizer.zero_grad()
+            with xla_amp.autocast(device, dtype=torch.float16):
+                loss = nn.functional.cross_entropy(model(tokens), tokens)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    training = begin()
+    steps(*training, 3)
+    state = {str(i): part.state_dict() for i, part in enumerate(training)}
+    torch.save({**state, "random": torch.jax.get_rng_state()}, tmp_path / "run.pt")  # type: ignore[attr-defined]
+    steps(*training, 3)
+    resumed = begin()
+    loaded = torch.load(tmp_path / "run.pt")
+    for i, part in enumerate(resumed):
+        part.load_state_dict(loaded[str(i)])
+    torch.jax.set_rng_state(loaded["random"].cpu())  # type: ignore[attr-defined]
+    steps(*resumed, 3)
+    for whole, again in zip(training[0].parameters(), resumed[0].parameters(), strict=True):
+        assert bits(whole) == bits(again)
+    assert resumed[2].get_scale() == training[2].get_scale()
+
+
+def test_sharing_memory_is_refused(device: torch.device) -> None:
+    module = nn.Linear(2, 2).to(device)
+    for share in (module.share_memory, module.weight.share_memory_, module.weight.untyped_storage().share_memory_):
+        with pytest.raises(DeviceError, match=r"cannot share memory on jax:0 .* share tensor.cpu\(\)"):
+            share()
+    assert not module.weight.is_shared()
+    assert torch.ones(2).share_memory_().is_shared()

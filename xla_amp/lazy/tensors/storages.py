@@ -1,0 +1,226 @@
+"""Storages of the lazy device as torch's Python code sees them: an address, a size in bytes, copies.
+
+Libraries that write checkpoints recognize tied weights by the address and size of their storages.  C++ code sees a
+storage of zero bytes at address zero, so torch cannot read through the address, and it costs no memory.
+`torch_integration.monkeypatches` installs these functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.storage import UntypedStorage
+
+from xla_amp.errors import DeviceError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import spec, trace
+from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+_ALIGNMENT = 512
+_lock = threading.Lock()
+_next_address = 1 << 62 | 1 << 55
+"""No process has memory here: the address is not canonical on x86-64 and belongs to the kernel on ARM64.  Addresses
+are given out once, so a checkpoint never takes a new tensor for one that was freed."""
+
+
+def _address(buffer: Buffer) -> int:
+    """The buffer's address, the same at every call."""
+    global _next_address
+    with _lock:
+        if buffer.address == 0:
+            buffer.address = _next_address
+            _next_address += (_size(buffer) // _ALIGNMENT + 1) * _ALIGNMENT
+        return buffer.address
+
+
+def _size(buffer: Buffer) -> int:
+    return buffer.spec.size * buffer.spec.dtype.itemsize
+
+
+def new(size: int) -> UntypedStorage:
+    """A storage on the device for `size` bytes; the first tensor that is set on it gives it a dtype."""
+    return _of(Buffer(spec((size,), torch.uint8)), torch.from_numpy(np.zeros(size, np.uint8)))
+
+
+def from_host(source: UntypedStorage) -> UntypedStorage:
+    """A storage on the device with the bytes of a CPU storage, read and uploaded when the first tensor is set on it."""
+    return _of(Buffer(spec((source.nbytes(),), torch.uint8)), _as_bytes(source))
+
+
+def _of(buffer: Buffer, raw: torch.Tensor | None = None) -> UntypedStorage:
+    storage = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype).untyped_storage()
+    storage._xla_amp = buffer  # type: ignore[attr-defined]
+    buffer.raw = raw
+    return storage
+
+
+def _as_bytes(storage: UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor on all of a storage."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _host_bytes(storage: Any) -> torch.Tensor:
+    """A copy of the storage's bytes as uint8[n] on the CPU; runs the trace if needed, compiles nothing else."""
+    buffer: Buffer | None = storage._xla_amp
+    if buffer is None or not buffer.spec.size:
+        return torch.empty(0, dtype=torch.uint8)
+    if buffer.raw is not None:
+        return buffer.raw.clone()
+    with trace.lock:
+        array = tensor_io.value_of(buffer)
+    return transfer.download(array).reshape(-1).view(torch.uint8)
+
+
+# -- what replaces methods of torch.UntypedStorage; `original` is the method of the same name --------------------------
+
+
+def data_ptr(original: Callable[..., int], self: Any) -> int:
+    """An address that no other storage has or had, and that holds no memory."""
+    return _address(self._xla_amp) if self._xla_amp is not None else original(self)
+
+
+def nbytes(original: Callable[..., int], self: Any) -> int:
+    """Size in bytes of the value."""
+    return _size(self._xla_amp) if self._xla_amp is not None else original(self)
+
+
+def cpu(original: Callable[..., Any], self: Any) -> UntypedStorage:
+    """A copy of the bytes."""
+    return _host_bytes(self).untyped_storage()
+
+
+def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
+    """A copy on the device; copies nothing now, because values never change."""
+    buffer: Buffer = self._xla_amp
+    if buffer.raw is not None:
+        return _of(Buffer(buffer.spec), buffer.raw.clone())
+    with trace.lock:
+        whole = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
+        whole.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
+        return whole.clone().untyped_storage()
+
+
+def copy_(self: Any, source: Any) -> Any:
+    """Overwrites this storage with the bytes of another, of the same size."""
+    source = getattr(source, "_untyped_storage", source)
+    if self.nbytes() != source.nbytes():
+        raise RuntimeError(
+            f"storage.copy_: expected a source of {self.nbytes()} bytes, got {source.nbytes()} bytes on {source.device}"
+        )
+    values = _host_bytes(source) if source._xla_amp is not None else _as_bytes(source.cpu())
+    if self.device.type != DEVICE_TYPE:
+        _as_bytes(self).copy_(values)
+    elif self._xla_amp.raw is not None:
+        self._xla_amp.raw = values.clone()
+    else:
+        buffer: Buffer = self._xla_amp
+        whole = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
+        whole.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
+        whole.copy_(values.view(buffer.spec.dtype).view(buffer.spec.shape))
+    return self
+
+
+def getitem(original: Callable[..., Any], self: Any, index: Any) -> Any:
+    """Reads a byte through the host."""
+    if isinstance(index, slice):
+        raise DeviceError(
+            f"storage[{index.start}:{index.stop}] of a storage on {self.device} would share its memory, which cannot "
+            "be addressed. Use storage.cpu(), a copy"
+        )
+    return original(self.cpu(), index)
+
+
+def setitem(original: Callable[..., Any], self: Any, index: Any, value: Any) -> None:
+    """Writes bytes."""
+    _as_bytes(self)[index] = value
+
+
+def fill_(original: Callable[..., Any], self: Any, value: int) -> Any:
+    """Sets every byte."""
+    _as_bytes(self).fill_(value)
+    return self
+
+
+def iterate(original: Callable[..., Any], self: Any) -> Any:
+    """The bytes, of a copy on the host."""
+    return original(self.cpu())
+
+
+def represent(original: Callable[..., str], self: Any) -> str:
+    """The bytes, and the device."""
+    return original(self.cpu()).replace("device=cpu", f"device={self.device}")
+
+
+def write_file(original: Callable[..., None], self: Any, *args: Any) -> None:
+    """Writes the bytes to a file (torch's old checkpoint format)."""
+    original(self.cpu(), *args)
+
+
+def set_from_file(original: Callable[..., None], self: Any, *args: Any) -> Any:
+    """Reads the bytes from a file (torch's old checkpoint format)."""
+    read = UntypedStorage(self.nbytes())
+    original(read, *args)
+    return self.copy_(read)
+
+
+def is_shared(original: Callable[..., bool], self: Any) -> bool:
+    """False: no other process can map the memory."""
+    return False
+
+
+def share_memory_(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """Raises: no other process can map the memory."""
+    raise DeviceError(
+        f"cannot share memory on {self.device} with other processes ({self.nbytes()} bytes): share tensor.cpu(), or "
+        "module.cpu(), and move it to the device in each process"
+    )
+
+
+def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
+    """Raises: an array has the size that it was made with."""
+    raise DeviceError(
+        f"cannot resize a storage on {self.device} from {self.nbytes()} to {size} bytes: resize the tensor "
+        "(tensor.resize_), or drop every reference to it to free its memory"
+    )
+
+
+def byteswap(original: Callable[..., Any], self: Any, *args: Any) -> None:
+    """Swaps bytes on the host (files of a machine with the other byte order)."""
+    swapped = self.cpu()
+    original(swapped, *args)
+    self.copy_(swapped)
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "__getitem__": getitem,
+    "__iter__": iterate,
+    "__len__": nbytes,
+    "__repr__": represent,
+    "__setitem__": setitem,
+    "_byteswap": byteswap,
+    "_set_from_file": set_from_file,
+    "_write_file": write_file,
+    "clone": clone,
+    "cpu": cpu,
+    "data_ptr": data_ptr,
+    "fill_": fill_,
+    "is_shared": is_shared,
+    "nbytes": nbytes,
+    "resize_": resize_,
+    "share_memory_": share_memory_,
+}
+"""Method of `torch.UntypedStorage` -> what it does for a storage of the lazy device (see also `copy_`)."""
+
+
+def tensor_address(original: Callable[[torch.Tensor], int], self: torch.Tensor) -> int:
+    """``tensor.data_ptr()``: the storage's address and the tensor's offset in it, in bytes; 0 for an empty tensor."""
+    offset = original(self)  # from address zero; raises for a tensor without a storage
+    if self.device.type != DEVICE_TYPE or not self.numel():
+        return offset
+    return _address(tensor_io.buffer_of(self)) + offset
