@@ -1,4 +1,4 @@
-"""What torch loads at ``import torch``, by the entry point group ``torch.backends``: the checkpoints of the lazy device.
+"""What torch loads at ``import torch`` (entry point group ``torch.backends``): checkpoints of the lazy device.
 
 `torch.load` then puts the tensors of a checkpoint back on the lazy device, in a process that has not used xla_amp.
 Nothing more is registered here.  With the name ``jax`` taken, `torch.accelerator` would be the lazy device in every

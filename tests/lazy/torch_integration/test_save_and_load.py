@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import os
 import pickle
 import subprocess
@@ -54,7 +53,6 @@ class Weights(nn.Module):
             self.empty, self.none = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(3, 0))
             self.scalar = nn.Parameter(torch.tensor(-0.0))
             self.one = nn.Parameter(torch.tensor([[1.5]], dtype=torch.float64))
-
 
 
 def views(device: torch.device) -> Weights:
@@ -155,7 +153,9 @@ def safetensors_file(where: Callable[[torch.device], Any]) -> Callable[..., Stat
     def way(module: Weights, folder: Path, device: torch.device) -> State:
         from safetensors.torch import load_file, save_file
 
-        save_file({name: value.contiguous().clone() for name, value in module.state_dict().items()}, folder / "m.safetensors")
+        save_file(
+            {name: value.contiguous().clone() for name, value in module.state_dict().items()}, folder / "m.safetensors"
+        )
         found: State = load_file(folder / "m.safetensors", device=where(device) if device != CPU else "cpu")
         return found
 
@@ -313,7 +313,7 @@ def test_a_round_trip_keeps_every_bit(way: str, kind: str, device: torch.device,
     on_cpu = make(kind, CPU)
     if (way, kind) in REFUSED:
         for where in (CPU, device):
-            with pytest.raises((RuntimeError, AttributeError), match="covering the entire storage|attribute 'dtype'"):
+            with pytest.raises((RuntimeError, AttributeError), match=r"covering the entire storage|attribute 'dtype'"):
                 WAYS[way](make(kind, where), tmp_path / where.type, where)
         return
     (tmp_path / "cpu").mkdir()

@@ -62,7 +62,7 @@ def _of(buffer: Buffer, raw: torch.Tensor | None = None) -> UntypedStorage:
 
 def _as_bytes(storage: UntypedStorage) -> torch.Tensor:
     """A uint8 tensor on all of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _host_bytes(storage: Any) -> torch.Tensor:

@@ -87,7 +87,7 @@ def _replace_storage_methods() -> None:
         return storages.tensor_address(address, self)
 
     UntypedStorage.copy_ = copy_  # type: ignore[method-assign]
-    torch.Tensor.data_ptr = data_ptr  # type: ignore[method-assign]
+    torch.Tensor.data_ptr = data_ptr  # type: ignore[assignment,method-assign]
 
 
 def _register_reducers() -> None:
@@ -260,8 +260,8 @@ PATCHES = (
     ),
     Patch(
         names=("torch.UntypedStorage.__new__",),
-        reason="UntypedStorage(n, device='jax'), which torch.load and copy.deepcopy call, would use an allocator that a "
-        "Python device does not have (a segmentation fault).",
+        reason="UntypedStorage(n, device='jax'), as torch.load calls it, would use an allocator that a Python device "
+        "does not have (a segmentation fault).",
         install=_replace_storage_constructor,
     ),
     Patch(

@@ -1,4 +1,4 @@
-"""Files of safetensors whose tensors are read onto the lazy device: safetensors knows the devices of its own list only."""
+"""Read files of safetensors onto the lazy device, which is not in safetensors' own list of devices."""
 
 from __future__ import annotations
 
