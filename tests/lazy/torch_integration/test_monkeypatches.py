@@ -93,7 +93,7 @@ def test_starting_the_device_changes_what_the_table_names():
         ("pass", set()),
         ("torch.mm = lambda *a: None", {"torch.mm"}),
         ("torch.Tensor.cuda = None", {"torch.Tensor.cuda"}),
-        ("safetensors.torch.safe_open = None", {"safetensors.torch.safe_open"}),
+        ("safetensors.torch.safe_open = len", {"safetensors.torch.safe_open"}),
         ("torch.UntypedStorage.extra = 1", {"torch.UntypedStorage.extra"}),
         ("torch._C._has_storage = lambda x: True", {"torch._C._has_storage"}),
         ("torch.UntypedStorage.nbytes = len", {"torch.UntypedStorage.nbytes"}),

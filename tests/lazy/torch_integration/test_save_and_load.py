@@ -456,29 +456,29 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(device: torch.device, tm
         embed, head = nn.Embedding(7, 5), nn.Linear(5, 7)
         head.weight = embed.weight
         model = nn.Sequential(embed, nn.Dropout(0.1), head).to(device)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01), xla_amp.GradScaler(device.type, init_scale=64.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, xla_amp.GradScaler(device.type, init_scale=64.0)
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, count: int) -> None:
         tokens = torch.arange(6, device=device)
         for _ in range(count):
             optimizer.zero_grad()
-            with xla_amp.autocast(device, dtype=torch.float16):
-                loss = nn.functional.cross_entropy(model(tokens), tokens)
+            loss = nn.functional.cross_entropy(model(tokens), tokens)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
 
     training = begin()
-    steps(*training, 3)
+    steps(*training, 2)
     state = {str(i): part.state_dict() for i, part in enumerate(training)}
     torch.save({**state, "random": torch.jax.get_rng_state()}, tmp_path / "run.pt")  # type: ignore[attr-defined]
-    steps(*training, 3)
+    steps(*training, 2)
     resumed = begin()
     loaded = torch.load(tmp_path / "run.pt")
     for i, part in enumerate(resumed):
         part.load_state_dict(loaded[str(i)])
     torch.jax.set_rng_state(loaded["random"].cpu())  # type: ignore[attr-defined]
-    steps(*resumed, 3)
+    steps(*resumed, 2)
     for whole, again in zip(training[0].parameters(), resumed[0].parameters(), strict=True):
         assert bits(whole) == bits(again)
     assert resumed[2].get_scale() == training[2].get_scale()
