@@ -170,33 +170,6 @@ def bind(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[
     return list(out) if primitive.multiple_results else [out]
 
 
-def custom_jvp_rule(params: dict[str, Any], primitive: Any) -> Callable[..., Sequence[Any]]:
-    """The rule of a ``custom_jvp`` equation: primals and tangents to results and their tangents."""
-    _, rule = primitive.get_bind_params(params)["subfuns"]
-    function: Callable[..., Sequence[Any]] = rule.call_wrapped
-    return function
-
-
-def custom_vjp_rules(
-    params: dict[str, Any], primitive: Any
-) -> tuple[Callable[..., Sequence[Any]], BackwardRule, Callable[[], Any]]:
-    """The rules of a ``custom_vjp`` equation.
-
-    Returns:
-        The forward rule (values, each followed by whether it is differentiated, to residuals and results), the backward
-        rule (residuals and cotangents to cotangents), and a function that returns the number of residuals that the
-        forward rule returns and, for each residual, the index of the argument that it is, or None.  Call it after the
-        forward rule.
-    """
-    _, forward, backward = primitive.get_bind_params(params)["subfuns"]
-
-    def residual_layout() -> tuple[int, list[int | None]]:
-        _, tree, forwarded = params["out_trees"]()
-        return tree.num_leaves - sum(index is not None for index in forwarded), forwarded
-
-    return forward.call_wrapped, BackwardRule(backward), residual_layout
-
-
 _LOGS = hasattr(jax.custom_vjp, "defvjp_with_logs")
 """Whether backward rules of ``custom_vjp`` also return a dict of logged values: JAX 0.11.2."""
 
@@ -228,17 +201,14 @@ def backward_result(cotangents: list[Any], logs: dict[str, Any] | None) -> Any:
     return (cotangents, logs) if _LOGS else cotangents
 
 
-def defvjp(function: Any, forward: Callable[..., Any], backward: Callable[..., tuple[Any, Any]]) -> None:
-    """``function.defvjp`` with a backward rule that returns cotangents and logged values."""
-    if _LOGS:
-        function.defvjp_with_logs(forward, backward)
-    else:
-        function.defvjp(forward, lambda *values: backward(*values)[0])
-
-
 def is_zero(cotangent: Any) -> bool:
     """Whether `cotangent` is JAX's symbolic zero."""
     return isinstance(cotangent, ad.Zero) or type(cotangent).__name__ in ("Zero", "SymbolicZero")
+
+
+def zero_with_dtype(zero: Any, dtype: Any) -> Any:
+    """A symbolic zero like `zero` in another dtype."""
+    return type(zero)(with_dtype(zero.aval, dtype))
 
 
 def per_operand_params() -> dict[str, Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax import lax
-
 from xla_amp.errors import DriverError
 from xla_amp.jax import compat
-from xla_amp.jax.decisions import Settings, dtype_of, is_castable
+from xla_amp.jax.decisions import Settings, dtype_of
+from xla_amp.jax.higher_order.common import cast, evaluate_rule
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 
@@ -81,7 +80,7 @@ class AutocastTrace(compat.Trace):
             outs = self._interpret(rule.call_wrapped, rule.debug_info, values)
             primal, tangent = outs[: len(outs) // 2], outs[len(outs) // 2 :]
             types = dtypes or [dtype_of(out) for out in primal]
-            return [_cast(out, dtype) for out, dtype in zip((*primal, *tangent), (*types, *types), strict=True)]
+            return [cast(out, dtype) for out, dtype in zip((*primal, *tangent), (*types, *types), strict=True)]
 
         functions = (compat.wrap_function(body, function), compat.wrap_function(derivative, rule))
         with compat.set_current_trace(self.parent):
@@ -129,27 +128,6 @@ class AutocastTrace(compat.Trace):
             values: its arguments, symbolic zeros among them.
             backward: whether it is a backward rule: its results keep the dtypes that it gave them.
         """
-        zeros: list[Any] = []
-
-        def nonzero(*given: Any) -> list[Any]:
-            rest = iter(given)
-            outs = function(*(value if compat.is_zero(value) else next(rest) for value in values))
-            zeros[:] = [out if compat.is_zero(out) else None for out in outs]
-            return [out for out in outs if not compat.is_zero(out)]
-
-        given = [value for value in values if not compat.is_zero(value)]
-        closed = compat.trace(nonzero, [compat.typeof(value) for value in given], debug_info)
         interpreter = Interpreter(self.settings, HIGHER_ORDER_RULES, backward=backward)
-        outs = interpreter.eval_jaxpr(closed, given, weights=[False] * len(given))
-        if backward:
-            outs = [_cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
-        remaining = iter(outs)
-        return [next(remaining) if zero is None else zero for zero in zeros]
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    """`value` in `dtype`, where casts apply to both."""
-    given = dtype_of(value)
-    if not (is_castable(given) and is_castable(dtype)) or given == dtype:
-        return value
-    return lax.convert_element_type(value, dtype)
+        weights = [False] * len(values)
+        return evaluate_rule(interpreter, function, debug_info, values, weights=weights, keep_dtypes=backward)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+from jax import lax
 
 from xla_amp import events
 from xla_amp.jax import compat
-from xla_amp.jax.interpreter import HigherOrderCall
+from xla_amp.jax.decisions import dtype_of, is_castable
+from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
 from xla_amp.jax.value_info import magnitude
 
 _retraced: weakref.WeakKeyDictionary[Any, dict[Any, compat.ClosedJaxpr]] = weakref.WeakKeyDictionary()
@@ -57,6 +62,62 @@ def retrace(
         if not closed.consts:
             cache[key] = traced
     return traced
+
+
+def evaluate_rule(
+    interpreter: Interpreter,
+    function: Callable[..., Sequence[Any]],
+    debug_info: Any,
+    values: Sequence[Any],
+    *,
+    avals: Sequence[Any] | None = None,
+    weights: Sequence[bool] | None = None,
+    keep_dtypes: bool = True,
+) -> list[Any]:
+    """Traces a function of a custom derivative as written, then evaluates the jaxpr under autocast.
+
+    Args:
+        interpreter: evaluates the jaxpr.
+        function: flat values to flat values.
+        debug_info: names for JAX's errors.
+        values: its arguments.  Symbolic zeros and Python scalars, such as a saved ``perturbed``, arrive as they are.
+        avals: the types of `values` that `function` is traced with; None for their own.
+        weights: which arguments come from outside the program; None for all.
+        keep_dtypes: whether results get the dtypes that `function` gave them.
+    """
+    traced = [_is_traced(value) for value in values]
+    given = list(itertools.compress(values, traced))
+    untraced_outs: list[tuple[int, Any]] = []
+
+    def arrays(*arguments: Any) -> list[Any]:
+        rest = iter(arguments)
+        outs = function(*(next(rest) if is_traced else v for v, is_traced in zip(values, traced, strict=True)))
+        untraced_outs[:] = [(index, out) for index, out in enumerate(outs) if not _is_traced(out)]
+        return [out for out in outs if _is_traced(out)]
+
+    types = avals_of(given) if avals is None else list(itertools.compress(avals, traced))
+    closed = compat.trace(arrays, types, debug_info)
+    flags = None if weights is None else list(itertools.compress(weights, traced))
+    outs = interpreter.eval_jaxpr(closed, given, weights=flags)
+    if keep_dtypes:
+        outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
+    for index, out in untraced_outs:
+        outs.insert(index, out)
+    return outs
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """An array or symbolic zero in `dtype`, where casts apply to both."""
+    given = dtype_of(value)
+    if not (is_castable(given) and is_castable(dtype)) or given == dtype:
+        return value
+    return compat.zero_with_dtype(value, dtype) if compat.is_zero(value) else lax.convert_element_type(value, dtype)
+
+
+def _is_traced(value: Any) -> bool:
+    if value is None or compat.is_zero(value) or isinstance(value, bool | int | float | complex):
+        return False
+    return bool(dtype_of(value) != jax.dtypes.float0)
 
 
 def avals_of(values: Sequence[Any]) -> list[Any]:

@@ -14,8 +14,8 @@ import jax
 
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import original_call
-from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.higher_order.common import avals_of, retrace
+from xla_amp.jax.decisions import F32, is_castable
+from xla_amp.jax.higher_order.common import avals_of, cast, evaluate_rule, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
 from xla_amp.jax.jaxpr_analysis import contracted_arguments
@@ -98,67 +98,51 @@ def _wider(one: Any, other: Any) -> Any:
 def _custom_jvp(call: HigherOrderCall) -> list[Any]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
     traced = retrace(call, closed, call.operands, call.weight_flags())
-    rule = compat.custom_jvp_rule(call.params, call.primitive)
-    avals = [atom.aval for atom in closed.jaxpr.invars]
+    params = dict(call.primitive.get_bind_params(call.params))
+    function, rule = params.pop("subfuns")
+    avals = closed.in_avals
+    results = [aval.dtype for aval in traced.out_avals]
 
-    @jax.custom_jvp
-    def function(*values: Any) -> list[Any]:
+    def primal(*values: Any) -> list[Any]:
         return compat.eval_jaxpr(traced, values)
 
-    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        rule_jaxpr = compat.trace(rule, (*avals, *map(compat.tangent_aval, avals)), closed.jaxpr.debug_info)
-        weights = [True] * len(avals) + [False] * len(avals)
-        outs = call.inner_interpreter().eval_jaxpr(rule_jaxpr, (*primals, *tangents), weights=weights)
-        half = len(outs) // 2
-        dtypes = [aval.dtype for aval in traced.out_avals]
-        return list(map(call.cast, outs[:half], dtypes)), list(map(call.cast, outs[half:], dtypes))
+    def derivative(*values: Any) -> list[Any]:
+        outs = evaluate_rule(
+            call.inner_interpreter(),
+            rule.call_wrapped,
+            rule.debug_info,
+            values,
+            avals=(*avals, *map(compat.tangent_aval, avals)),
+            weights=[True] * len(avals) + [False] * len(avals),
+            keep_dtypes=False,
+        )
+        return list(map(cast, outs, (*results, *results)))
 
-    function.defjvp(derivative)
-    return list(function(*call.operands))
+    functions = (compat.wrap_function(primal, function), compat.wrap_function(derivative, rule))
+    return list(call.primitive.bind(*call.operands, subfuns=functions, **params))
 
 
 def _custom_vjp(call: HigherOrderCall) -> list[Any]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
-    avals = [atom.aval for atom in closed.jaxpr.invars]
-    forward, backward, residual_layout = compat.custom_vjp_rules(call.params, call.primitive)
+    params = dict(call.primitive.get_bind_params(call.params))
+    function, forward, backward = params.pop("subfuns")
+    rule = compat.BackwardRule(backward)
     results = [aval.dtype for aval in closed.out_avals]
 
-    def interpret(rule: Callable[..., Sequence[Any]], values: Sequence[Any], *, backward: bool = False) -> list[Any]:
-        rule_jaxpr = compat.trace(rule, avals_of(values), closed.jaxpr.debug_info)
-        outs = call.inner_interpreter(backward=backward).eval_jaxpr(rule_jaxpr, values)
-        return list(map(call.cast, outs, [aval.dtype for aval in rule_jaxpr.out_avals]))
-
-    @jax.custom_vjp
-    def function(*values: Any) -> list[Any]:
+    def primal(*values: Any) -> list[Any]:
         return list(map(call.cast, call.inner_interpreter().eval_jaxpr(closed, values), results))
 
-    def fwd(*values: Any) -> tuple[list[Any], list[Any]]:
-        outs = interpret(functools.partial(_with_perturbed_flags, forward, call.params["num_consts"]), values)
-        count, forwarded = residual_layout()
-        residuals = iter(outs[:count])
-        return outs[count:], [next(residuals) if index is None else values[index] for index in forwarded]
+    def fwd(*values: Any) -> list[Any]:
+        return evaluate_rule(call.inner_interpreter(), forward.call_wrapped, forward.debug_info, values)
 
-    def bwd(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        zeros: list[bool] = []
+    def bwd(*values: Any) -> Any:
+        interpreter = call.inner_interpreter(backward=True)
+        outs = evaluate_rule(interpreter, rule, backward.debug_info, values)
+        return compat.backward_result(*rule.split(outs))
 
-        def nonzero(*values: Any) -> list[Any]:
-            outs = backward(*values)
-            zeros[:] = [compat.is_zero(out) or dtype_of(out) == jax.dtypes.float0 for out in outs]
-            return [out for out, zero in zip(outs, zeros, strict=True) if not zero]
-
-        outs = iter(interpret(nonzero, [*residuals, *cotangents], backward=True))
-        gradients, logs = backward.split([None if zero else next(outs) for zero in zeros])
-        return tuple(
-            g if g is None else call.cast(g, aval.dtype) for g, aval in zip(gradients, avals, strict=True)
-        ), logs
-
-    compat.defvjp(function, fwd, bwd)
-    return list(function(*call.interpreter.cast_to_avals(call.operands, avals)))
-
-
-def _with_perturbed_flags(forward: Callable[..., Sequence[Any]], constants: int, *values: Any) -> Sequence[Any]:
-    """Calls `forward` with each value followed by whether it is differentiated: closed-over constants are not."""
-    return forward(*(item for index, value in enumerate(values) for item in (value, index >= constants)))
+    functions = [compat.wrap_function(*pair) for pair in ((primal, function), (fwd, forward), (bwd, backward))]
+    operands = call.interpreter.cast_to_avals(call.operands, [atom.aval for atom in closed.jaxpr.invars])
+    return list(call.primitive.bind(*operands, subfuns=tuple(functions), **params))
 
 
 def _shard_map(call: HigherOrderCall) -> list[Any]:
