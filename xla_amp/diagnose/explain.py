@@ -103,7 +103,8 @@ def explain() -> Iterator[Report]:
     """Reports every operation that runs in an autocast region while the block is open, on any engine and thread.
 
     Wrap it around a forward pass or a step; regions may open inside it or around it.  Without an open block the cost is
-    one branch per operation with a rule; inside a block every operation goes through Python.
+    one branch per operation with a rule; inside a block every operation goes through Python, and JAX traces and compiles
+    again what this thread calls.
 
     Example:
         >>> import torch, xla_amp
@@ -118,6 +119,10 @@ def explain() -> Iterator[Report]:
             from xla_amp.pytorch.autocast import operation_recorder
 
             stack.callback(operation_recorder.stop, operation_recorder.start())
+        if "xla_amp.jax.compat" in sys.modules:
+            from xla_amp.jax import compat
+
+            stack.enter_context(compat.retraced())  # the decisions are made while JAX traces
         sink = report.records.append
         events.add(sink)
         stack.callback(events.remove, sink)

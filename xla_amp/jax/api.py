@@ -5,17 +5,19 @@ Two drivers apply the same rules:
 ``jaxpr``   traces the function as written, then evaluates the jaxpr under autocast.  The function keeps its signature:
             float32 in, float32 out.  It may contain ``jax.grad`` and an optimizer.
 ``trace``   applies the rules while the function runs, like torch: the function sees the low dtypes, so a kernel is
-            built for them and an explicit ``astype(float32)`` is honoured; results keep the dtypes that they have.
+            built for them and an explicit ``astype(float32)`` is honoured.
 
-``with autocast():`` always uses ``trace``, since a block cannot be traced as a whole.
+With both, the results of a function have the dtypes that it has without autocast.  ``with autocast():`` always uses
+``trace``, since a block cannot be traced as a whole; values made in it keep the dtypes that they have, as in torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import (
     Any,
@@ -32,10 +34,13 @@ from typing import (
 )
 
 import jax
+import numpy as np
 
+from xla_amp import events
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, nnx_state
-from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
+from xla_amp.jax.decisions import F32, Carry, Settings, dtype_of, is_castable, resolve_settings
+from xla_amp.jax.higher_order.common import cast
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward, has_kernels
@@ -61,6 +66,7 @@ class Choice(NamedTuple):
 _REQUESTED: Final = "you asked for it"
 _DISABLED: Final = Choice("none", "enabled=False")
 _KERNELS: Final = "the function calls kernels, which only a trace in the low dtype reaches"
+_KERNELS_WIDE: Final = "the function's kernels run in float32, since they cannot be built for the low dtype"
 _CONCRETE: Final = "the function looks at values while it runs"
 _TRACEABLE: Final = "it can be traced as a whole"
 
@@ -141,7 +147,9 @@ def _open_region(settings: Settings | None) -> Iterator[None]:
     # marks primitives that are decided already.
     nested = not inside and not compat.is_eager(parent)
     scope = jax.named_scope(compat.REGION_SCOPE) if nested else contextlib.nullcontext()
-    with scope, compat.set_current_trace(trace):
+    # Dtypes that the region mixes are none of the program's, so a strict program must not refuse them.
+    promotion = contextlib.nullcontext() if settings is None else compat.standard_promotion()
+    with scope, promotion, compat.set_current_trace(trace):
         yield
 
 
@@ -219,26 +227,25 @@ def autocast(
 
 
 def _wrap(region: AutocastContext, function: Any) -> Any:
-    if not callable(function):
+    if not callable(function) or _is_dtype(function):
         raise TypeError(
             f"autocast expects a function, got {function!r} ({type(function).__name__}); settings go by keyword, "
             "e.g. autocast(f, dtype=jnp.bfloat16) or `with autocast(dtype=jnp.bfloat16):`"
         )
 
+    refused: dict[Any, str] = {}
+    eager = _EagerCalls(region, function) if compat.is_jit(function) else None
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not region.enabled or region.driver == "trace":
+        if not region.enabled:
             with region:
                 return function(*args, **kwargs)
-        _, run = _choose_driver(region, function, args, kwargs)
-        return run()
+        run = eager.find(args, kwargs) if eager is not None else None
+        return run() if run is not None else _choose_driver(region, function, args, kwargs, refused)[1]()
 
     def choice(*args: Any, **kwargs: Any) -> Choice:
         """The driver for a call with these arguments, and the reason; traces the function."""
-        if not region.enabled:
-            return _DISABLED
-        if region.driver == "trace":
-            return Choice("trace", _REQUESTED)
-        return _choose_driver(region, function, args, kwargs)[0]
+        return _choose_driver(region, function, args, kwargs, refused)[0] if region.enabled else _DISABLED
 
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, function)
@@ -247,10 +254,25 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
     return call
 
 
-def _choose_driver(region: AutocastContext, function: Any, args: Any, kwargs: Any) -> tuple[Choice, Callable[[], Any]]:
-    """The driver for a call, and a function that runs the call with it."""
+def _is_dtype(value: Any) -> bool:
+    """Whether a callable is a dtype: the user forgot ``dtype=``."""
+    return isinstance(value, type(jax.numpy.bfloat16)) or (isinstance(value, type) and issubclass(value, np.generic))
 
-    def run_traced() -> Any:
+
+def _choose_driver(
+    region: AutocastContext, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]
+) -> tuple[Choice, Callable[[], Any]]:
+    """The driver for a call, and a function that runs the call with it.
+
+    Args:
+        region: the settings.
+        function: the function without autocast.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        refused: types of arguments -> why the function's kernels cannot be built for the low dtype, "" if they can.
+    """
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
         with region:
             return function(*args, **kwargs)
 
@@ -260,48 +282,164 @@ def _choose_driver(region: AutocastContext, function: Any, args: Any, kwargs: An
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         if region.driver == "jaxpr":
             raise
-        return Choice("trace", _CONCRETE), run_traced
+        why = _CONCRETE if region.driver == "auto" else _REQUESTED
+        return Choice("trace", why), lambda: _widen_low(traced(*args, **kwargs), (args, kwargs), settings)
+
+    def run_traced() -> Any:
+        return jax.tree.map(cast, traced(*args, **kwargs), program.result_dtypes())
+
     jaxpr = program.closed.jaxpr
-    if region.driver == "auto" and has_kernels(jaxpr) and not has_backward(jaxpr):
-        return Choice("trace", _KERNELS), run_traced
+    if region.driver == "trace":
+        return Choice("trace", _REQUESTED), run_traced
     why = _REQUESTED if region.driver == "jaxpr" else _TRACEABLE
+    if region.driver == "auto" and has_kernels(jaxpr) and not has_backward(jaxpr):
+        key = (program.types(), settings)
+        if key not in refused:
+            refused[key] = _kernel_error(program, lambda: _Program(traced, args, kwargs))
+        if not refused[key]:
+            return Choice("trace", _KERNELS), run_traced
+        why = f"{_KERNELS_WIDE}: {refused[key]}"
     return Choice("jaxpr", why), lambda: program.run(settings)
 
 
+def _kernel_error(program: _Program, trace_low: Callable[[], _Program]) -> str:
+    """Why a function with kernels cannot be traced in the low dtype, forward or backward; "" if it can."""
+    errors = (TypeError, ValueError, NotImplementedError)
+    try:
+        low = trace_low()
+        try:
+            low.trace_gradient()
+        except errors:
+            with contextlib.suppress(*errors):
+                program.trace_gradient()
+                raise
+    except errors as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _widen_low(result: Any, arguments: Any, settings: Settings) -> Any:
+    """`result` with float32 for the low dtype, unless an argument has it.
+
+    For a function that cannot be traced, so that the dtypes of its results without autocast are unknown.
+    """
+    if any(dtype_of(leaf) == settings.low for leaf in jax.tree.leaves(arguments)):
+        return result
+    return jax.tree.map(lambda leaf: cast(leaf, F32) if dtype_of(leaf) == settings.low else leaf, result)
+
+
+class _EagerCalls:
+    """Eager calls of a function that `jax.jit` returned: traced and compiled once for each type of the arguments.
+
+    Args:
+        region: the settings.
+        function: the function without autocast.
+    """
+
+    def __init__(self, region: AutocastContext, function: Any) -> None:
+        self._region = region
+        self._function = function
+        self._compiled: dict[Any, Callable[..., Any] | None] = {}
+
+    def find(self, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+        """A function that makes a call with these arguments; None if the call is not one of these."""
+        if events.sinks or not compat.is_eager(compat.current_trace()):
+            return None
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dynamic = [isinstance(leaf, _ARGUMENTS) for leaf in leaves]
+        static = tuple(None if is_dynamic else leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True))
+        settings = self._region.settings()
+        key = (tree, static, tuple(dynamic), settings, settings.current_policy())
+        try:
+            known = key in self._compiled
+        except TypeError:  # an argument that is not hashable
+            return None
+        if not known:
+            # JAX would ignore what a function that is called by another asks of the compiler, and donated arguments.
+            plain = compat.is_plain_jit(self._function, args, kwargs, sum(dynamic))
+            self._compiled[key] = self._compile(tree, static, dynamic) if plain else None
+        compiled = self._compiled[key]
+        return None if compiled is None else functools.partial(compiled, *itertools.compress(leaves, dynamic))
+
+    def _compile(self, tree: Any, static: Sequence[Any], dynamic: Sequence[bool]) -> Callable[..., Any]:
+        @jax.jit
+        def run(*values: Any) -> Any:
+            rest = iter(values)
+            filled = [next(rest) if is_dynamic else leaf for leaf, is_dynamic in zip(static, dynamic, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, filled)
+            return _choose_driver(self._region, self._function, args, kwargs, {})[1]()
+
+        return run
+
+
+_ARGUMENTS: Final = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+"""Types of the arguments that a function traces, unless they are static."""
+
+
 class _Program:
-    """A function traced as written, for the arguments of one call."""
+    """A function traced as written, for the arguments of one call.
+
+    Args:
+        function: the function.
+        args: its positional arguments.
+        kwargs: its named arguments.
+    """
 
     def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
-        debug_info = compat.debug_info(function, args, kwargs)
+        self._debug_info = compat.debug_info(function, args, kwargs)
         self._finish: Callable[[Any], Any] = lambda out: out
         lifted = nnx_state.functionalize(function, args, kwargs)
+        self._lifted = lifted is not None
         if lifted is not None:
             function, args, self._finish = lifted
             kwargs = {}
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        indices = [index for index, leaf in enumerate(leaves) if compat.is_array(leaf)]
-        self._values = [leaves[index] for index in indices]
+        self._function = function
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs))
+        self._indices = [index for index, leaf in enumerate(self._leaves) if compat.is_array(leaf)]
+        self._values = [self._leaves[index] for index in self._indices]
+        self._avals = [compat.typeof(value) for value in self._values]
         self._static_outs: list[Any] = []
         """Results that are no arrays; None for those that are."""
+        self.closed = compat.trace(self._flat_function, self._avals, self._debug_info)
 
-        def flat_function(*values: Any) -> list[Any]:
-            filled = list(leaves)
-            for index, value in zip(indices, values, strict=True):
-                filled[index] = value
-            positional, named = jax.tree.unflatten(tree, filled)
-            outs, self._out_tree = jax.tree.flatten(function(*positional, **named))
-            self._static_outs = [None if compat.is_array(out) else out for out in outs]
-            return [out for out in outs if compat.is_array(out)]
+    def _flat_function(self, *values: Any) -> list[Any]:
+        filled = list(self._leaves)
+        for index, value in zip(self._indices, values, strict=True):
+            filled[index] = value
+        positional, named = jax.tree.unflatten(self._tree, filled)
+        outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
+        self._static_outs = [None if compat.is_array(out) else out for out in outs]
+        return [out for out in outs if compat.is_array(out)]
 
-        self.closed = compat.trace(flat_function, [compat.typeof(value) for value in self._values], debug_info)
+    def types(self) -> tuple[Any, ...]:
+        """Structure and types of the arguments; arguments that are no arrays by their types."""
+        arrays = set(self._indices)
+        others = tuple(type(leaf) for index, leaf in enumerate(self._leaves) if index not in arrays)
+        return (self._tree, tuple(self._avals), others)
+
+    def trace_gradient(self) -> None:
+        """Traces the function and its backward pass, for the errors."""
+
+        def floats(*values: Any) -> list[Any]:
+            return [out for out in self._flat_function(*values) if is_castable(out.dtype)]
+
+        def gradient(*values: Any) -> list[Any]:
+            outs, backward = jax.vjp(floats, *values)
+            return [g for g in backward(outs) if is_castable(g.dtype)]
+
+        compat.trace(gradient, self._avals, self._debug_info)
+
+    def result_dtypes(self) -> Any:
+        """The function's result with dtypes instead of arrays."""
+        dtypes = iter(aval.dtype for aval in self.closed.out_avals)
+        filled = [next(dtypes) if static is None else static for static in self._static_outs]
+        result = jax.tree.unflatten(self._out_tree, filled)
+        return result[0] if self._lifted else result
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
         interpreter = Interpreter(settings, HIGHER_ORDER_RULES)
         outs = interpreter.eval_jaxpr(self.closed, self._values)
-        arrays = iter(
-            interpreter.table.cast(out, aval.dtype) if is_castable(aval.dtype) else out
-            for out, aval in zip(outs, self.closed.out_avals, strict=True)
-        )
+        arrays = iter(compat.cast_like(out, aval) for out, aval in zip(outs, self.closed.out_avals, strict=True))
         filled = [next(arrays) if static is None else static for static in self._static_outs]
         return self._finish(jax.tree.unflatten(self._out_tree, filled))

@@ -11,6 +11,7 @@ from jax._src import api_util, core, source_info_util
 from jax._src import linear_util as lu
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval as pe
+from jax._src.lax import lax as private_lax
 from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined, unused-ignore]
 from jax.extend import core as extended
 from jax.interpreters import ad, partial_eval
@@ -53,6 +54,23 @@ def without_constants(closed: ClosedJaxpr) -> Jaxpr:
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """`aval` with another dtype, not weakly typed."""
     return aval.update(dtype=dtype, weak_type=False)
+
+
+def cast_like(value: Any, aval: Any) -> Any:
+    """`value` with the dtype and weak type of `aval`, if that is a real floating dtype."""
+    if not jax.numpy.issubdtype(aval.dtype, jax.numpy.floating):
+        return value
+    given = typeof(value)
+    if (given.dtype, given.weak_type) == (aval.dtype, aval.weak_type):
+        return value
+    return private_lax._convert_element_type(value, aval.dtype, aval.weak_type)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def standard_promotion() -> Any:
+    """A context in which operands of different dtypes are promoted, also if the program forbids that."""
+    if jax.config.jax_numpy_dtype_promotion == "standard":  # type: ignore[attr-defined, unused-ignore]
+        return contextlib.nullcontext()
+    return jax.numpy_dtype_promotion("standard")
 
 
 def slice_aval(aval: Any, length: int) -> Any:
@@ -125,6 +143,14 @@ def location(eqn: Any | None) -> str:
 def current_trace() -> Any:
     """The innermost trace."""
     return core.trace_ctx.trace
+
+
+_retracing = jax.make_user_context(None)
+
+
+def retraced() -> Any:
+    """A context of this thread in which functions of `jax.jit` are traced again."""
+    return _retracing(object())
 
 
 def is_eager(trace: Any) -> bool:
@@ -231,6 +257,22 @@ def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
 def tangent_aval(aval: Any) -> Any:
     """Type of a tangent of a value of type `aval`."""
     return aval.to_tangent_aval()
+
+
+def is_jit(function: Any) -> bool:
+    """Whether `jax.jit` returned `function`."""
+    return isinstance(function, _JIT)
+
+
+_JIT = type(jax.jit(lambda: None))
+
+
+def is_plain_jit(function: Any, args: Any, kwargs: Any, arguments: int) -> bool:
+    """Whether a function of `jax.jit` traces `arguments` arrays and numbers, none donated, without compiler options."""
+    traced = function.trace(*args, **kwargs)
+    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
+    options = getattr(traced, "_params", {}).get("compiler_options_kvs")
+    return len(infos) == arguments and not options and not any(info.donated for info in infos)
 
 
 def is_array(value: Any) -> bool:

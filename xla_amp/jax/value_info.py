@@ -69,6 +69,10 @@ class ValueTable:
         if is_castable(dtype_of(value)):
             self._ensure(value)
 
+    def mark_adopting(self, value: Any) -> None:
+        """`value` stands for a constant in range."""
+        self._ensure(value).constant = 1.0
+
     def mark_weight(self, value: Any) -> None:
         """`value` comes from outside."""
         if dtype_of(value) == F32:

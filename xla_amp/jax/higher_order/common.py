@@ -16,8 +16,11 @@ from xla_amp.jax.decisions import dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
 from xla_amp.jax.value_info import magnitude
 
-_retraced: weakref.WeakKeyDictionary[Any, dict[Any, compat.ClosedJaxpr]] = weakref.WeakKeyDictionary()
-"""Jaxpr -> settings and argument types -> result, so that a function that is called again is compiled once."""
+_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[compat.ClosedJaxpr, list[Any]]]] = weakref.WeakKeyDictionary()
+"""Jaxpr -> settings and argument types -> result, so that a function that is called again is compiled once.
+
+The result is kept with the constants of the jaxpr, by whose ``id`` it is found.
+"""
 
 
 def retrace(
@@ -37,7 +40,7 @@ def retrace(
         closed: the sub-jaxpr.
         values: its arguments.
         weights: which of them come from outside the program.
-        keep_constants: whether a scalar constant among `values` is a constant inside, too.
+        keep_constants: whether a scalar constant among `values` may adopt the dtype of other operands inside, too.
         copied: indices of arguments whose low copies follow as further arguments.
         f32_outputs: as for `Interpreter.eval_jaxpr`.
     """
@@ -45,22 +48,23 @@ def retrace(
     avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
     interpreter = call.inner_interpreter()
     constants = {i: value for i, value in enumerate(values) if keep_constants and magnitude(value) is not None}
-    constants_key = tuple((i, str(value.dtype), float(value)) for i, value in constants.items())
+    adopting = tuple(i for i, value in constants.items() if interpreter.table.adopts_dtype(value, False))
     settings_key = (interpreter.settings, interpreter.settings.current_policy(), interpreter.backward)
-    key = (*settings_key, tuple(avals), weights, constants_key, copied, f32_outputs)
+    key = (*settings_key, tuple(avals), weights, adopting, copied, f32_outputs, tuple(map(id, closed.consts)))
     cache = _retraced.setdefault(closed.jaxpr, {})
-    traced = cache.get(key) if not closed.consts else None
+    traced, _ = cache.get(key, (None, None))
     if traced is None or events.sinks:
 
         def evaluate(*arguments: Any) -> list[Any]:
-            inside = [constants.get(i, argument) for i, argument in enumerate(arguments[: len(values)])]
+            inside = arguments[: len(values)]
+            for index in adopting:
+                interpreter.table.mark_adopting(inside[index])
             for index, copy in zip(copied, arguments[len(values) :], strict=True):
                 interpreter.table.set_low_copy(inside[index], copy)
             return interpreter.eval_jaxpr(closed, inside, weights=weights, f32_outputs=f32_outputs)
 
         traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
-        if not closed.consts:
-            cache[key] = traced
+        cache[key] = (traced, closed.consts)
     return traced
 
 
