@@ -85,12 +85,15 @@ __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        if name in _PUBLIC:
-            value = getattr(importlib.import_module(_PUBLIC[name]), name)
-        elif name in _MODULES:
-            value = importlib.import_module(_MODULES[name])
-        else:
+        if name not in _PUBLIC and name not in _MODULES:
             raise AttributeError(f"module 'xla_amp' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        try:
+            module = importlib.import_module(_PUBLIC.get(name) or _MODULES[name])
+        except ImportError as error:
+            from xla_amp.errors import torch_missing
+
+            raise torch_missing(f"xla_amp.{name}", error) from error
+        value: object = getattr(module, name) if name in _PUBLIC else module
         globals()[name] = value
         return value
 

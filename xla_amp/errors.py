@@ -47,6 +47,13 @@ class MissingLibraryError(XlaAmpError, ImportError):
     """A missing optional library; the message has the command that installs it."""
 
 
+def torch_missing(name: str, error: ImportError) -> ImportError:
+    """The error for a public name that needs PyTorch, where `error` says that it is missing; `error` otherwise."""
+    if (error.name or "").partition(".")[0] != "torch":
+        return error
+    return MissingLibraryError(f"{name} needs PyTorch, which is not installed: pip install 'xla-amp[torch]'")
+
+
 class FileError(XlaAmpError, OSError):
     """A file that cannot be opened or written (invalid content raises another error, such as `ModuleError`)."""
 

@@ -50,7 +50,13 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
             raise AttributeError(f"module 'xla_amp.jax' has no attribute {name!r}; public names: {', '.join(__all__)}")
-        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        try:
+            module = importlib.import_module(_PUBLIC[name])
+        except ImportError as error:
+            from xla_amp.errors import torch_missing
+
+            raise torch_missing(f"xla_amp.jax.{name}", error) from error
+        value: object = getattr(module, name)
         globals()[name] = value
         return value
 

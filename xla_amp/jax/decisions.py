@@ -98,7 +98,7 @@ def emit_decision(
     policy: Policy, primitive: str, decision: Decision, given: list[Any], used: list[Any], outs: list[Any], eqn: Any
 ) -> None:
     """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`."""
-    rule = decision.rule
+    rule, info = decision.rule, PRIMITIVES.get(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
     events.emit(
         events.DecisionRecord(
@@ -109,7 +109,7 @@ def emit_decision(
             front="jax",
             given=tuple(before for before, _ in casts),
             used=tuple(after for _, after in casts),
-            why=decision.why,
+            why=decision.why if rule or info is None else info.why,
             source=rule.source if rule else "",
             origin=decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),

@@ -26,6 +26,9 @@ Kind: TypeAlias = Literal[
     "cond",
     "custom_jvp",
     "custom_vjp",
+    "composite",
+    "custom_vmap",
+    "linear_call",
     "shard_map",
 ]
 """
@@ -99,15 +102,12 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
             "approx_top_k",
             "bitcast_convert_type",
             "call_exported",
-            "composite",
             "custom_lin",
-            "custom_linear_solve",
             "custom_transpose_call",
             "debug_callback",
             "ffi_call",
             "get",
             "io_callback",
-            "linear_call",
             "new_ref",
             "pure_callback",
             "reduce",
@@ -134,6 +134,11 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         "the kernel was built for these dtypes; only its caller can request others",
         ("custom_partitioning", "pallas_call", "triton_kernel_call"),
     ),
+    (
+        "fixed_dtype",
+        "a solver compares residuals, which low products would not let converge",
+        ("custom_linear_solve",),
+    ),
     ("call", "a named function", ("closed_call", "core_call", "jit", "pjit")),
     ("checkpoint", "a function that the backward pass recomputes", ("checkpoint", "remat", "remat2")),
     ("scan", "a loop over a leading axis", ("scan",)),
@@ -141,6 +146,9 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
     ("cond", "one of several functions", ("cond",)),
     ("custom_jvp", "a function with its own derivative", ("custom_jvp_call",)),
     ("custom_vjp", "a function with its own derivative", ("custom_vjp_call",)),
+    ("composite", "a named function that the backend may replace", ("composite",)),
+    ("custom_vmap", "a function with its own batching rule", ("custom_vmap_call",)),
+    ("linear_call", "a function with its own transpose", ("linear_call",)),
     ("shard_map", "a function of one device's shard", ("shard_map",)),
 )
 

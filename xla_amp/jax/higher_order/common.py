@@ -32,6 +32,7 @@ def retrace(
     keep_constants: bool = True,
     copied: tuple[int, ...] = (),
     f32_outputs: tuple[bool, ...] | None = None,
+    keep_dtypes: bool = False,
 ) -> compat.ClosedJaxpr:
     """Traces a sub-jaxpr under autocast for arguments of the types of `values`.
 
@@ -43,6 +44,7 @@ def retrace(
         keep_constants: whether a scalar constant among `values` may adopt the dtype of other operands inside, too.
         copied: indices of arguments whose low copies follow as further arguments.
         f32_outputs: as for `Interpreter.eval_jaxpr`.
+        keep_dtypes: whether results have the dtypes of the sub-jaxpr.
     """
     low = call.interpreter.settings.low
     avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
@@ -50,7 +52,16 @@ def retrace(
     constants = {i: value for i, value in enumerate(values) if keep_constants and magnitude(value) is not None}
     adopting = tuple(i for i, value in constants.items() if interpreter.table.adopts_dtype(value, False))
     settings_key = (interpreter.settings, interpreter.settings.current_policy(), interpreter.backward)
-    key = (*settings_key, tuple(avals), weights, adopting, copied, f32_outputs, tuple(map(id, closed.consts)))
+    key = (
+        *settings_key,
+        tuple(avals),
+        weights,
+        adopting,
+        copied,
+        f32_outputs,
+        keep_dtypes,
+        tuple(map(id, closed.consts)),
+    )
     cache = _retraced.setdefault(closed.jaxpr, {})
     traced, _ = cache.get(key, (None, None))
     if traced is None or events.sinks:
@@ -61,7 +72,10 @@ def retrace(
                 interpreter.table.mark_adopting(inside[index])
             for index, copy in zip(copied, arguments[len(values) :], strict=True):
                 interpreter.table.set_low_copy(inside[index], copy)
-            return interpreter.eval_jaxpr(closed, inside, weights=weights, f32_outputs=f32_outputs)
+            outs = interpreter.eval_jaxpr(closed, inside, weights=weights, f32_outputs=f32_outputs)
+            if keep_dtypes:
+                outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
+            return outs
 
         traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
         cache[key] = (traced, closed.consts)

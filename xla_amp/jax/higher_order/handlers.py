@@ -166,13 +166,73 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
     return list(mapped(*call.operands))
 
 
+def _composite(call: HigherOrderCall) -> list[Any]:
+    return _call_as_written(call, "jaxpr", {})
+
+
+def _linear_call(call: HigherOrderCall) -> list[Any]:
+    interpreter = call.inner_interpreter(backward=True)
+
+    @functools.cache
+    def transpose() -> Any:
+        closed, consts = call.params["transpose_thunk"]()
+        traced = compat.trace(
+            lambda *values: evaluate_rule(
+                interpreter, lambda *inside: compat.eval_jaxpr(closed, inside), closed.jaxpr.debug_info, values
+            ),
+            closed.in_avals,
+            closed.jaxpr.debug_info,
+        )
+        return compat.ClosedJaxpr(compat.without_constants(traced), ()), [*traced.consts, *consts]
+
+    return _call_as_written(call, "callee", {"transpose_thunk": transpose})
+
+
+def _custom_vmap(call: HigherOrderCall) -> list[Any]:
+    rule = call.params["rule"]
+
+    def batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        specs: list[Any] = []
+
+        def flat(*values: Any) -> list[Any]:
+            out, out_batched = rule(axis_size, in_batched, *jax.tree.unflatten(tree, values))
+            outs, out_tree = jax.tree.flatten(out)
+            specs[:] = [out_tree, out_batched]
+            return outs
+
+        outs = evaluate_rule(call.inner_interpreter(), flat, call.params["call"].jaxpr.debug_info, leaves)
+        return jax.tree.unflatten(specs[0], outs), specs[1]
+
+    return _call_as_written(call, "call", {"rule": functools.wraps(rule)(batched)})
+
+
+def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) -> list[Any]:
+    """Binds a primitive again whose operands and results keep the dtypes that it was written for.
+
+    Args:
+        call: the primitive.
+        name: its parameter that holds the jaxpr, which takes all operands and has no constants.
+        changed: other parameters.
+    """
+    closed = call.params[name]
+    operands = call.interpreter.cast_to_avals(call.operands, closed.in_avals)
+    traced = retrace(call, closed, operands, call.weight_flags(), keep_dtypes=True)
+    if traced.consts:  # arrays that the policy's rules need inside; the primitive takes no further operands
+        return compat.bind(call.primitive, operands, call.params)
+    return compat.bind(call.primitive, operands, {**call.params, name: traced, **changed})
+
+
 HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(
     {
         "call": _call,
         "checkpoint": _checkpoint,
+        "composite": _composite,
         "cond": _cond,
         "custom_jvp": _custom_jvp,
         "custom_vjp": _custom_vjp,
+        "custom_vmap": _custom_vmap,
+        "linear_call": _linear_call,
         "scan": scan,
         "shard_map": _shard_map,
         "while": while_loop,

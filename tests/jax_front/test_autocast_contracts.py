@@ -1,0 +1,343 @@
+"""What a user's program keeps under autocast: custom rules, kernels, dtypes, weak types, and the number of programs."""
+
+from __future__ import annotations
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equinox.internal import while_loop
+from jax import lax
+from jax.custom_derivatives import linear_call
+from jax.experimental import pallas as pl
+
+import xla_amp
+from xla_amp.jax import autocast
+
+W = jnp.asarray(np.random.RandomState(0).randn(8, 8) / 3, jnp.float32)
+X = jnp.asarray(np.random.RandomState(1).randn(4, 8), jnp.float32)
+DRIVERS = ("auto", "jaxpr", "trace")
+
+
+def low_products(function, *args):
+    return str(jax.make_jaxpr(autocast(function))(*args)).count("low_dot_general")
+
+
+def distance(found, expected):
+    return float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
+
+
+def filtered(w):
+    @eqx.filter_custom_vjp
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    @layer.def_fwd
+    def _(perturbed, w, x):
+        out = layer(w, x)
+        return out, out
+
+    @layer.def_bwd
+    def _(out, g, perturbed, w, x):
+        return X.T @ (g * (1 - out**2))
+
+    return jnp.sum(layer(w, X) ** 2)
+
+
+def perturbed(w):
+    @jax.custom_vjp
+    def product(w, x):
+        return x @ w
+
+    def forward(w, x):
+        return w.value.T.T @ w.value * 0 + x.value @ w.value, (w.value, x.value, w.perturbed, x.perturbed)
+
+    def backward(saved, g):
+        w, x, w_perturbed, x_perturbed = saved
+        assert (w_perturbed, x_perturbed) == (True, False)  # Python's, so a rule may branch on them
+        return x.T @ g if w_perturbed else None, g @ w.T if x_perturbed else None
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+    return jnp.sum(jnp.tanh(product(w, W)))
+
+
+def symbolic_jvp(w):
+    @jax.custom_jvp
+    def product(w, x):
+        return x @ w
+
+    def rule(primals, tangents):
+        (w, x), (dw, dx) = primals, tangents
+        assert type(dx) is jax.custom_derivatives.SymbolicZero
+        return product(w, x), x @ dw
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return jnp.sum(jnp.tanh(product(w, X)))
+
+
+def checkpointed_loop(w):
+    def step(state):
+        return state[0] + 1, jnp.tanh(state[1] @ w)
+
+    return jnp.sum(while_loop(lambda state: state[0] < 5, step, (0, X), max_steps=16, kind="checkpointed")[1])
+
+
+def diffrax_solve(w):
+    import diffrax
+
+    term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w) - y)
+    return jnp.sum(diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, 1.0, 0.25, X, args=w, max_steps=8).ys)
+
+
+@pytest.mark.parametrize("loss", [filtered, perturbed, symbolic_jvp, checkpointed_loop, diffrax_solve])
+def test_rules_with_symbolic_zeros(loss):
+    if loss is diffrax_solve:
+        pytest.importorskip("diffrax")
+    expected = jax.jit(jax.grad(loss))(W)
+    assert low_products(loss, W) > 0
+    gradients = [jax.jit(autocast(jax.grad(loss)))]
+    if loss not in (checkpointed_loop, diffrax_solve):  # slow to compile
+        gradients += [jax.grad(autocast(loss)), jax.grad(jax.jit(autocast(loss)))]
+    for gradient in gradients:
+        found = gradient(W)
+        assert found.dtype == jnp.float32
+        assert 0 < distance(found, expected) < 3e-2
+
+
+def double(x_ref, out_ref):
+    out_ref[...] = x_ref[...] * 2
+
+
+def multiply(x_ref, y_ref, out_ref):
+    out_ref[...] = lax.mul(x_ref[...], y_ref[...])  # refuses operands of two dtypes
+
+
+def kernel(body, *args, dtype=None):
+    shape = jax.ShapeDtypeStruct(args[0].shape, dtype or args[0].dtype)
+    return pl.pallas_call(body, out_shape=shape, interpret=True)(*args)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return kernel(double, x)
+
+
+doubled.defvjp(lambda x: (kernel(double, x), None), lambda _, g: (kernel(double, g),))
+
+
+@jax.custom_vjp
+def multiplied(x, y):
+    return kernel(multiply, x, y)
+
+
+multiplied.defvjp(
+    lambda x, y: (kernel(multiply, x, y), (x, y)), lambda s, g: (kernel(multiply, s[1], g), kernel(multiply, s[0], g))
+)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_function_with_kernels_keeps_its_dtypes(driver):
+    def layer(w):
+        return {"y": doubled(X @ w), "low": jnp.bfloat16(3), "count": jnp.arange(3), "rate": 0.5}
+
+    found = autocast(layer, driver=driver)(W)
+    assert jax.tree.map(lambda leaf: getattr(leaf, "dtype", leaf), found) == {
+        "y": jnp.float32,
+        "low": jnp.bfloat16,
+        "count": jnp.int32,
+        "rate": 0.5,
+    }
+    gradient = jax.grad(lambda w: jnp.sum(autocast(layer, driver=driver)(w)["y"]))(W)
+    assert distance(gradient, jax.grad(lambda w: jnp.sum(layer(w)["y"]))(W)) < 1e-2
+
+
+def test_a_kernel_is_built_for_the_low_dtype_where_it_can():
+    def loss(w):
+        return jnp.sum(doubled(X @ w) * (X @ w))
+
+    assert autocast(loss).choice(W).driver == "trace"
+    assert "pallas_call" in (text := str(jax.make_jaxpr(autocast(loss))(W)))
+    assert "Ref{bf16" in text or "bf16[4,8]" in text
+    assert distance(jax.grad(autocast(loss))(W), jax.grad(loss)(W)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w: jnp.sum(multiplied(X @ w, X)),  # one operand low, one float32
+        lambda w: jnp.sum(kernel(double, X @ w, dtype=jnp.float32)),  # stores in float32
+    ],
+)
+def test_a_kernel_that_refuses_the_low_dtype_runs_in_float32(loss):
+    choice = autocast(loss).choice(W)
+    assert choice.driver == "jaxpr"
+    assert "cannot be built for the low dtype: " in choice.why
+    assert autocast(loss)(W).dtype == jnp.float32
+    assert low_products(loss, W) > 0
+    assert 0 < distance(autocast(loss)(W), loss(W)) < 1e-2
+
+
+def test_a_rule_around_such_a_kernel():
+    def loss(w):
+        return jnp.sum(multiplied(X @ w, X))
+
+    for gradient in (jax.grad(autocast(loss)), jax.jit(autocast(jax.grad(loss)))):
+        assert 0 < distance(gradient(W), jax.grad(loss)(W)) < 1e-2
+
+
+def test_the_dtypes_of_a_function_that_looks_at_values():
+    def branching(x):
+        return x @ W if float(x[0, 0]) > -100 else x
+
+    assert autocast(branching).choice(X).driver == "trace"
+    assert autocast(branching)(X).dtype == jnp.float32
+    assert autocast(branching)(X.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def compilations(calls):
+    found = []
+
+    def listen(name, *_, **__):
+        if name.endswith("backend_compile_duration"):
+            found.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        calls()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(found)
+
+
+def test_python_numbers_compile_nothing_new():
+    step = autocast(jax.jit(lambda x, rate: jnp.tanh(x @ x * rate)))
+    square = jnp.eye(8)
+    step(square, 0.5)
+    assert compilations(lambda: [step(square, rate) for rate in (1.0, 2.0, 3.0)]) == 0
+    np.testing.assert_allclose(step(square, 2.0), np.tanh(2 * np.eye(8)), atol=2e-2)
+    static = autocast(jax.jit(lambda x, rate: x @ x if rate > 0.5 else x, static_argnames="rate"))
+    assert (float(static(2 * square, rate=0.7)[0, 0]), float(static(2 * square, rate=0.2)[0, 0])) == (4.0, 2.0)
+
+
+def test_numbers_do_not_become_functions():
+    @jax.jit
+    def inner(x, scale):
+        return jnp.tanh(x @ x * scale)
+
+    def outer(x):
+        return sum(inner(x, scale) for scale in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+
+    functions = [jax.jit(f).lower(W).as_text().count("func.func") for f in (outer, autocast(outer))]
+    assert functions[1] <= functions[0] == 2
+
+
+def test_eager_calls_of_a_jit_function_are_traced_once():
+    traces = []
+
+    @autocast
+    @jax.jit
+    def product(x):
+        traces.append(x)
+        return x @ W
+
+    for _ in range(3):
+        product(X)
+    count = len(traces)
+    product(X + 1)
+    assert len(traces) == count
+    assert product(X[:2]).shape == (2, 8)
+    with xla_amp.policy.override({"matmul": "fp32"}):
+        assert distance(product(X), X @ W) < 1e-6
+    assert distance(product(X), X @ W) > 1e-6
+    donated = autocast(jax.jit(lambda x: jnp.sum(x @ W) + x, donate_argnums=0))
+    given = X + 0
+    donated(given)
+    assert given.is_deleted()
+
+
+@jax.custom_batching.custom_vmap
+def batched(w, x):
+    return x @ w
+
+
+@batched.def_vmap
+def _(size, in_batched, w, x):
+    return jax.vmap(jnp.matmul, (0 if in_batched[1] else None, 0 if in_batched[0] else None))(x, w), True
+
+
+sequential = jax.custom_batching.sequential_vmap(lambda w, x: x @ w)
+FUNCTIONS = {
+    "custom_vmap": batched,
+    "sequential_vmap": sequential,
+    "composite": lambda w, x: lax.composite(lambda w, x: x @ w, name="my.product")(w, x),
+    "linear_call": lambda w, x: linear_call(lambda w, x: x @ w, lambda w, g: g @ w.T, w, x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_products_inside_of_other_calls_are_low(name):
+    function = FUNCTIONS[name]
+    assert low_products(function, W, X) == 1
+    assert autocast(function)(W, X).dtype == jnp.float32
+    assert 0 < distance(autocast(function)(W, X), X @ W) < 1e-2
+    assert 0 < distance(autocast(function, driver="trace")(W, X), X @ W) < 1e-2
+    if "vmap" in name:
+        for mapped in (jax.vmap(autocast(function), (None, 0)), autocast(jax.vmap(function, (None, 0)))):
+            found = mapped(W, jnp.stack([X, -X]))
+            assert found.dtype == jnp.float32
+            assert 0 < distance(found, jnp.stack([X @ W, -X @ W])) < 1e-2
+    if name == "linear_call":
+        gradient = jax.grad(lambda x: jnp.sum(autocast(function)(W, x) * X))(X)
+        assert 0 < distance(gradient, X @ W.T) < 1e-2
+        assert "low_dot_general" in str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(autocast(function)(W, x) * X)))(X))
+
+
+def test_linear_solvers_stay_float32_and_are_reported():
+    matrix = W @ W.T + 4 * jnp.eye(8)
+
+    def solve(b):
+        return jax.scipy.sparse.linalg.cg(lambda v: matrix @ v, b)[0]
+
+    with xla_amp.explain() as report:
+        found = autocast(solve)(X[0])
+    np.testing.assert_allclose(found, solve(X[0]), rtol=1e-5)
+    assert any("residuals" in row["why"] for row in report.rows() if row["operation"] == "custom_linear_solve")
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float16, "bfloat16", jnp.dtype("bfloat16")])
+def test_a_dtype_is_no_function(dtype):
+    with pytest.raises(TypeError, match=r"with autocast\(dtype=jnp\.bfloat16\)"):
+        autocast(dtype)
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_weak_types_are_kept(driver):
+    def scaled(s, x):
+        return s * 2.0, x * s, jnp.sin(1.0)
+
+    s = jnp.asarray(3.0)
+    plain, found = scaled(1 * s, X), autocast(scaled, driver=driver)(1 * s, X)
+    assert [y.weak_type for y in found] == [y.weak_type for y in plain]
+    assert autocast(jax.jit(lambda: jnp.sin(1.0)))().weak_type
+
+
+def test_explain_sees_functions_that_are_compiled_already():
+    outside, inside = jax.jit(autocast(lambda x: x @ W)), autocast(jax.jit(lambda x: x @ W))
+    for function in (outside, inside):
+        function(X)
+        for _ in range(2):
+            with xla_amp.explain() as report:
+                function(X)
+            assert "matmul" in {row["operation"] for row in report.rows()}
+
+
+def test_a_block_under_strict_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        with autocast():
+            mixed = (X @ W) * X + jnp.exp(X @ W) + jnp.ones(8)
+        assert mixed.dtype == jnp.float32
+        gradient = jax.grad(lambda w: jnp.sum(autocast(functools.partial(jnp.matmul, X), driver="trace")(w)))(W)
+        assert gradient.dtype == jnp.float32
