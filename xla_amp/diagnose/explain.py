@@ -103,8 +103,8 @@ def explain() -> Iterator[Report]:
     """Reports every operation that runs in an autocast region while the block is open, on any engine and thread.
 
     Wrap it around a forward pass or a step; regions may open inside it or around it.  Without an open block the cost is
-    one branch per operation with a rule; inside a block every operation goes through Python, and JAX traces and compiles
-    again what this thread calls.
+    one branch per operation with a rule; inside a block every operation goes through Python, and JAX traces and
+    compiles again what this thread calls.
 
     Example:
         >>> import torch, xla_amp

@@ -6,7 +6,7 @@ So names, shardings, donation, checkpoint policies and all later transformations
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
