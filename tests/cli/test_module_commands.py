@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from jax import export
 
-from xla_amp import cli
+from xla_amp import cli, tables
 from xla_amp.cli import documents, graph_drawing
-from xla_amp.diagnose import tables
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
 

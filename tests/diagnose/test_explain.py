@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
 
 import xla_amp
-from xla_amp import events, policy
-from xla_amp.diagnose import tables
+from xla_amp import events, policy, tables
 from xla_amp.diagnose.explain import Report
 from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
 

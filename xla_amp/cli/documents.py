@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from xla_amp.diagnose import tables
+from xla_amp import tables
 
 _MAX_ROWS = 25
 """Rows of a table that are printed on a terminal."""

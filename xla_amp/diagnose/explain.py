@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from xla_amp import events
-from xla_amp.diagnose import tables
+from xla_amp import events, tables
 from xla_amp.events import DecisionRecord
+from xla_amp.policy.op_catalog import is_contraction
+from xla_amp.precision_report import PrecisionReport, summarize
 
 _SHORT: Final = {
     "bfloat16": "bf16",
@@ -67,6 +68,10 @@ class Report:
             "by_layer": dict(Counter(entry.layer for entry in self.records).most_common()),
             "casts_inserted": dict(inserted.most_common()),
         }
+
+    def precision(self) -> PrecisionReport:
+        """What ran low: contractions, float32 islands and casts, for each module and in total."""
+        return summarize(self.records, is_contraction)
 
     def __str__(self) -> str:
         """A table with one line per group of equal decisions, in order of first appearance."""

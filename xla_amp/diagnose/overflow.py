@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.diagnose import tables
+from xla_amp import tables
 from xla_amp.diagnose.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,

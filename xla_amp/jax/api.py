@@ -46,6 +46,8 @@ from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward, has_kernels
 from xla_amp.jax.trace_driver import AutocastTrace
 from xla_amp.policy import PolicyLike
+from xla_amp.policy.op_catalog import is_contraction
+from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
 
 Driver: TypeAlias = Literal["auto", "trace", "jaxpr"]
 
@@ -83,6 +85,9 @@ class AutocastFunction(Protocol[_P, _R_co]):
 
     def choice(self, *args: _P.args, **kwargs: _P.kwargs) -> Choice:
         """The driver for a call with these arguments, and the reason; traces the function."""
+
+    def report(self, *args: _P.args, **kwargs: _P.kwargs) -> PrecisionReport:
+        """What runs low in a call with these arguments; traces the function and its backward pass."""
 
     @overload
     def __get__(self, instance: None, owner: type, /) -> AutocastFunction[_P, _R_co]: ...
@@ -201,7 +206,8 @@ def autocast(
             computes in the low dtype are carried in it.
 
     Returns:
-        The function under autocast, with the attributes ``choice(*args, **kwargs)`` and ``region``.
+        The function under autocast, with the attributes ``choice(*args, **kwargs)``, ``report(*args, **kwargs)`` and
+        ``region``.
 
     Raises:
         PolicyError: the policy cannot be loaded, or an argument has an illegal value.
@@ -247,8 +253,20 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
         """The driver for a call with these arguments, and the reason; traces the function."""
         return _choose_driver(region, function, args, kwargs, refused)[0] if region.enabled else _DISABLED
 
+    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+        """What runs low in a call with these arguments; traces the function and its backward pass."""
+        with compat.retraced(), events.capture() as records:
+            low = _Program(call, args, kwargs)
+        plain = _Program(function, args, kwargs)
+        saved = None
+        if not has_backward(plain.closed.jaxpr):
+            with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # no derivative exists
+                saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
+        return summarize(records, is_contraction, saved)
+
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, function)
+    call.report = report  # type: ignore[attr-defined]
     call.choice = choice  # type: ignore[attr-defined]
     call.region = region  # type: ignore[attr-defined]
     return call
@@ -417,17 +435,28 @@ class _Program:
         others = tuple(type(leaf) for index, leaf in enumerate(self._leaves) if index not in arrays)
         return (self._tree, tuple(self._avals), others)
 
+    def _floats(self, *values: Any) -> list[Any]:
+        return [out for out in self._flat_function(*values) if is_castable(out.dtype)]
+
     def trace_gradient(self) -> None:
         """Traces the function and its backward pass, for the errors."""
 
-        def floats(*values: Any) -> list[Any]:
-            return [out for out in self._flat_function(*values) if is_castable(out.dtype)]
-
         def gradient(*values: Any) -> list[Any]:
-            outs, backward = jax.vjp(floats, *values)
+            outs, backward = jax.vjp(self._floats, *values)
             return [g for g in backward(outs) if is_castable(g.dtype)]
 
         compat.trace(gradient, self._avals, self._debug_info)
+
+    def saved_bytes(self) -> int:
+        """Bytes that the forward pass keeps for the backward pass, besides the arguments."""
+
+        def saved(*values: Any) -> list[Any]:
+            return list(jax.tree.leaves(jax.vjp(self._floats, *values)[1]))
+
+        jaxpr = compat.trace(saved, self._avals, self._debug_info).jaxpr
+        computed = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+        kept = {var for var in jaxpr.outvars if not isinstance(var, compat.Literal)} & computed
+        return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
 
     def result_dtypes(self) -> Any:
         """The function's result with dtypes instead of arrays."""

@@ -94,8 +94,20 @@ def ban_error(primitive: str, decision: Decision) -> PolicyError:
     )
 
 
+def where(outer: tuple[str, str], eqn: Any) -> tuple[str, str]:
+    """Name scope and ``file:line`` of an equation in a primitive at `outer`; of the running code if `eqn` is None."""
+    own = [str(scope.name) for scope in compat.name_stack(eqn)] if eqn is not None else []
+    return "/".join([*([outer[0]] if outer[0] else []), *own]), compat.location(eqn) or outer[1]
+
+
 def emit_decision(
-    policy: Policy, primitive: str, decision: Decision, given: list[Any], used: list[Any], outs: list[Any], eqn: Any
+    policy: Policy,
+    primitive: str,
+    decision: Decision,
+    given: list[Any],
+    used: list[Any],
+    outs: list[Any],
+    place: tuple[str, str],
 ) -> None:
     """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`."""
     rule, info = decision.rule, PRIMITIVES.get(primitive)
@@ -113,7 +125,7 @@ def emit_decision(
             source=rule.source if rule else "",
             origin=decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),
-            location=compat.location(eqn),
-            module="/".join(str(scope.name) for scope in compat.name_stack(eqn)) if eqn is not None else "",
+            location=place[1],
+            module=place[0],
         )
     )

@@ -17,7 +17,7 @@ import numpy as np
 from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import contract_low
-from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable
+from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.jaxpr_analysis import gradient_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER
 from xla_amp.jax.value_info import ValueTable
@@ -31,13 +31,22 @@ class Interpreter:
         settings: of the region.
         rules: kind of higher-order primitive (`xla_amp.jax.primitives.Kind`) -> rule.
         backward: whether the program belongs to a backward pass that JAX's own differentiation has made.
+        outer: name scope and ``file:line`` of the primitive that contains the program, for reports.
     """
 
-    def __init__(self, settings: Settings, rules: HigherOrderRules, *, backward: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        rules: HigherOrderRules,
+        *,
+        backward: bool = False,
+        outer: tuple[str, str] = ("", ""),
+    ) -> None:
         self.settings = settings
         self.rules = rules
         self.table = ValueTable(settings.low)
         self.backward = backward
+        self.outer = outer
 
     def eval_jaxpr(
         self,
@@ -112,7 +121,7 @@ class Interpreter:
             if kind in ("data_movement", "conversion"):
                 self.table.record_move(primitive, params, used, outs[0])
         if events.sinks:
-            emit_decision(policy, primitive.name, decision, operands, used, outs, eqn)
+            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn))
         return outs
 
     def _contract(
@@ -181,7 +190,9 @@ class HigherOrderCall:
         """An interpreter for a jaxpr that this primitive contains."""
         transposed = self.eqn is not None and any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
         outer = self.interpreter
-        return Interpreter(outer.settings, outer.rules, backward=outer.backward or transposed or backward)
+        backward = outer.backward or transposed or backward
+        place = where(outer.outer, self.eqn) if events.sinks else outer.outer
+        return Interpreter(outer.settings, outer.rules, backward=backward, outer=place)
 
     def is_weight(self, index: int) -> bool:
         """Whether an operand comes from outside the program."""

@@ -96,6 +96,11 @@ def operation_class(operation: str) -> OperationClass | None:
     return found
 
 
+def is_contraction(operation: str) -> bool:
+    """Whether an ATen operation is a matrix product, a convolution or a recurrent cell."""
+    return operation_class(operation) in ("contraction", "convolution", "recurrent")
+
+
 def equivalent(vocabulary: Vocabulary, name: str) -> str | None:
     """ATen name whose rule decides the operation `name` of another vocabulary; None where none corresponds.
 

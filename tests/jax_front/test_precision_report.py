@@ -1,0 +1,58 @@
+"""`autocast(f).report` and `explain().precision()`: the numbers are those of the program."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import xla_amp
+from xla_amp.jax import autocast
+
+W, X = jnp.ones((64, 64)), jnp.ones((256, 64))
+
+
+def model(w):
+    with jax.named_scope("first"):
+        h = jnp.tanh(X @ w)
+    with jax.named_scope("head"):
+        return jnp.sum(jax.nn.log_softmax(h @ w))
+
+
+def test_a_function_of_jax():
+    report = autocast(model).report(W)
+    assert [(line.operation, line.dtype, line.scope) for line in report.low] == [
+        ("matmul", "bfloat16", "first"),
+        ("matmul", "bfloat16", "head"),
+    ]
+    assert all(line.location.startswith(__file__) for line in report.low)
+    assert report.float32 == ()
+    assert {line.operation for line in report.islands} & {"exp", "sum", "sum.dim_IntList"}
+    assert all(line.dtype == "float32" and line.scope and line.location and line.why for line in report.islands)
+    total = report.scopes[-1]
+    assert (total.name, total.low, total.float32, total.casts) == ("total", 2, 0, sum(report.casts.values()))
+    assert sum(scope.low for scope in report.scopes[:-1]) == 2
+    assert report.saved.plain >= 3 * X.size * 4
+    assert report.saved.autocast < report.saved.plain
+    for word in ("matmul", "bfloat16", "head", "total", "float32->bfloat16", f"{report.saved.autocast} bytes"):
+        assert word in str(report)
+
+
+def test_contractions_that_stay_float32_and_steps():
+    with xla_amp.policy.override({"matmul": "fp32"}):
+        report = autocast(model).report(W)
+    assert (len(report.low), sum(line.count for line in report.float32)) == (0, 2)
+    step = autocast(jax.jit(lambda w: w - 0.1 * jax.grad(model)(w))).report(W)
+    assert step.saved is None  # the backward pass is part of it
+    assert step.scopes[-1].low == 5
+    assert autocast(lambda n: n + 1).report(jnp.arange(3)).saved in (None, (0, 0))
+
+
+def test_a_region_of_pytorch():
+    layer = torch.nn.Linear(4, 4)
+    with xla_amp.explain() as report, xla_amp.autocast("cpu"):
+        torch.nn.functional.mse_loss(layer(torch.ones(2, 4)), torch.ones(2, 4))
+    found = report.precision()
+    assert [line.operation for line in found.low] == ["linear"]
+    assert [line.operation for line in found.islands] == ["mse_loss"]
+    assert found.scopes[-1][1:] == (1, 0, 1, 4)

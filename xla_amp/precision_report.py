@@ -1,0 +1,122 @@
+"""`PrecisionReport`: which products of a program ran low, what stayed float32, what was cast, and what was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from xla_amp import tables
+from xla_amp.events import DecisionRecord
+from xla_amp.types import LOW_DTYPES
+
+
+class Line(NamedTuple):
+    """Equal operations of one place."""
+
+    count: int
+    operation: str
+    dtype: str
+    """What it computes in."""
+    scope: str
+    """Module path or name scope."""
+    location: str
+    """The user's ``file:line``, where known."""
+    why: str
+
+
+class Scope(NamedTuple):
+    """Totals of one scope; `name` is "total" for all of them."""
+
+    name: str
+    low: int
+    """Contractions in the low dtype."""
+    float32: int
+    """Contractions in another one."""
+    islands: int
+    casts: int
+
+
+class SavedBytes(NamedTuple):
+    """Bytes that the forward pass keeps for the backward pass, besides the arguments."""
+
+    autocast: int
+    plain: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """What ran in the low dtype and what did not; ``print(report)`` shows tables.
+
+    Contractions are matrix products, convolutions and recurrent cells.  An island is another operation that got a low
+    operand and computed in float32: the rule that asks for it is in ``why``.
+    """
+
+    low: tuple[Line, ...]
+    """Contractions in the low dtype."""
+    float32: tuple[Line, ...]
+    """Contractions in another one."""
+    islands: tuple[Line, ...]
+    casts: dict[str, int]
+    """Conversion, ``float32->bfloat16``, -> how often it was inserted."""
+    scopes: tuple[Scope, ...]
+    """One for each scope, in order of appearance; the last is the total."""
+    saved: SavedBytes | None = None
+    """None where there is no backward pass, or it is part of the program."""
+
+    def __str__(self) -> str:
+        columns = ("count", "operation", "runs in", "scope", "where", "why")
+        lines = [
+            (str(line.count), line.operation, line.dtype, line.scope, line.location, line.why)
+            for line in (*self.low, *self.float32, *self.islands)
+        ]
+        totals = [tuple(map(str, scope)) for scope in self.scopes]
+        names = ("scope", "low", "float32", "islands", "casts")
+        casts = ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"
+        parts = [
+            tables.plain(columns, lines, numeric=("count",)),
+            tables.plain(names, totals, numeric=names[1:]),
+            f"casts: {casts}",
+        ]
+        if self.saved is not None:
+            parts.append(
+                f"saved for the backward pass: {self.saved.autocast} bytes, {self.saved.plain} without autocast"
+            )
+        return "\n\n".join(parts)
+
+
+def summarize(
+    records: Iterable[DecisionRecord], is_contraction: Callable[[str], bool], saved: SavedBytes | None = None
+) -> PrecisionReport:
+    """The report of the operations that ran.
+
+    Args:
+        records: one for each operation, in order.
+        is_contraction: whether an operation is a contraction, by `DecisionRecord.operation`.
+        saved: bytes saved for the backward pass, where known.
+    """
+    low: Counter[tuple[str, ...]] = Counter()
+    wide: Counter[tuple[str, ...]] = Counter()
+    islands: Counter[tuple[str, ...]] = Counter()
+    casts: Counter[str] = Counter()
+    scopes: dict[str, list[int]] = {}
+    for record in records:
+        inserted = [f"{given}->{used}" for given, used in zip(record.given, record.used, strict=True) if given != used]
+        casts.update(inserted)
+        totals = scopes.setdefault(record.module, [0, 0, 0, 0])
+        totals[3] += len(inserted)
+        ran_low = any(dtype in LOW_DTYPES for dtype in record.used)
+        if is_contraction(record.operation):
+            found, index = (low, 0) if ran_low else (wide, 1)
+        elif not ran_low and any(dtype in LOW_DTYPES for dtype in record.given):
+            found, index = islands, 2
+        else:
+            continue
+        totals[index] += 1
+        dtype = record.used[0] if record.used else ""
+        found[record.operation, dtype, record.module, record.location, record.why] += 1
+    rows = [Scope(name, *totals) for name, totals in scopes.items()]
+    rows.append(Scope("total", *(sum(totals[index] for totals in scopes.values()) for index in range(4))))
+    lines = (tuple(Line(count, *key) for key, count in found.items()) for found in (low, wide, islands))
+    return PrecisionReport(*lines, casts=dict(casts.most_common()), scopes=tuple(rows), saved=saved)
