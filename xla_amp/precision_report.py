@@ -12,7 +12,8 @@ from xla_amp.events import DecisionRecord
 from xla_amp.types import LOW_DTYPES
 
 
-class Line(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
     """Equal operations of one place."""
 
     count: int
@@ -71,7 +72,7 @@ class PrecisionReport:
             (str(line.count), line.operation, line.dtype, line.scope, line.location, line.why)
             for line in (*self.low, *self.float32, *self.islands)
         ]
-        totals = [tuple(map(str, scope)) for scope in self.scopes]
+        totals = [list(map(str, scope)) for scope in self.scopes]
         names = ("scope", "low", "float32", "islands", "casts")
         casts = ", ".join(f"{count} x {kind}" for kind, count in self.casts.items()) or "none"
         parts = [
@@ -96,9 +97,9 @@ def summarize(
         is_contraction: whether an operation is a contraction, by `DecisionRecord.operation`.
         saved: bytes saved for the backward pass, where known.
     """
-    low: Counter[tuple[str, ...]] = Counter()
-    wide: Counter[tuple[str, ...]] = Counter()
-    islands: Counter[tuple[str, ...]] = Counter()
+    low: Counter[tuple[str, str, str, str, str]] = Counter()
+    wide: Counter[tuple[str, str, str, str, str]] = Counter()
+    islands: Counter[tuple[str, str, str, str, str]] = Counter()
     casts: Counter[str] = Counter()
     scopes: dict[str, list[int]] = {}
     for record in records:
@@ -116,7 +117,13 @@ def summarize(
         totals[index] += 1
         dtype = record.used[0] if record.used else ""
         found[record.operation, dtype, record.module, record.location, record.why] += 1
-    rows = [Scope(name, *totals) for name, totals in scopes.items()]
-    rows.append(Scope("total", *(sum(totals[index] for totals in scopes.values()) for index in range(4))))
-    lines = (tuple(Line(count, *key) for key, count in found.items()) for found in (low, wide, islands))
-    return PrecisionReport(*lines, casts=dict(casts.most_common()), scopes=tuple(rows), saved=saved)
+    sums = [sum(column) for column in zip(*scopes.values(), strict=True)] or [0, 0, 0, 0]
+    rows = [
+        Scope(name, low=n[0], float32=n[1], islands=n[2], casts=n[3]) for name, n in (*scopes.items(), ("total", sums))
+    ]
+    totals_by_cast = dict(casts.most_common())
+    return PrecisionReport(_lines(low), _lines(wide), _lines(islands), totals_by_cast, tuple(rows), saved)
+
+
+def _lines(found: Counter[tuple[str, str, str, str, str]]) -> tuple[Line, ...]:
+    return tuple(Line(count, *key) for key, count in found.items())
