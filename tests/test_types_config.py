@@ -61,6 +61,13 @@ def test_values_are_read_at_call_time(monkeypatch):
     assert config.engine() == "torch_xla"
     monkeypatch.setenv("XLA_AMP_TAPE_LIMIT", "500")
     assert config.tape_limit() == 500
+    assert config.debug() == frozenset()
+    monkeypatch.setenv("XLA_AMP_DEBUG", "Sync, recompile,")
+    assert config.debug() == {"sync", "recompile"}
+    assert config.program_memory() == (512 << 20, 8)
+    for text, size in (("64", 64), ("3k", 3 << 10), ("5MB", 5 << 20), ("2GiB", 2 << 30)):
+        monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", text)
+        assert config.program_memory() == (size, 1)
     monkeypatch.setenv("XLA_AMP_COMPILER_OPTIONS", "--xla_one=true xla_two=a,b  xla_three=")
     assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
@@ -99,6 +106,15 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),
         ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a positive whole number"),
         ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
+        (
+            "XLA_AMP_DEBUG",
+            "sync, all",
+            config.debug,
+            "'sync, all': 'all' is unknown; expected words of recompile, sync",
+        ),
+        ("XLA_AMP_PROGRAM_MEMORY", "2T", config.program_memory, "'2T': expected a size in bytes that is not zero"),
+        ("XLA_AMP_PROGRAM_MEMORY", "0", config.program_memory, "'0': expected a size in bytes that is not zero"),
+        ("XLA_AMP_PROGRAM_MEMORY", "M", config.program_memory, "'M': expected a size in bytes that is not zero"),
         ("XLA_AMP_COMPILER_OPTIONS", "=1", config.compiler_options, "'=1': expected name=value"),
     ],
 )

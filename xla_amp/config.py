@@ -17,6 +17,7 @@ from xla_amp.types import PLATFORMS, Cast, Platform
 EngineName: TypeAlias = Literal["auto", "torch_xla", "jax"]
 Fallback: TypeAlias = Literal["error", "cpu"]
 Progress: TypeAlias = Literal["auto", "on", "off"]
+Debug: TypeAlias = Literal["recompile", "sync"]
 
 POLICY_FILE: Final = "XLA_AMP_POLICY"
 RULES: Final = "XLA_AMP_RULES"
@@ -29,9 +30,15 @@ PROGRESS: Final = "XLA_AMP_PROGRESS"
 COMPILER_OPTIONS: Final = "XLA_AMP_COMPILER_OPTIONS"
 COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
+DEBUG: Final = "XLA_AMP_DEBUG"
+PROGRAM_MEMORY: Final = "XLA_AMP_PROGRAM_MEMORY"
 
 TAPE_LIMIT_DEFAULT: Final = 100_000
 TIMEOUT_DEFAULT: Final = 300
+PROGRAM_MEMORY_DEFAULT: Final = 512 << 20
+"""Bytes: some 130 programs of a small MLP on XLA:CPU.  A program that is run again costs its compilation."""
+PROGRAMS_LEAST: Final = 8
+"""Programs kept by default whatever they take: a large model's training, evaluation and last batch."""
 TIMEOUT_LEAST: Final = 3
 """JAX's coordinator counts whole seconds, and treats two missing heartbeats as the end of a process."""
 
@@ -44,8 +51,12 @@ HPU_LISTS: Final[tuple[tuple[Cast, str], ...]] = (
 _ENGINES: Final[tuple[EngineName, ...]] = get_args(EngineName)
 _FALLBACKS: Final[tuple[Fallback, ...]] = get_args(Fallback)
 _PROGRESS: Final[tuple[Progress, ...]] = get_args(Progress)
+_DEBUG: Final[tuple[Debug, ...]] = get_args(Debug)
 _LEGACY_DTYPE_FLAGS: Final = ("XLA_USE_BF16", "XLA_USE_F16")
 _PJRT_PLATFORMS: Final[dict[str, Platform]] = {"CPU": "cpu", "CUDA": "gpu", "GPU": "gpu", "ROCM": "gpu", "TPU": "tpu"}
+
+_UNITS: Final = {"": 0, "K": 10, "M": 20, "G": 30}
+"""Letter of a size -> bits to shift."""
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -120,6 +131,45 @@ def progress() -> Progress:
         PolicyError: another value.
     """
     return _choice(PROGRESS, _PROGRESS, "auto")
+
+
+def debug() -> frozenset[Debug]:
+    """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.runtime.causes`.
+
+    ``recompile``: each program compiled after a line's first, and each new capture, with the reason.  ``sync``: each
+    time that Python waits for the device, with what asked.
+
+    Raises:
+        PolicyError: an unknown word.
+    """
+    value = os.environ.get(DEBUG)
+    if not value:
+        return frozenset()
+    words = [word.strip().lower() for word in value.split(",") if word.strip()]
+    wrong = next((word for word in words if word not in _DEBUG), None)
+    if wrong is not None:
+        raise PolicyError(f"{DEBUG}={value!r}: {wrong!r} is unknown; expected words of {', '.join(_DEBUG)}")
+    return frozenset(cast(list[Debug], words))
+
+
+def program_memory() -> tuple[int, int]:
+    """``XLA_AMP_PROGRAM_MEMORY``: bytes that compiled programs may take together, and how many are kept in any case.
+
+    A whole number of bytes, or one with K, M or G (powers of 1024), as ``"2G"``.  Unset: 512 MiB, and the 8 that ran
+    last.
+
+    Raises:
+        PolicyError: not a positive size.
+    """
+    value = os.environ.get(PROGRAM_MEMORY, "").strip()
+    if not value:
+        return PROGRAM_MEMORY_DEFAULT, PROGRAMS_LEAST
+    text = value.upper().removesuffix("B").removesuffix("I")
+    number = text.rstrip("KMG")
+    unit = text[len(number) :]
+    if not (number.isascii() and number.isdigit() and int(number) and unit in _UNITS):
+        raise PolicyError(f"{PROGRAM_MEMORY}={value!r}: expected a size in bytes that is not zero, as 512M or 2G")
+    return int(number) << _UNITS[unit], 1
 
 
 def compiler_options() -> dict[str, str]:

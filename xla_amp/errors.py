@@ -39,6 +39,10 @@ class CaptureError(XlaAmpError, RuntimeError):
     """A step that cannot be replayed, or that no longer matches its capture."""
 
 
+class RecompileWarning(UserWarning):
+    """A line of the program that leads to one compilation after the other."""
+
+
 class ModuleError(XlaAmpError, ValueError):
     """A StableHLO module that cannot be read, is invalid, or cannot be compiled or run."""
 

@@ -110,10 +110,20 @@ def user_location() -> str:
     Frames are compared by module name: a folder on the user's path may be called torch or xla_amp.  Generated code
     (our kernels, graphs of torch.fx) has no module name and is skipped.
     """
+    frame, _ = user_frame()
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def user_frame() -> tuple[FrameType | None, str]:
+    """The frame of `user_location`, or None; and the name of the function of torch or xla_amp that it called."""
     frame: FrameType | None = sys._getframe(1)
+    called = ""
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in ("", "torch", "xla_amp"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        root = module.partition(".")[0]
+        if root not in ("", "torch", "xla_amp"):
+            return frame, called
+        if root and not frame.f_code.co_name.startswith("<"):
+            called = frame.f_code.co_name
         frame = frame.f_back
-    return ""
+    return None, called

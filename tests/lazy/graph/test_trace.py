@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -431,20 +429,3 @@ def test_many_operations_in_one_tape(device: torch.device) -> None:
     with counted() as counts:
         assert x[0].item() == 500
     assert counts.executions == 1
-
-
-# ---- the program cache -----------------------------------------------------------------------------------------------
-
-
-def test_programs_are_kept_up_to_a_bound(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "_PROGRAM_LIMIT", 3)
-    monkeypatch.setattr(execute, "_programs", OrderedDict())
-    x = torch.ones(20).to(device)
-    for length in itertools.chain(range(1, 8), (7,)):
-        with counted() as counts:
-            x[:length] + 1
-            kept = x[:length] * 2
-            engine.sync()
-        assert len(execute._programs) <= 3
-    assert counts.compilations == 0  # the last program was the newest one
-    assert kept.sum().item() == 14

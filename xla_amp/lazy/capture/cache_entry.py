@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from operator import is_
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from xla_amp import config
 from xla_amp.lazy.capture import observer
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.capture.observer import Geometry, NotReplayableError, ObservedRun, ProgramObserver
@@ -18,6 +20,7 @@ from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.symbolic_scalars import Term, evaluate
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.runtime.compile import Program
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -40,6 +43,10 @@ class CacheEntry:
         self._audit_at = AUDIT
         self._last: tuple[OptimizerSteps, ObservedRun, list[Any]] | None = None
         self._replay: Replay | None = None
+        self._held: Any = None
+        """Weak reference to the program that this entry has."""
+        self.lost: str | None = None
+        """Why the capture was dropped, to be reported at the next call."""
 
     @property
     def captured(self) -> bool:
@@ -54,6 +61,19 @@ class CacheEntry:
         """Drops the replay; the next two recorded calls can capture again."""
         self._replay = self._last = None
         self.replays, self._audit_at = 0, AUDIT
+
+    def _hold(self, program: Program) -> None:
+        if self._held is None or self._held() is not program:
+            self._held = weakref.ref(program)
+            release = weakref.WeakMethod(self._release)
+            program.holders.append(lambda: None if (method := release()) is None else method())
+
+    def _release(self) -> None:
+        """Called when the cache of programs drops this one's: to stay within bounds, a capture must not keep it."""
+        if self._replay is not None:
+            self._replay.release()
+            self.lost = f"its program was dropped to stay within {config.PROGRAM_MEMORY}"
+        self.drop_capture()
 
     def last_run(self) -> ObservedRun | None:
         """The run of the last recorded call, if it was one program."""
@@ -103,6 +123,7 @@ class CacheEntry:
             self._audit(run)
             return result
         self._last = steps, run, plain
+        self._hold(run.program)
         if last is None:
             return result
         earlier_steps, earlier, earlier_plain = last

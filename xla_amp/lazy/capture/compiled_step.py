@@ -23,7 +23,7 @@ from xla_amp.lazy.capture.observer import NotReplayableError, ProgramObserver
 from xla_amp.lazy.capture.optimizer_replay import OptimizerSteps
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute, mesh, pjrt
+from xla_amp.lazy.runtime import causes, execute, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -98,6 +98,8 @@ class Compiled(Generic[_Arguments, _Result]):
         self._step, self._strict, self._limit = step, strict, limit
         self._cache: dict[Any, list[CacheEntry]] = {}
         """Signature of arguments and modes -> an entry for each set of guarded values."""
+        self._newest: list[Any] = []
+        """Signature of the newest entry."""
         self._guards: Guards | None = None
         self.replays = 0
         """Calls that were not recorded."""
@@ -157,8 +159,12 @@ class Compiled(Generic[_Arguments, _Result]):
         entry = self._find_entry(self._guards, flat_args, tree)
         if entry is None:
             return self._step(*args, **kwargs)
+        if entry.lost is not None:
+            causes.captured_again(events.user_location(), entry.lost)
+            entry.lost = None
         if entry.is_stale():
             entry.drop_capture()
+            causes.captured_again(events.user_location(), "an option of an optimizer or a scaler has changed")
         elif entry.captured and not entry.audit_is_due():
             with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                 values = entry.run(flat_args)
@@ -166,13 +172,16 @@ class Compiled(Generic[_Arguments, _Result]):
                     self.replays += 1
                     replayed: _Result = entry.outputs(values, flat_args)
                     return replayed
+            if entry.captured:
+                causes.captured_again(events.user_location(), "a tensor of its state was freed or replaced")
             entry.drop_capture()
         recorded: _Result = self._record(entry, flat_args, args, kwargs)
         return recorded
 
     def _find_entry(self, guards: Guards, flat_args: list[Any], tree: Any) -> CacheEntry | None:
         """The cache entry of a call; a new one if there is none; None beyond the limit."""
-        entries = self._cache.setdefault((tree, *_signature(flat_args), *_modes()), [])
+        signature = [*_signature(flat_args), *_modes()]
+        entries = self._cache.setdefault((tree, *signature), [])
         values, missing = guards.values(), guards.missing_gradients()
         for entry in entries:
             if entry.values == values and entry.missing_gradients == missing:
@@ -198,8 +207,25 @@ class Compiled(Generic[_Arguments, _Result]):
                     )
                 )
             return None
+        if captures:
+            causes.captured_again(events.user_location(), self._new_form(entries, values, signature, len(flat_args)))
+        self._newest = signature
         entries.append(CacheEntry(values, missing))
         return entries[-1]
+
+    def _new_form(self, entries: list[CacheEntry], values: list[Any], signature: list[Any], arguments: int) -> str:
+        """Why a call needs another entry than those that exist."""
+        if entries:
+            guards = self._guards
+            changed = None if guards is None else guards.difference(entries[-1].values, values)
+            return f"Python changes {changed}" if changed else "other parameters have a gradient"
+        if len(self._newest) != len(signature):
+            return "the number of its arguments has changed"
+        for index, (old, new) in enumerate(zip(self._newest, signature, strict=True)):
+            if old != new:
+                name = f"argument {index}" if index < arguments else "a mode (grad, autocast, default dtype, policy)"
+                return f"{name} is {_described(new)}, {_described(old)} before"
+        return "the structure of its arguments has changed"
 
     def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
@@ -279,6 +305,15 @@ def _signature(flat_args: list[Any]) -> Iterator[Any]:
             buffer.spec, arg.shape, arg.stride(), arg.storage_offset(), arg.dtype, arg.requires_grad,
             first_uses.setdefault(id(buffer), index), mesh.active and mesh.sharding_of(buffer),
         )  # fmt: skip
+
+
+def _described(item: Any) -> str:
+    """An item of a signature for messages."""
+    if not isinstance(item, tuple):
+        return repr(item)
+    if len(item) == 2:  # type and value of what is no tensor
+        return repr(item[1])
+    return ", ".join(str(list(part) if isinstance(part, torch.Size) else part) for part in item[1:6])
 
 
 def _modes() -> Iterator[Any]:

@@ -17,8 +17,8 @@ import torch
 
 from xla_amp import events
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, trace
-from xla_amp.lazy.runtime import execute, generator
+from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.runtime import causes, execute, generator
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
@@ -149,18 +149,8 @@ def number_names(code: Sequence[int]) -> Iterator[str]:
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> str:
     """A description of the first difference of two traces."""
-    left, right = list(steps(one)), list(steps(other))
-    for number, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a[0] is not b[0]:
-            return f"operation {number} is {_show(a[0])} in one call and {_show(b[0])} in the next"
-    if len(left) != len(right):
-        return f"one call records {len(left)} operations, the next {len(right)}"
-    return "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
-
-
-def _show(instruction: Instruction) -> str:
-    outs = ", ".join(map(repr, instruction.outs))
-    return f"{instruction.name} -> {outs}"
+    same = "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
+    return causes.difference(one, other) or same
 
 
 def argument_buffer(tensor: torch.Tensor) -> Buffer:

@@ -17,7 +17,7 @@ import torch
 from jax import lax
 
 from xla_amp import config
-from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, record, spec, trace
+from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, instruction_cache, record, spec, trace
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.tensors import tensor_io
 
@@ -117,7 +117,7 @@ COLLECTIVES: Mapping[str, Collective] = MappingProxyType(
         ),
     }
 )
-_instructions: dict[Any, Instruction] = {}
+_instructions = instruction_cache()
 
 
 def _world() -> int:

@@ -34,6 +34,8 @@ _met: list[dict[str, str]] = []
 _store: list[Any] = []
 """Keeps torch's store alive, which process 0 serves."""
 _programs = itertools.count(1)
+_compared: set[str] = set()
+"""Digests of the programs that were compared."""
 _regions: dict[str, regions.Region] = {}
 """The newest autocast region by device type."""
 
@@ -177,8 +179,11 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
         f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"
         for instruction, _, inputs in steps(code)
     ]
-    number = next(_programs)
     digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).hexdigest()
+    if digest in _compared:  # compiled before and dropped since (`program_cache`), perhaps only in this process
+        return
+    _compared.add(digest)
+    number = next(_programs)
     room = f"xla_amp/program/{number}"
     mine = {"operations": listing, "results": len(program.outputs), "autocast": _autocast()}
     client.key_value_set_bytes(f"{room}/{process.rank}/text", zlib.compress(json.dumps(mine).encode()))

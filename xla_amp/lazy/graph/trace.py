@@ -12,10 +12,11 @@ written with one strided instruction.  An in-place write only gives the buffer a
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax
 import numpy as np
 import torch
 
+from xla_amp import events
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
@@ -36,7 +38,7 @@ _interning = threading.RLock()
 class Spec:
     """Shape and dtype of a value; one object for each pair."""
 
-    __slots__ = ("dtype", "numpy_dtype", "parameter", "shape", "size", "zeros")
+    __slots__ = ("__weakref__", "dtype", "numpy_dtype", "parameter", "shape", "size", "zeros")
 
     def __init__(self, shape: Numbers, dtype: torch.dtype) -> None:
         self.shape = shape
@@ -57,7 +59,7 @@ class Spec:
         return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
 
-_specs: dict[tuple[Numbers, torch.dtype], Spec] = {}
+_specs: weakref.WeakValueDictionary[tuple[Numbers, torch.dtype], Spec] = weakref.WeakValueDictionary()
 
 
 def spec(shape: Any, dtype: torch.dtype) -> Spec:
@@ -83,12 +85,15 @@ class Instruction:
     """An operation with everything that shapes its program; the trace stores its id."""
 
     __slots__ = (
+        "__weakref__",
         "collective",
+        "constants",
         "emit",
         "floats",
         "id",
         "inputs",
         "ints",
+        "location",
         "minor",
         "name",
         "outs",
@@ -108,6 +113,7 @@ class Instruction:
         takes: tuple[type, ...] = (),
         collective: bool = False,
         minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
+        constants: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.emit = emit
@@ -123,13 +129,43 @@ class Instruction:
         """Whether this is a collective operation of processes that train together."""
         self.minor = minor
         """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
-        with _interning:
-            self.id = len(instructions)
-            instructions.append(self)
+        self.constants = constants
+        """Arguments that are part of the program, by name, to say in which of them two programs differ."""
+        self.location = events.user_location()
+        """``file:line`` of the user's code that recorded it first; empty in a backward pass."""
+        self.id = next(_ids)
+        instructions[self.id] = self
 
 
-instructions: list[Instruction] = []
-"""Every instruction ever made, by id."""
+_ids = itertools.count()
+instructions: dict[int, Instruction] = {}
+"""Instructions by id: those that were recorded since the last `forget_unused`, and those of the programs kept."""
+_unused: weakref.WeakValueDictionary[int, Instruction] = weakref.WeakValueDictionary()
+"""Instructions that no program used at the last `forget_unused`, while another object has them."""
+_caches: list[dict[Any, Instruction]] = []
+
+
+def instruction_cache() -> dict[Any, Instruction]:
+    """A dict for instructions, by what distinguishes them; `forget_unused` removes items."""
+    cache: dict[Any, Instruction] = {}
+    _caches.append(cache)
+    return cache
+
+
+def forget_unused(used: Set[int]) -> None:
+    """Drops the instructions whose id is not in `used`, and the specs that only they had.  The trace is empty."""
+    for cache in _caches:
+        for key in [key for key, instruction in cache.items() if instruction.id not in used]:
+            del cache[key]
+    for number in list(instructions):  # a copy: a loader's thread may add some
+        if number not in used:
+            _unused[number] = instructions.pop(number)
+
+
+def instruction_of(number: int) -> Instruction:
+    """The instruction with the id `number`."""
+    found = instructions.get(number)
+    return _unused[number] if found is None else found
 
 
 class Trace:
@@ -206,6 +242,7 @@ def add_parameter(buffer: Buffer) -> int:
         instruction = buffer.spec.parameter
         trace.parameters.append(buffer)
         trace.parameter_numbers.append(trace.count)
+    instructions[instruction.id] = instruction  # the spec has it, not a cache that `forget_unused` knows
     trace.code.append(instruction.id)
     buffer.number = number = trace.count
     trace.count = number + 1
@@ -222,6 +259,7 @@ def _zeros(spec: Spec) -> Instruction:
 
 def record(instruction: Instruction, *inputs: int) -> int:
     """Appends an instruction; returns the number of its first result."""
+    instructions[instruction.id] = instruction  # whoever made it may keep it in no cache
     trace.code.append(instruction.id)
     trace.code.extend(inputs)
     number = trace.count
@@ -236,7 +274,7 @@ def assign(buffer: Buffer, number: int) -> None:
     buffer.number = number
 
 
-conversions: dict[tuple[Spec, torch.dtype | None], Instruction] = {}
+conversions: dict[tuple[Spec, torch.dtype | None], Instruction] = instruction_cache()
 """(spec, target dtype) -> the instruction of that conversion."""
 
 
@@ -287,7 +325,7 @@ def _round_to_half(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return jax.numpy.where(abs(rounded) > float(limits.max), jax.numpy.copysign(jax.numpy.inf, x), rounded)
 
 
-_broadcasts: dict[tuple[Spec, Numbers], Instruction] = {}
+_broadcasts: dict[tuple[Spec, Numbers], Instruction] = instruction_cache()
 
 
 def broadcast(number: int, source: Spec, shape: Any) -> tuple[int, Spec]:

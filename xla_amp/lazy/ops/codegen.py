@@ -19,7 +19,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, spec, trace
+from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.runtime import generator, mesh
 from xla_amp.lazy.runtime.compile import Context
 from xla_amp.lazy.runtime.execute import flush
@@ -121,6 +121,9 @@ class _Operation:
                 platform: {positions[name]: dims for name, dims in wanted.items() if name in positions}
                 for platform, wanted in self.lowering.minor.items()
             },
+            constants={
+                a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("constant",)
+            },
         )
 
     def _new_results(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
@@ -179,7 +182,7 @@ class _Operation:
         """The compiled kernel."""
         source = _Source(self).text()
         scope: dict[str, Any] = {
-            "_cache": {},
+            "_cache": instruction_cache(),
             "_operation": self,
             "_plain": tensor_io.PLAIN,
             "_lock": trace.lock,

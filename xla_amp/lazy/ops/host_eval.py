@@ -17,8 +17,8 @@ import torch
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.trace import Instruction, trace
-from xla_amp.lazy.runtime import execute, mesh
-from xla_amp.lazy.runtime.compile import Key, Program, build, steps
+from xla_amp.lazy.runtime import causes, execute, mesh, program_cache
+from xla_amp.lazy.runtime.compile import Key, build, steps
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.transfer import copies
@@ -31,8 +31,7 @@ _MOST_ELEMENTS = 1 << 22
 _FAR = 256
 """Count of values in the trace after which a float is probably a loss, so it is not evaluated here."""
 
-_programs: dict[Key, Program] = {}
-_PROGRAM_LIMIT = 256
+_programs = program_cache.new_cache()
 
 
 class _Step(NamedTuple):
@@ -140,17 +139,20 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
     key = Key(code=tuple(code), wanted=(renumbered[number],), spent=())
     with private_api.x64(), jax.default_device(host):
         program = _programs.get(key)
+        loaded = program_cache.executables(host) if program is None else None
         if program is None:
-            if len(_programs) >= _PROGRAM_LIMIT:
-                _programs.clear()
-            program = _programs[key] = build(
-                key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu"
-            )
+            program = build(key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu")
             metrics.compilations += 1
         (position,) = program.outputs
         if position < 0:
-            return arrays[~position]
-        return program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[position]
+            result = arrays[~position]
+        else:
+            result = program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[position]
+        program_cache.touch(program)
+        if loaded is not None:
+            program_cache.add(_programs, key, program, loaded, host)
+            causes.compiled(program)
+        return result
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_amp.errors import MissingLoweringError
-from xla_amp.lazy.graph.trace import Instruction, Spec, record, spec, trace
+from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_cache, record, spec, trace
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -59,7 +59,7 @@ FROM_TORCH: Sequence[str] = (
 )
 """Operations whose CPU kernel reads no memory: it calls operations on the indices and values."""
 
-_instructions: dict[Any, Instruction] = {}
+_instructions = instruction_cache()
 
 
 def _recorded(

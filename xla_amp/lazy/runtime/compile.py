@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Instruction, Spec, instructions
+from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of
 from xla_amp.lazy.runtime import compile_options, memory_layout, mesh
 from xla_amp.lazy.runtime.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
@@ -28,6 +29,8 @@ class Shardings(NamedTuple):
 
 
 NO_SHARDINGS = Shardings()
+alive: weakref.WeakSet[Program] = weakref.WeakSet()
+"""All programs that exist: their instructions are in use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +45,11 @@ class Key:
     shardings: Shardings = NO_SHARDINGS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Program:
     """The program of a trace; XLA compiles it on the first call."""
+
+    key: Key
 
     call: Any
     """``call(donated, kept, floats, ints)`` returns the outputs.  Inside another program call `nested`."""
@@ -60,6 +65,12 @@ class Program:
     """Arguments of `call`, as `jax.ShapeDtypeStruct`."""
     input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `call` that need another memory layout than JAX's default."""
+    size: int = 0
+    """Bytes that it takes once compiled (`program_cache`)."""
+    used: int = 0
+    """When it last ran, counted in runs of programs."""
+    holders: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """Called when a cache drops the program: captures that would keep it alive (`cache_entry`)."""
 
     def lower(self) -> Any:
         """The program as `jax.stages.Lowered`, to read its text."""
@@ -86,7 +97,7 @@ def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Seq
     """(instruction, (stream, draw) of a random one, input numbers) for each operation of a trace."""
     position = 0
     while position < len(code):
-        instruction = instructions[code[position]]
+        instruction = instruction_of(code[position])
         inputs = position + (3 if instruction.random else 1)
         end = inputs + instruction.inputs
         yield instruction, code[position + 1 : inputs], code[inputs:end]
@@ -161,7 +172,8 @@ def build(
             if parameter_specs[parameter] in orders
         ]
     alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
-    return Program(
+    program = Program(
+        key=key,
         call=alone if chosen or orders else nested,
         nested=nested,
         donated=tuple(donated),
@@ -176,6 +188,8 @@ def build(
         ),
         input_formats=tuple(input_formats),
     )
+    alive.add(program)
+    return program
 
 
 def replicated(step: Callable[..., Any]) -> Callable[..., Any]:

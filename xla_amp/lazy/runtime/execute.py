@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -17,13 +16,11 @@ from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import forks, generator, memory_layout, mesh, pjrt, progress
+from xla_amp.lazy.runtime import causes, forks, generator, memory_layout, mesh, pjrt, program_cache, progress
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
 
-_programs: OrderedDict[Key, Program] = OrderedDict()
-_PROGRAM_LIMIT = 1024
-"""Most programs kept; the least recently run goes first, so a loop with ever new shapes runs in bounded memory."""
+_programs = program_cache.new_cache()
 _newest: Callable[[], list[Any]] = list
 """Returns the newest program's results that are still referenced."""
 
@@ -74,6 +71,7 @@ def sync(wait: bool = False) -> None:
         newest = _newest()
     if wait:
         metrics.host_syncs += 1
+        causes.host_waits()
         jax.block_until_ready([x for x in newest if isinstance(x, jax.Array) and not x.is_deleted()])
 
 
@@ -85,7 +83,7 @@ def programs() -> list[Program]:
 def clear_programs() -> None:
     """Drops all compiled programs; the next steps are compiled again."""
     with trace.lock:
-        _programs.clear()
+        program_cache.clear(_programs)
 
 
 def _run() -> None:
@@ -121,6 +119,7 @@ def _run() -> None:
         if not again:
             program = _programs.get(key)
         is_new = program is None
+        loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
         streams = trace.streams or [generator.stream()]
         with private_api.x64():
             if program is None:
@@ -144,13 +143,10 @@ def _run() -> None:
         if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
             raise
         raise reason from error
-    if not again:
-        _programs[key] = program
-        _programs.move_to_end(key)
     if is_new:
         metrics.compilations += 1
-        if len(_programs) > _PROGRAM_LIMIT:
-            _programs.popitem(last=False)
+    elif not again:
+        _programs.move_to_end(key)
     metrics.executions += 1
     metrics.operations += program.operations
     if observer is not None:
@@ -162,6 +158,9 @@ def _run() -> None:
     _forget(targets)
     if is_new and not pjrt.counts_memory():
         pjrt.live_bytes()
+    if loaded is not None:
+        program_cache.add(_programs, key, program, loaded, pjrt.jax_device())
+        causes.compiled(program)
 
 
 def set_newest(newest: Callable[[], list[Any]]) -> None:
@@ -183,6 +182,7 @@ def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.nd
 
 def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
+    program_cache.touch(program)
     if not donated and not kept:  # no argument tells the device
         outputs: list[Any] = program.call(donated, kept, mesh.put(floats), mesh.put(ints))
         return outputs

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, record, trace
+from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, instruction_cache, record, trace
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -47,7 +47,7 @@ def snapshot(tensors: Iterable[torch.Tensor]) -> Snapshot:
     return Snapshot(tensors)
 
 
-_selects: dict[Any, Instruction] = {}
+_selects = instruction_cache()
 
 
 def restore_where(condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Snapshot) -> None:

@@ -23,6 +23,7 @@ from xla_amp.lazy.graph.trace import (
     assign,
     broadcast,
     cast,
+    instruction_cache,
     record,
     spec,
     trace,
@@ -134,8 +135,9 @@ def operands(
 _ViewKey: TypeAlias = tuple[Spec, torch.Size, tuple[int, ...], Any, torch.dtype]
 """A buffer's spec; shape, strides, offset (an int; torch's stubs also allow a SymInt) and dtype of a view."""
 
-_reads: dict[_ViewKey, Instruction] = {}
-_writes: dict[_ViewKey, Instruction] = {}
+_reads: dict[_ViewKey, Instruction] = instruction_cache()
+_writes: dict[_ViewKey, Instruction] = instruction_cache()
+_growths: dict[tuple[Spec, Spec], Instruction] = instruction_cache()
 
 
 def read_view(tensor: torch.Tensor, buffer: Buffer) -> tuple[int, Spec]:
@@ -303,11 +305,15 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     old = _elements(buffer.spec, tensor.dtype)
     number = buffer.number if buffer.number >= 0 else add_parameter(buffer)
 
-    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
-        return [jax.numpy.pad(flat, (0, target.size - old.size))]
+    instruction = _growths.get((old, target))
+    if instruction is None:
 
-    grown = Buffer(target, record(Instruction("resize", emit, (target,), 1), number))
+        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+            flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
+            return [jax.numpy.pad(flat, (0, target.size - old.size))]
+
+        instruction = _growths[old, target] = Instruction("resize", emit, (target,), 1)
+    grown = Buffer(target, record(instruction, number))
     trace.computed.append(weakref.ref(grown))
     store._xla_amp = grown
 

@@ -16,7 +16,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec
-from xla_amp.lazy.runtime import forks, mesh, pjrt
+from xla_amp.lazy.runtime import causes, forks, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
 copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
@@ -49,6 +49,7 @@ def download(array: jax.Array) -> torch.Tensor:
     """A copy of a device array as a CPU tensor; waits for the value."""
     forks.check()
     metrics.host_syncs += 1
+    causes.host_waits()
     metrics.device_to_host += 1
     try:
         value = np.array(array, copy=True)

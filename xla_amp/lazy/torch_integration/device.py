@@ -171,8 +171,11 @@ def device() -> torch.device:
     Raises:
         DeviceError: another backend has taken torch's slot for out-of-tree devices, or JAX has no such device.
         EngineError: this torch cannot host a Python device.
+        PolicyError: a bad value of ``XLA_AMP_DEBUG`` or ``XLA_AMP_PROGRAM_MEMORY``.
     """
     global _started
+    for setting in (config.debug, config.program_memory):
+        setting()  # a bad value is an error here, not in the middle of a step
     with _starting:
         if not _started:
             private_api.require_python_backend()
