@@ -300,7 +300,7 @@ class Refusals:
     @staticmethod
     def other_operations(device):
         turns = iter([0, 1] * 50)
-        return lambda x: x.exp() if next(turns) else x.sin(), "operation 1 is .* in one call and .* in the next"
+        return lambda x: x.exp() if next(turns) else x.sin(), "operation 1 is .*, .* before"
 
     @staticmethod
     def host_state(device):

@@ -25,6 +25,8 @@ BASE = 1_400_000
 """Bytes of a program that do not depend on its size: jaxprs, JAX's cache entries, XLA's tables."""
 CPU_FACTOR = 20
 """Bytes that XLA:CPU keeps for each byte of the serialized executable (LLVM's objects, the HLO module, thunks)."""
+PER_OPERATION = 80_000
+"""Bytes of code for each recorded operation, in the same programs; for those whose size XLA does not tell."""
 _TRIM = 64 << 20
 """Bytes of dropped programs after which the C library is asked to return free memory to the system."""
 _LEAST_INSTRUCTIONS = 1024
@@ -60,7 +62,8 @@ def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.
         before: the `executables` before that.
         device: that it runs on.
     """
-    program.size = BASE + max(map(size_of, executables(device) - before), default=0)
+    code = max(map(size_of, executables(device) - before), default=0)
+    program.size = BASE + (code or PER_OPERATION * program.operations)
     program.used = next(_clock)
     cache[key] = program
     _drop_beyond_limit()
@@ -73,10 +76,13 @@ def touch(program: Program) -> None:
 
 
 def size_of(executable: Any) -> int:
-    """Bytes that the code of a loaded executable takes."""
-    stats = executable.get_compiled_memory_stats()
-    reported: int = stats.generated_code_size_in_bytes + stats.host_generated_code_size_in_bytes
-    return reported or CPU_FACTOR * len(executable.serialize())
+    """Bytes that the code of a loaded executable takes, 0 if XLA does not tell."""
+    try:
+        stats = executable.get_compiled_memory_stats()
+        reported: int = stats.generated_code_size_in_bytes + stats.host_generated_code_size_in_bytes
+        return reported or CPU_FACTOR * len(executable.serialize())
+    except jax.errors.JaxRuntimeError:  # a platform without one of the two, or a program that calls back to Python
+        return 0
 
 
 def clear(cache: Cache) -> None:
