@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xla_amp.diagnose import tables
+from xla_amp import tables
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
 from xla_amp.policy.load import read_file, rules_from_file, signature
