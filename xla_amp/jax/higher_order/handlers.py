@@ -167,7 +167,7 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
 
 
 def _composite(call: HigherOrderCall) -> list[Any]:
-    return _call_as_written(call, "jaxpr", {})
+    return _call_as_written(call, "jaxpr" if "jaxpr" in call.params else "call_jaxpr", {})  # JAX 0.12
 
 
 def _linear_call(call: HigherOrderCall) -> list[Any]:
@@ -215,12 +215,14 @@ def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) 
         name: its parameter that holds the jaxpr, which takes all operands and has no constants.
         changed: other parameters.
     """
-    closed = call.params[name]
+    given = call.params[name]
+    closed = given if isinstance(given, compat.ClosedJaxpr) else compat.ClosedJaxpr(given, ())
     operands = call.interpreter.cast_to_avals(call.operands, closed.in_avals)
     traced = retrace(call, closed, operands, call.weight_flags(), keep_dtypes=True)
     if traced.consts:  # arrays that the policy's rules need inside; the primitive takes no further operands
         return compat.bind(call.primitive, operands, call.params)
-    return compat.bind(call.primitive, operands, {**call.params, name: traced, **changed})
+    new = traced if isinstance(given, compat.ClosedJaxpr) else traced.jaxpr
+    return compat.bind(call.primitive, operands, {**call.params, name: new, **changed})
 
 
 HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(
