@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -120,6 +121,11 @@ def is_transpose_scope(scope: Any) -> bool:
     return isinstance(scope, source_info_util.Transform) and scope.name == "transpose"
 
 
+def is_derivative_scope(scope: Any) -> bool:
+    """Whether a name scope marks part of a differentiated function, or of its backward pass."""
+    return isinstance(scope, source_info_util.Transform) and scope.name in ("jvp", "transpose")
+
+
 def name_stack_depth() -> int:
     """Number of open name scopes and transformations."""
     return len(source_info_util.current_name_stack())
@@ -128,9 +134,7 @@ def name_stack_depth() -> int:
 def is_differentiating(depth: int) -> bool:
     """Whether a transformation opened after the first `depth` scopes differentiates."""
     stack = source_info_util.current_name_stack().stack
-    return len(stack) > depth and any(
-        isinstance(scope, source_info_util.Transform) and scope.name in ("jvp", "transpose") for scope in stack[depth:]
-    )
+    return len(stack) > depth and any(map(is_derivative_scope, stack[depth:]))
 
 
 def location(eqn: Any | None) -> str:
@@ -138,6 +142,36 @@ def location(eqn: Any | None) -> str:
     source = source_info_util.current() if eqn is None else eqn.source_info
     frame = source_info_util.user_frame(source.traceback)
     return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+
+
+def in_numerical_library(eqn: Any) -> bool:
+    """Whether JAX's linear algebra or samplers wrote an equation, in a function or in the rule of a derivative."""
+    return eqn is not None and _written_in(eqn, _NUMERICAL)
+
+
+def in_lowering(eqn: Any | None) -> bool:
+    """Whether a lowering of a torch operation wrote an equation, or, if `eqn` is None, is running."""
+    return _written_in(eqn, _LOWERINGS)
+
+
+def _written_in(eqn: Any | None, files: tuple[str, ...]) -> bool:
+    source = source_info_util.current() if eqn is None else eqn.source_info
+    if source.traceback is None:
+        return False
+    return any(frame.file_name.endswith(files) for frame in source.traceback.frames[:_FRAMES_OF_PRODUCT])
+
+
+def _paths(root: tuple[str, ...], *paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(os.path.join(*root, *path) for path in paths)
+
+
+_NUMERICAL = _paths(("jax", "_src"), ("lax", "linalg.py"), ("random", "core.py"), ("random.py",))
+_LOWERINGS = (
+    *_paths(("lowering",), ("linalg", "contraction.py"), ("linalg", "grouped.py"), ("nn", "convolution.py")),
+    *_paths(("xla_amp", "lazy", "interop"), ("functional.py",)),
+)
+_FRAMES_OF_PRODUCT = 24
+"""Innermost frames that are searched: more than lie between ``Primitive.bind`` and the caller of ``jnp.einsum``."""
 
 
 def current_trace() -> Any:

@@ -104,6 +104,46 @@ _originals: dict[Any, Any] = {}
 """Our primitive -> JAX's."""
 
 
+def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> str | None:
+    """ATen name of a ``dot_general`` that is no matrix product: without a contracted axis, or without a free one.
+
+    Args:
+        primitive: a contraction.
+        params: its parameters.
+        left: its first operand, or the type of it.
+        right: its second operand, or the type of it.
+    """
+    if primitive is not lax.dot_general_p:
+        return None
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    if not contracted:
+        return "outer"
+    shared = len(contracted) + len(batch)
+    return "dot" if left.ndim == right.ndim == shared else None
+
+
+def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """The axes of a contraction's result that come from its first operand alone, and those from its second alone.
+
+    Args:
+        primitive: a contraction.
+        params: its parameters.
+        left: its first operand, or the type of it.
+        right: its second operand, or the type of it.
+    """
+    numbers = params.get("dimension_numbers")
+    if primitive is lax.dot_general_p:
+        (contracted, _), (batch, _) = numbers
+        first = len(batch)
+        middle = left.ndim - len(contracted)
+        last = middle + right.ndim - len(contracted) - first
+        return frozenset(range(first, middle)), frozenset(range(middle, last))
+    if primitive is lax.conv_general_dilated_p:
+        _, features, *_ = numbers.out_spec
+        return frozenset(range(left.ndim)) - {features}, frozenset({features})
+    return frozenset(), frozenset()
+
+
 def _own_params(params: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _OWN_PARAMS.items() if key in params}
 
@@ -152,7 +192,7 @@ def _lower(
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
     accumulator = jnp.dtype(jnp.float32)
-    if platform == "cpu" and primitive is lax.dot_general_p and not params.get("out_sharding"):
+    if platform == "cpu" and primitive is lax.dot_general_p and not _is_laid_out(params.get("out_sharding")):
         # XLA:CPU folds a transpose of the left operand or of a float32 result into a dot that it cannot run (jaxlib
         # 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"); barriers prevent the folding.
         result = _cpu_dot(lax.optimization_barrier(left), right, params["dimension_numbers"])
@@ -160,6 +200,11 @@ def _lower(
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": accumulator if platform == "cpu" else out}
     return _cast(primitive.bind(left, right, *rest, **params), out)
+
+
+def _is_laid_out(sharding: Any) -> bool:
+    """Whether a sharding splits an axis; inside ``shard_map`` transposed contractions have one that does not."""
+    return sharding is not None and any(axes is not None for axes in sharding.spec)
 
 
 def _cpu_dot(left: jax.Array, right: jax.Array, dimension_numbers: Any) -> jax.Array:

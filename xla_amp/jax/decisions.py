@@ -37,9 +37,15 @@ def is_castable(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=8192)
-def decide(policy: Policy, primitive: str) -> tuple[Decision, PrimitiveInfo | None]:
-    """The policy's decision for a primitive, by its ATen name, or by its own name if it has no ATen counterpart."""
-    operation = policies.equivalent("jaxpr", primitive)
+def decide(policy: Policy, primitive: str, aten: str | None = None) -> tuple[Decision, PrimitiveInfo | None]:
+    """The policy's decision for a primitive, by its ATen name, or by its own name if it has no ATen counterpart.
+
+    Args:
+        policy: with overrides.
+        primitive: its name.
+        aten: name of the ATen operation that it is here, if it stands for several.
+    """
+    operation = aten or policies.equivalent("jaxpr", primitive)
     decision = policy.decide(operation or primitive)
     return decision, PRIMITIVES.get(primitive)
 
@@ -52,6 +58,8 @@ class Settings:
     low: Any
     """The low dtype, a NumPy dtype."""
     carry: Carry = "keep"
+    after_gradients: bool = False
+    """Whether the program follows the gradients of a training step: the optimizer's contractions are left alone."""
 
     def current_policy(self) -> Policy:
         """The policy with the overrides that are open on this thread."""
@@ -108,22 +116,26 @@ def emit_decision(
     used: list[Any],
     outs: list[Any],
     place: tuple[str, str],
+    kept: str = "",
 ) -> None:
-    """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`."""
+    """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`.
+
+    `kept` is why a primitive runs as it was written although its rule says otherwise.
+    """
     rule, info = decision.rule, PRIMITIVES.get(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
     events.emit(
         events.DecisionRecord(
             operation=decision.operation if policies.equivalent("jaxpr", primitive) else primitive,
-            cast=decision.cast,
+            cast="keep" if kept else decision.cast,
             layer=decision.layer,
             policy=policy.name,
             front="jax",
             given=tuple(before for before, _ in casts),
             used=tuple(after for _, after in casts),
-            why=decision.why if rule or info is None else info.why,
-            source=rule.source if rule else "",
-            origin=decision.origin,
+            why=kept or (decision.why if rule or info is None else info.why),
+            source=rule.source if rule and not kept else "",
+            origin="" if kept else decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),
             location=place[1],
             module=place[0],

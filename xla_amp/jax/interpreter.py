@@ -16,10 +16,11 @@ import numpy as np
 
 from xla_amp import events
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import contract_low
+from xla_amp.jax.contraction_primitives import aten_product, contract_low, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
-from xla_amp.jax.jaxpr_analysis import gradient_outputs
+from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER
+from xla_amp.jax.program_request import asked_precision, request
 from xla_amp.jax.value_info import ValueTable
 from xla_amp.policy import Decision
 
@@ -47,6 +48,8 @@ class Interpreter:
         self.table = ValueTable(settings.low)
         self.backward = backward
         self.outer = outer
+        self.residuals: frozenset[Any] = frozenset()
+        """Results of sharded functions that only a backward pass reads."""
 
     def eval_jaxpr(
         self,
@@ -72,15 +75,20 @@ class Interpreter:
             if weight:
                 self.table.mark_weight(value)
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
+        optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
+        self.residuals = residual_outputs(jaxpr)
 
         def read(atom: Any) -> Any:
             return _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
 
-        for eqn in jaxpr.eqns:
+        for index, eqn in enumerate(jaxpr.eqns):
             operands = [read(atom) for atom in eqn.invars]
             flags = [var in gradients for var in eqn.outvars]
+            after = index in optimizer
             with compat.equation_context(eqn):
-                outs = self.process_primitive(eqn.primitive, operands, eqn.params, eqn=eqn, f32_outputs=flags)
+                outs = self.process_primitive(
+                    eqn.primitive, operands, eqn.params, eqn=eqn, f32_outputs=flags, after_gradients=after
+                )
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -92,6 +100,7 @@ class Interpreter:
         *,
         eqn: Any = None,
         f32_outputs: Sequence[bool] = (),
+        after_gradients: bool = False,
     ) -> list[Any]:
         """Binds one primitive under autocast and returns its results.
 
@@ -101,28 +110,80 @@ class Interpreter:
             params: parameters of the primitive.
             eqn: the equation of a jaxpr; None under the trace driver.
             f32_outputs: for each result, whether it stays float32.
+            after_gradients: whether it belongs to the optimizer of a training step.
         """
         if eqn is not None and any(map(compat.is_region_scope, compat.name_stack(eqn))):
             return compat.bind(primitive, self.cast_to_avals(operands, _avals(eqn)), params)
         policy = self.settings.current_policy()
         decision, info = decide(policy, primitive.name)
         kind = info.kind if info else None
+        avals = _avals(eqn)
         if kind in self.rules:
-            call = HigherOrderCall(primitive, operands, params, _avals(eqn), eqn, list(f32_outputs), self)
+            call = HigherOrderCall(primitive, operands, params, avals, eqn, list(f32_outputs), self, after_gradients)
             return self.rules[kind](call)
+        kept = ""
+        if kind == "contraction":
+            types = avals or operands
+            product = aten_product(primitive, params, types[0], types[1])
+            if product is not None:
+                decision, _ = decide(policy, primitive.name, product)
+            kept = self._kept(operands, params, types, eqn, after_gradients)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast == "low" and all(is_castable(dtype_of(v)) for v in operands[:2]):
-            used, outs = self._contract(primitive, operands, params, _avals(eqn) or operands, any(f32_outputs))
+        if kind == "contraction" and decision.cast == "low" and not kept:
+            used, outs = self._contract(primitive, operands, params, avals or operands, any(f32_outputs))
+        elif kind == "contraction":
+            used, params = self._written(operands, params, avals, weak)
+            outs = compat.bind(primitive, used, params)
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
             outs = compat.bind(primitive, used, params)
             if kind in ("data_movement", "conversion"):
                 self.table.record_move(primitive, params, used, outs[0])
+            if kind == "conversion" and avals is not None:
+                self._record_conversion(avals[0].dtype, operands[0], outs[0])
         if events.sinks:
-            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn))
+            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn), kept)
         return outs
+
+    def _kept(
+        self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool
+    ) -> str:
+        """Why a contraction runs as it was written, whatever the policy says; empty if it does not."""
+        asked = request(params, eqn, [dtype_of(each) for each in types[:2]], self.settings.low)
+        if asked:
+            return asked
+        if compat.in_numerical_library(eqn):
+            return "a step of JAX's linear algebra or samplers, where rounding grows with the condition number"
+        if after_gradients:
+            return "it follows the gradients of the step: the optimizer's own"
+        for value, other in (operands[:2], operands[1::-1]):
+            if self.table.widened(value):
+                return f"the program asks for float32: it widens an operand from {self.table.widened(value)}"
+            if self.table.is_selecting(value) and dtype_of(other) == F32:
+                return "an operand is made from booleans: the product selects or counts float32 values"
+        return ""
+
+    def _written(
+        self, operands: list[Any], params: dict[str, Any], avals: Sequence[Any] | None, weak: Sequence[bool]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Operands and parameters of a contraction that runs as it was written."""
+        if avals is not None:
+            return self.cast_to_avals(operands, avals), params
+        if not asked_precision(params, None):
+            return self.table.promote(operands, weak), params
+        wanted = params.get("preferred_element_type")
+        if is_castable(wanted):  # computed from operands that this region has rounded
+            params = {**params, "preferred_element_type": F32}
+        return [self.table.cast(value, F32) for value in operands], params
+
+    def _record_conversion(self, given: Any, operand: Any, result: Any) -> None:
+        """Records what an explicit conversion from the dtype `given` says about its result."""
+        if given == np.bool_:
+            self.table.mark_selecting(result)
+        elif given != F32 and is_castable(given) and dtype_of(result) == F32 and not self.table.is_outside(operand):
+            self.table.mark_widened(result, given)
 
     def _contract(
         self, primitive: Any, operands: list[Any], params: dict[str, Any], avals: Sequence[Any], f32_output: bool
@@ -135,6 +196,9 @@ class Interpreter:
         values = [*used, *operands[2:]]
         out = F32 if f32_output or requested else low
         result = contract_low(primitive, values, (masters[0], masters[1]), params, low=low, out=out)
+        if out == low:
+            axes = result_axes(primitive, params, *used)
+            self.table.mark_features(result, tuple(a for a, m in zip(axes, masters, strict=True) if m is not None))
         return values, [result]
 
     def _cast(
@@ -185,6 +249,8 @@ class HigherOrderCall:
     eqn: Any
     f32_outputs: list[bool]
     interpreter: Interpreter
+    after_gradients: bool = False
+    """Whether it belongs to the optimizer of a training step."""
 
     def inner_interpreter(self, *, backward: bool = False) -> Interpreter:
         """An interpreter for a jaxpr that this primitive contains."""
@@ -192,15 +258,23 @@ class HigherOrderCall:
         outer = self.interpreter
         backward = outer.backward or transposed or backward
         place = where(outer.outer, self.eqn) if events.sinks else outer.outer
-        return Interpreter(outer.settings, outer.rules, backward=backward, outer=place)
+        settings = outer.settings
+        if self.after_gradients != settings.after_gradients:
+            settings = dataclasses.replace(settings, after_gradients=self.after_gradients)
+        return Interpreter(settings, outer.rules, backward=backward, outer=place)
 
     def is_weight(self, index: int) -> bool:
-        """Whether an operand comes from outside the program."""
+        """Whether an operand comes from outside the program and is float32."""
         return self.interpreter.table.is_weight(self.operands[index])
 
     def weight_flags(self) -> tuple[bool, ...]:
-        """`is_weight` of all operands."""
-        return tuple(self.is_weight(index) for index in range(len(self.operands)))
+        """For each operand, whether it comes from outside the program."""
+        return tuple(map(self.interpreter.table.is_outside, self.operands))
+
+    def residual_flags(self) -> tuple[bool, ...]:
+        """For each result, whether only a backward pass reads it."""
+        outvars = () if self.eqn is None else self.eqn.outvars
+        return tuple(var in self.interpreter.residuals for var in outvars)
 
     def cast(self, value: Any, dtype: Any) -> Any:
         """`value` in `dtype`, where casts apply to both."""

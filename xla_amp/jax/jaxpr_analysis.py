@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import F32, decide, dtype_of
 from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
+from xla_amp.jax.program_request import asked_precision
 from xla_amp.policy import Policy
 
 
@@ -33,6 +35,71 @@ def _is_backward(eqn: Any) -> bool:
     return any(map(compat.is_transpose_scope, compat.name_stack(eqn)))
 
 
+def _is_differentiated(eqn: Any) -> bool:
+    return any(map(compat.is_derivative_scope, compat.name_stack(eqn)))
+
+
+def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
+    """Numbers of the equations of a training step that belong to its optimizer.
+
+    These depend on gradients, are not differentiated, and read no batch.  A batch is what the differentiated part of
+    the step reads and the step does not update; so a loss that is evaluated with the new weights is not counted.
+
+    Args:
+        jaxpr: the program.
+        after: whether all of it follows the gradients.
+    """
+    eqns = jaxpr.eqns
+    differentiated = [_is_differentiated(eqn) for eqn in eqns]
+    if after:
+        return frozenset(index for index, inside in enumerate(differentiated) if not inside)
+    sources = [
+        _is_backward(eqn) or (not inside and any(map(has_backward, compat.sub_jaxprs(eqn.params))))
+        for eqn, inside in zip(eqns, differentiated, strict=True)
+    ]
+    if not any(sources):
+        return frozenset()
+    gradients: set[Any] = set()
+    """What depends on a gradient."""
+    for eqn, source in zip(eqns, sources, strict=True):
+        if source or not gradients.isdisjoint(_variables(eqn)):
+            gradients.update(eqn.outvars)
+    updated: set[Any] = set()
+    """What an equation combines with gradients to a result of its own shape: weights and the optimizer's state."""
+    model: set[Any] = set()
+    """What the differentiated part reads."""
+    for eqn, inside, source in zip(reversed(eqns), reversed(differentiated), reversed(sources), strict=True):
+        variables = _variables(eqn)
+        if inside or source:
+            model.update(variables - gradients)
+        elif not gradients.isdisjoint(eqn.outvars):
+            shapes = {var.aval.shape for var in eqn.outvars if hasattr(var.aval, "shape")}
+            info = PRIMITIVES.get(eqn.primitive.name)
+            if (info.kind if info else None) != "contraction":
+                updated.update(v for v in variables - gradients if getattr(v.aval, "shape", None) in shapes)
+        else:
+            for found in (updated, model):
+                if not found.isdisjoint(eqn.outvars):
+                    found.update(variables)
+    batch = {v for v in (*jaxpr.invars, *jaxpr.constvars) if v in model and v not in updated and _size(v) > 1}
+    """The batch, and what is computed from it outside of the differentiated part."""
+    found: set[int] = set()
+    for index, (eqn, inside, source) in enumerate(zip(eqns, differentiated, sources, strict=True)):
+        if not inside and not batch.isdisjoint(_variables(eqn)):
+            batch.update(eqn.outvars)
+        elif not inside and not source and not gradients.isdisjoint(_variables(eqn)):
+            found.add(index)
+    return frozenset(found)
+
+
+def _variables(eqn: Any) -> set[Any]:
+    return {atom for atom in eqn.invars if not isinstance(atom, compat.Literal)}
+
+
+def _size(variable: Any) -> int:
+    return math.prod(getattr(variable.aval, "shape", ()))
+
+
 def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | None) -> frozenset[Any]:
     """Variables through which a gradient leaves the backward pass, to the optimizer or to the caller.
 
@@ -53,6 +120,25 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
     return frozenset(found & computed)
 
 
+def residual_outputs(jaxpr: Any) -> frozenset[Any]:
+    """Results of sharded functions in a forward pass that only the backward pass reads."""
+    sharded = [eqn for eqn in jaxpr.eqns if _is_sharded(eqn.primitive.name) and not _is_backward(eqn)]
+    if not sharded:
+        return frozenset()
+    found = {var for eqn in sharded for var in eqn.outvars}
+    found.difference_update(v for v in jaxpr.outvars if not isinstance(v, compat.Literal))
+    for eqn in jaxpr.eqns:
+        if not _is_backward(eqn):
+            found.difference_update(_variables(eqn))
+    return frozenset(found)
+
+
+@functools.cache
+def _is_sharded(primitive: str) -> bool:
+    info = PRIMITIVES.get(primitive)
+    return info is not None and info.kind == "shard_map"
+
+
 @functools.cache
 def _passes_gradient(primitive: str) -> bool:
     info = PRIMITIVES.get(primitive)
@@ -70,7 +156,7 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
         for eqn in reversed(jaxpr.eqns):
             decision, info = decide(policy, eqn.primitive.name)
             kind = info.kind if info else None
-            if kind == "contraction" and decision.cast == "low":
+            if kind == "contraction" and decision.cast == "low" and not asked_precision(eqn.params, eqn):
                 reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
             elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
                 reads.add(eqn.invars[0])
@@ -80,3 +166,24 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
                 reads.update(atom for atom, flag in flags if flag and not isinstance(atom, compat.Literal))
         cache[policy] = tuple(var in reads for var in jaxpr.invars)
     return cache[policy]
+
+
+_selecting: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
+
+
+def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
+    """For each result of a jaxpr, whether its elements are 0 and 1, made from booleans inside."""
+    if jaxpr not in _selecting:
+        made: set[Any] = set()
+        for eqn in jaxpr.eqns:
+            info = PRIMITIVES.get(eqn.primitive.name)
+            kind = info.kind if info else None
+            if kind == "conversion" and dtype_of(eqn.invars[0].aval) == bool:
+                made.update(eqn.outvars)
+            elif kind == "data_movement" and not isinstance(eqn.invars[0], compat.Literal) and eqn.invars[0] in made:
+                made.update(eqn.outvars)
+            elif kind == "call":
+                (inner,) = compat.sub_jaxprs(eqn.params)
+                made.update(var for var, flag in zip(eqn.outvars, selecting_outputs(inner), strict=True) if flag)
+        _selecting[jaxpr] = tuple(not isinstance(v, compat.Literal) and v in made for v in jaxpr.outvars)
+    return _selecting[jaxpr]

@@ -59,6 +59,8 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         "data_movement",
         "elements are moved, not computed",
         (
+            "all_gather",
+            "all_gather_invariant",
             "broadcast_in_dim",
             "copy",
             "copy_p",
@@ -80,8 +82,6 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         "independent",
         "operands are not combined with each other",
         (
-            "all_gather",
-            "all_gather_invariant",
             "all_to_all",
             "optimization_barrier",
             "pmax",
@@ -162,8 +162,14 @@ def _table() -> Iterator[tuple[str, PrimitiveInfo]]:
 PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(dict(_table()))
 """Primitive name -> row."""
 
-GRADIENT_PASSTHROUGH: Final = frozenset({"add_any", "convert_element_type"})
-"""Primitives that pass a weight's gradient on unchanged, besides ``data_movement``."""
+GRADIENT_PASSTHROUGH: Final = frozenset(
+    {"add_any", "convert_element_type", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum"}
+)
+"""Primitives that pass a weight's gradient on or add it up, besides ``data_movement``."""
+
+CAST_BEFORE: Final = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
+"""Primitives that move elements between devices: what a contraction reads of a weight is rounded before, not after, so
+half as many bytes travel."""
 
 DTYPE_PARAMETER: Final[Mapping[str, str]] = MappingProxyType({"mul": "out_dtype"})
 """Primitive -> the parameter that holds the dtype of its result."""

@@ -1,7 +1,8 @@
 """Facts about the values of one program or region: weights, constants and their low-precision copies.
 
 A *weight* comes from outside the program, so its gradient is wanted in float32.  A *constant* adopts any dtype whose
-range holds it.  A low copy of a value is made once.
+range holds it.  A *bias* is a weight that an operation spreads along the other axes of a contraction's result.  A low
+copy of a value is made once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax import lax
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
+from xla_amp.jax.primitives import CAST_BEFORE
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +37,12 @@ class ValueInfo:
     """Its low copy."""
     moved: tuple[Any, dict[str, Any], Any, Sequence[Any]] | None = None
     """Data movement that made it: primitive, parameters, source array and further operands."""
+    selects: bool = False
+    """Whether its elements are 0 and 1, made from booleans: a product with it selects or counts."""
+    widened: str = ""
+    """The low dtype from which the program widened it; empty if it did not."""
+    features: tuple[frozenset[int], ...] = ()
+    """For each weight in the contraction that computed it, the axes that the weight gave it."""
 
 
 class ValueTable:
@@ -75,13 +83,39 @@ class ValueTable:
 
     def mark_weight(self, value: Any) -> None:
         """`value` comes from outside."""
-        if dtype_of(value) == F32:
+        if is_castable(dtype_of(value)):
             self._ensure(value).weight = True
 
-    def is_weight(self, value: Any) -> bool:
+    def is_outside(self, value: Any) -> bool:
         """Whether `value`, or the value that it was moved from, comes from outside."""
         found = self.get(value)
         return found is not None and found.weight
+
+    def is_weight(self, value: Any) -> bool:
+        """Whether `value` comes from outside and is float32: its gradient is wanted in float32."""
+        return dtype_of(value) == F32 and self.is_outside(value)
+
+    def mark_selecting(self, value: Any) -> None:
+        """The elements of `value` were made from booleans."""
+        self._ensure(value).selects = True
+
+    def is_selecting(self, value: Any) -> bool:
+        """Whether the elements of `value` were made from booleans."""
+        found = self.get(value)
+        return found is not None and found.selects
+
+    def mark_widened(self, value: Any, dtype: Any) -> None:
+        """The program itself computed `value` in the low dtype `dtype` and made it float32."""
+        self._ensure(value).widened = str(dtype)
+
+    def widened(self, value: Any) -> str:
+        """The low dtype from which the program widened `value`; empty if it did not."""
+        found = self.get(value)
+        return found.widened if found is not None else ""
+
+    def mark_features(self, value: Any, features: tuple[frozenset[int], ...]) -> None:
+        """`value` is a contraction's result; each weight in it gave it these axes."""
+        self._ensure(value).features = features
 
     def set_low_copy(self, value: Any, low: Any) -> None:
         """`low` is the low copy of `value`."""
@@ -96,7 +130,9 @@ class ValueTable:
                 self._ensure(value).low = low
             return low
         if found.low is None:
-            if found.moved is not None and self.has_low_copy(found.moved[2]):
+            if found.moved is not None and (
+                found.moved[0].name in CAST_BEFORE or self.has_low_copy(found.moved[2])
+            ):
                 primitive, params, array, rest = found.moved
                 found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
             else:
@@ -110,6 +146,11 @@ class ValueTable:
             return False
         return found.low is not None or (found.moved is not None and self.has_low_copy(found.moved[2]))
 
+    def was_gathered_low(self, value: Any) -> bool:
+        """Whether the low copy of `value` was moved between devices in its place."""
+        found = self._infos.get(id(value))
+        return found is not None and found.low is not None and bool(found.moved) and found.moved[0].name in CAST_BEFORE
+
     def record_move(self, primitive: Any, params: dict[str, Any], operands: Sequence[Any], result: Any) -> None:
         """`result` holds the elements of the first operand: facts about one apply to the other."""
         source = operands[0]
@@ -119,11 +160,17 @@ class ValueTable:
         constant = magnitude(source) if found is None else found.constant
         if constant is not None:
             self._ensure(result).constant = constant
-        if found is None or dtype_of(result) != dtype_of(source) or not found.weight:
+        if found is None:
+            return
+        if found.selects or found.widened:
+            new = self._ensure(result)
+            new.selects, new.widened = found.selects, found.widened
+        if dtype_of(result) != dtype_of(source) or not found.weight:
             return
         new = self._ensure(result)
         new.weight = True
-        new.broadcast = found.broadcast or np.size(result) > np.size(source)
+        grown = np.size(result) > np.size(source) and primitive.name not in CAST_BEFORE
+        new.broadcast = found.broadcast or grown
         new.moved = (primitive, params, source, tuple(operands[1:]))
 
     def cast(self, value: Any, dtype: Any) -> Any:
@@ -148,20 +195,45 @@ class ValueTable:
         return found.weight and found.broadcast
 
     def _in_range(self, constant: float) -> bool:
-        return constant <= float(jnp.finfo(self._low).max)
+        # Subnormal numbers count as out of range: several devices flush them to zero.
+        limits = jnp.finfo(self._low)
+        return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
 
     def promote(self, values: Sequence[Any], weak: Sequence[bool]) -> list[Any]:
         """`values` with all floats in the widest dtype of those that do not adopt another."""
         dtypes = {dtype_of(value) for value in values if is_castable(dtype_of(value))}
         if len(dtypes) < 2:
             return list(values)
+        product = next((value for value in values if self._features(value)), None)
+        biases = [product is not None and self._is_bias(value, product) for value in values]
         candidates = {
             dtype_of(value)
-            for value, is_weak in zip(values, weak, strict=True)
-            if is_castable(dtype_of(value)) and not self.adopts_dtype(value, is_weak)
+            for value, is_weak, is_bias in zip(values, weak, biases, strict=True)
+            if is_castable(dtype_of(value)) and not is_bias and not self.adopts_dtype(value, is_weak)
         } or dtypes
         target = candidates.pop() if len(candidates) == 1 else F32
-        return [self.cast(value, target) for value in values]
+        promoted = list(values)
+        for index, is_bias in enumerate(biases):
+            if is_bias and target == self._low:
+                # Spread before the cast, so that the gradient of the bias adds up in float32.
+                shape = np.shape(product)
+                promoted[index] = lax.broadcast_in_dim(values[index], shape, tuple(range(len(shape))))
+        return [self.cast(value, target) for value in promoted]
+
+    def _features(self, value: Any) -> tuple[frozenset[int], ...]:
+        found = self._infos.get(id(value))
+        return found.features if found is not None else ()
+
+    def _is_bias(self, value: Any, product: Any) -> bool:
+        """Whether `value` is a weight that is spread along all axes of `product` but those of one weight in it."""
+        own, shape = np.shape(value), np.shape(product)
+        found = self._infos.get(id(value))
+        if found is None or not found.weight or len(own) != len(shape):
+            return False
+        spread = np.size(value) < np.size(product) or (found.moved and np.ndim(found.moved[2]) < len(own))
+        fits = all(size in (1, full) for size, full in zip(own, shape, strict=True))
+        axes = {axis for axis, size in enumerate(own) if size > 1}
+        return bool(spread and fits and any(axes <= features for features in self._features(product)))
 
 
 def magnitude(value: Any) -> float | None:

@@ -331,23 +331,31 @@ def test_a_cast_of_the_program_serves_the_others() -> None:
     assert converted.text().count("stablehlo.convert") == 2
 
 
-def test_precision_and_algorithm_say_what_the_operands_are() -> None:
-    algorithm = (
-        "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32, accumulation_type = f32, "
-        "lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = 1, "
-        "allow_imprecise_accumulation = false>"
-    )
+ALGORITHM = (
+    "algorithm = <lhs_precision_type = f32, rhs_precision_type = f32, accumulation_type = f32, "
+    "lhs_component_count = 1, rhs_component_count = 1, num_primitive_operations = 1, "
+    "allow_imprecise_accumulation = false>"
+)
+
+
+@pytest.mark.parametrize(
+    ("request_", "stays"),
+    [("precision = [HIGHEST, HIGHEST]", True), ("precision = [DEFAULT, HIGH]", True), (ALGORITHM, True)]
+    + [("precision = [DEFAULT, DEFAULT]", False)],
+)
+def test_a_precision_or_an_algorithm_of_the_program_wins(request_: str, stays: bool) -> None:
     tail = DOT.removeprefix("contracting_dims = [1] x [0]")
     converted = autocast(
         main(
-            f"""%a = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0], precision = [HIGHEST, HIGHEST]{tail}
-            %b = stablehlo.dot_general %a, %w, contracting_dims = [1] x [0], {algorithm}{tail}
-            %out = stablehlo.dot_general %b, %w, contracting_dims = [1] x [0], {algorithm}{tail}"""
+            f"""%a = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0], {request_}{tail}
+            %out = stablehlo.dot_general %a, %w, {DOT}"""
         )
-    ).text()
-    assert "HIGHEST" not in converted
-    assert "lhs_precision_type = f32" not in converted
-    assert converted.count("lhs_precision_type = bf16") == 1  # of the one whose result is its accumulator
+    )
+    dots = [line for line in converted.text().splitlines() if "dot_general" in line]
+    assert ["xbf16" in line for line in dots] == [not stays, True]
+    assert [request_ in line for line in dots] == [True, False]
+    if stays:
+        assert any("the program asks for float32" in each.why for each in converted.report.operations)
 
 
 # Operations that stay float32, with a reason.

@@ -18,7 +18,7 @@ from xla_amp.jax.decisions import F32, is_castable
 from xla_amp.jax.higher_order.common import avals_of, cast, evaluate_rule, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
-from xla_amp.jax.jaxpr_analysis import contracted_arguments
+from xla_amp.jax.jaxpr_analysis import contracted_arguments, selecting_outputs
 
 
 def _call(call: HigherOrderCall) -> list[Any]:
@@ -31,7 +31,11 @@ def _call(call: HigherOrderCall) -> list[Any]:
     for setting, value in compat.per_operand_params().items():
         if setting in params:
             params[setting] = (*params[setting], *(value for _ in copies))
-    return compat.bind(call.primitive, [*call.operands, *copies], params)
+    outs = compat.bind(call.primitive, [*call.operands, *copies], params)
+    for out, selects in zip(outs, selecting_outputs(closed.jaxpr), strict=True):
+        if selects:
+            call.interpreter.table.mark_selecting(out)
+    return outs
 
 
 def _low_copies(call: HigherOrderCall, jaxpr: Any) -> tuple[tuple[int, ...], list[Any]]:
@@ -150,9 +154,17 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
     jaxpr = params["jaxpr"]
     weights = call.weight_flags()
 
+    f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
+    residuals = call.residual_flags()
+
     def shard(*values: Any) -> tuple[Any, ...]:
         closed = compat.ClosedJaxpr(jaxpr, ())
-        return tuple(call.inner_interpreter().eval_jaxpr(closed, values, weights=weights))
+        interpreter = call.inner_interpreter()
+        outs = interpreter.eval_jaxpr(closed, values, weights=weights, f32_outputs=f32_outputs)
+        for index, residual in enumerate(residuals):
+            if residual and interpreter.table.was_gathered_low(outs[index]):
+                outs[index] = interpreter.table.low_copy(outs[index])
+        return tuple(outs)
 
     axes = params["newly_manual_axes"]
     mapped = jax.shard_map(

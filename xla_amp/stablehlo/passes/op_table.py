@@ -65,7 +65,7 @@ class Table(NamedTuple):
     rows: Mapping[str, Row]
     unknown: Row
     narrowed: Mapping[str, str]
-    """Operation -> what its class also depends on: body, source or target."""
+    """Operation -> what its class also depends on: body, request, source or target."""
 
 
 @functools.cache
@@ -164,12 +164,25 @@ def _source(operation: Any) -> str:
     return "integer" if element.lstrip("u").startswith("i") else "float"
 
 
+def _request(operation: Any) -> str:
+    attributes = operation.attributes
+    if "algorithm" in attributes:
+        return "requested"
+    if "precision_config" not in attributes or "HIGH" not in str(attributes["precision_config"]):
+        return ""
+    return "" if _LOWERINGS in str(operation.location) else "requested"
+
+
+_LOWERINGS: Final = "xla_amp/lowering/"
+"""Part of the locations in programs exported from torch, whose products all have torch's default precision."""
+
+
 def _target(operation: Any) -> str:
     target: str = operation.attributes["call_target_name"].value
     return target
 
 
-_NARROW: Final = {"body": _body, "source": _source, "target": _target}
+_NARROW: Final = {"body": _body, "request": _request, "source": _source, "target": _target}
 
 _WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
 

@@ -134,21 +134,12 @@ class Rewriter:
                         result.set_type(self.type(result.type, low=True))
 
     def _precision(self, node: Node) -> None:
-        # A precision asked for float32 operands has no meaning for low ones: their products are exact.
+        # Torch's default precision of float32 operands has no meaning for low ones: their products are exact.
         attributes = node.operation.attributes
         if "precision_config" in attributes:
             count = len(attributes["precision_config"])
             default = "#stablehlo<precision DEFAULT>"
             attributes["precision_config"] = ir.mlir().Attribute.parse(f"[{', '.join([default] * count)}]")
-        if "algorithm" in attributes:
-            if node.outputs and node.outputs[0] in self.propagation.wide:
-                attributes["algorithm"] = ir.mlir().Attribute.parse(
-                    f"#stablehlo.dot_algorithm<lhs_precision_type = {self.low}, rhs_precision_type = {self.low}, "
-                    "accumulation_type = f32, lhs_component_count = 1, rhs_component_count = 1, "
-                    "num_primitive_operations = 1, allow_imprecise_accumulation = false>"
-                )
-            else:
-                del attributes["algorithm"]
 
     def _function_type(self, function: Any) -> None:
         if not len(function.regions[0].blocks):

@@ -1,0 +1,177 @@
+"""autocast of unedited models against Flax's own `dtype=bfloat16`: dtypes of adds, bytes saved for the backward pass."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from xla_amp.jax import autocast
+
+SCRIPT = Path(__file__).with_name("decoder_on_eight_devices.py")
+
+
+class Mlp(nn.Module):
+    """Three blocks with biases and norms; `dtype` is Flax's own switch."""
+
+    dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(3):
+            h = nn.LayerNorm(dtype=self.dtype)(x)
+            for width in (64, 64, 64):
+                h = nn.relu(nn.Dense(width, dtype=self.dtype)(h))
+            x = x + nn.Dense(32, dtype=self.dtype)(h)
+        return x
+
+
+def loss(model):
+    return lambda weights, x: jnp.mean(jnp.square(model.apply(weights, x).astype(jnp.float32)))
+
+
+def saved_bytes(function, weights, *data):
+    """Bytes that the forward pass saves for the backward pass, without the weights themselves."""
+    traced = jax.make_jaxpr(lambda w: jax.vjp(lambda w: function(w, *data), w))(weights).jaxpr
+    variables = {var for var in traced.outvars[1:] if not hasattr(var, "val")} - set(traced.invars)
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in variables - set(traced.constvars))
+
+
+def adds(function, *args):
+    """Result dtypes of the additions of matrices in the forward pass."""
+    found = collections.Counter()
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "add" and eqn.outvars[0].aval.shape[-1:] in ((64,), (32,)):
+                found[eqn.outvars[0].aval.dtype.name] += 1
+            for value in eqn.params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    look(inner)
+
+    look(jax.make_jaxpr(function)(*args).jaxpr)
+    return found
+
+
+def test_biases_and_saved_bytes_are_those_of_flax():
+    x = jnp.ones((8, 16, 32), jnp.bfloat16).astype(jnp.float32)
+    weights = Mlp().init(jax.random.key(0), x)
+    ours, flax, wide = autocast(loss(Mlp())), loss(Mlp(jnp.bfloat16)), loss(Mlp())
+    assert adds(flax, weights, x)["bfloat16"] >= 12
+    assert adds(ours, weights, x)["bfloat16"] >= 12  # one for each Dense
+    low, by_hand = saved_bytes(ours, weights, x), saved_bytes(flax, weights, x)
+    assert low <= 1.02 * by_hand
+    assert low < 0.75 * saved_bytes(wide, weights, x)
+
+
+def equinox_mlp():
+    model = eqx.nn.MLP(8, 8, 8, 3, key=jax.random.key(0))
+    weights, rest = eqx.partition(model, eqx.is_array)
+    return weights, lambda weights, x: jax.vmap(eqx.combine(weights, rest))(x)
+
+
+def nnx_linear():
+    graph, weights = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    return weights, lambda weights, x: nnx.merge(graph, weights)(x)
+
+
+def linen_heads():
+    module = nn.DenseGeneral((2, 4), axis=-1)
+    return module.init(jax.random.key(0), jnp.ones((4, 8))), module.apply
+
+
+def nchw_convolution():
+    weights = {"w": jnp.ones((4, 8, 1, 1)), "b": jnp.ones(4)}
+
+    def apply(p, x):
+        return lax.conv(x[..., None, None], p["w"], (1, 1), "SAME") + p["b"][:, None, None]
+
+    return weights, apply
+
+
+def plain():
+    return {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}, lambda p, x: x @ p["w"] + p["b"]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("make", [equinox_mlp, nnx_linear, linen_heads, nchw_convolution, plain])
+def test_a_bias_follows_the_product(make, rows):
+    weights, apply = make()
+    x = jnp.ones((rows, 8))
+
+    def total(weights, x):
+        return jnp.sum(apply(weights, x).astype(jnp.float32))
+
+    text = jax.jit(autocast(apply)).lower(weights, x).as_text()
+    sums = [line for line in text.splitlines() if "stablehlo.add" in line]
+    assert sums
+    assert all("bf16" in line for line in sums)
+    for mixed in (jax.grad(autocast(total)), autocast(jax.grad(total))):
+        for found, expected in zip(*map(jax.tree.leaves, (mixed(weights, x), jax.grad(total)(weights, x))), strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_gradient_of_a_bias_adds_up_in_float32():
+    weights, apply = plain()
+    gradient = jax.grad(autocast(lambda p, x: jnp.sum(apply(p, x))))(weights, jnp.ones((4097, 8)))
+    np.testing.assert_array_equal(gradient["b"], np.full(8, 4097))
+
+
+def test_a_mask_is_no_bias():
+    q = jnp.ones((1, 4, 8))
+    mask = jnp.full((1, 4, 4), jnp.finfo(jnp.float32).min)
+
+    def scores(q, k, mask):
+        return jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) + mask)
+
+    np.testing.assert_allclose(autocast(scores)(q, q, mask), np.full((1, 4, 4), 1 / 4))
+
+
+def test_residuals_of_a_scanned_mlp_are_those_of_hand_written_casts():
+    weights = {"w": jnp.ones((6, 32, 32)), "b": jnp.ones((6, 32)), "v": jnp.ones((6, 32, 32)), "c": jnp.ones((6, 32))}
+    x = jnp.ones((64, 32))
+
+    def layer(x, w):
+        return jnp.tanh(x @ w["w"] + w["b"]) @ w["v"] + w["c"], None
+
+    def function(weights, x):
+        return jnp.mean(jnp.square(lax.scan(layer, x, weights)[0].astype(jnp.float32)))
+
+    def by_hand(weights, x):
+        return function(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights), x.astype(jnp.bfloat16))
+
+    assert saved_bytes(autocast(function), weights, x) <= 1.02 * saved_bytes(by_hand, weights, x)
+
+
+def test_a_decoder_on_eight_devices_trains_as_in_float32():
+    steps = int(os.environ.get("XLA_AMP_TEST_DECODER_STEPS", "50"))
+    run = subprocess.run(
+        [sys.executable, str(SCRIPT), str(steps)], capture_output=True, text=True, check=False, timeout=900
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    for way in ("inside", "outside"):
+        # Weights travel low on their way forward, gradients in float32 on their way back.
+        assert set(found["collectives"][way]) == {"all_gather bf16", "reduce_scatter f32", "all_reduce f32"}
+    assert found["gradient dtypes"] == ["float32"]
+    assert found["saved"]["autocast"] <= 1.02 * found["saved"]["by hand"]
+    assert found["saved"]["by hand"] < 0.7 * found["saved"]["float32"]
+    exact = np.array(found["losses"]["float32"])
+    assert exact[-1] < 0.2 * exact[0]
+    for way in ("inside", "outside"):
+        assert abs(np.mean(found["losses"][way]) / np.mean(exact) - 1) < 2e-3
+        assert abs(found["losses"][way][-1] - exact[-1]) < 2e-3

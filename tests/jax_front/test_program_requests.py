@@ -1,0 +1,287 @@
+"""What a program asks for wins over the policy: precision, dtypes, algorithms, products that are no matrix products."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contractions import contractions
+from jax import lax
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.jax import autocast
+
+LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
+BOTH = pytest.mark.parametrize("driver", ["jaxpr", "trace"])
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape), jnp.float32)
+
+
+def angles(positions, frequencies):
+    return jnp.einsum("i,j->ij", positions, frequencies, precision="highest")
+
+
+@BOTH
+def test_rotary_positions_are_exact(driver):
+    positions, frequencies = jnp.arange(4096.0), 1 / 10000 ** (jnp.arange(0, 64, 2) / 64)
+    found = autocast(angles, driver=driver)(positions, frequencies)
+    np.testing.assert_array_equal(found, angles(positions, frequencies))
+    with xla_amp.explain() as report:
+        autocast(angles, driver=driver)(positions, frequencies)
+    assert [row["why"] for row in report.rows()] == ["the program asks for float32: precision HIGHEST"]
+
+
+PRECISIONS = {
+    "highest": WIDE,
+    "high": WIDE,
+    ("default", "high"): WIDE,
+    lax.DotAlgorithmPreset.F32_F32_F32: WIDE,
+    lax.DotAlgorithmPreset.BF16_BF16_F32: WIDE,  # an algorithm for float32 operands
+    lax.DotAlgorithmPreset.DEFAULT: LOW,
+    "default": LOW,
+    None: LOW,
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+@BOTH
+def test_a_precision_or_an_algorithm_wins(driver, precision):
+    x, w = array(4, 8), array(8, 8, seed=1)
+
+    def function(x, w):
+        return jnp.sum(jnp.tanh(jnp.matmul(x, w, precision=precision)))
+
+    expected = PRECISIONS[precision]
+    assert contractions(autocast(function, driver=driver), x, w) == {expected: 1}
+    assert contractions(jax.grad(autocast(function, driver=driver), (0, 1)), x, w) == {expected: 3}
+    if driver == "jaxpr":
+        assert contractions(autocast(jax.grad(function, (0, 1))), x, w) == {expected: 3}
+
+
+def test_a_convolution_and_the_global_setting_win_too():
+    x, w = array(2, 3, 6, 6), array(4, 3, 3, 3, seed=1)
+    assert contractions(autocast(lambda x, w: lax.conv(x, w, (1, 1), "SAME", precision="highest")), x, w) == {WIDE: 1}
+    with jax.default_matmul_precision("float32"):
+        assert contractions(autocast(lambda x, w: lax.conv(x, w, (1, 1), "SAME")), x, w) == {WIDE: 1}
+        assert contractions(autocast(jnp.matmul), x, x) == {WIDE: 1}
+    assert contractions(autocast(jnp.matmul), x, x) == {LOW: 1}
+
+
+def test_precise_weights_are_not_rounded_before_a_loop():
+    def function(x, w):
+        return lax.scan(lambda c, _: (jnp.matmul(c, w, precision="highest"), None), x, None, length=2)[0]
+
+    x, w = array(4, 8), array(8, 8, seed=1) / 3
+    assert "bf16" not in jax.jit(autocast(function)).lower(x, w).as_text()
+
+
+def test_dtypes_that_the_program_chose():
+    x, w = array(4, 8), array(8, 8, seed=1)
+
+    def product(**settings):
+        return lambda x, w: jnp.matmul(x, w, **settings)
+
+    assert contractions(autocast(product(preferred_element_type=jnp.float16)), x, w) == {WIDE: 1}
+    assert contractions(autocast(product(preferred_element_type=jnp.bfloat16)), x, w) == {LOW: 1}
+    half = x.astype(jnp.float16), w.astype(jnp.float16)
+    assert contractions(autocast(product()), *half) == {("f16", "f16"): 1}
+
+    def float32_head(x, w):
+        hidden = jnp.tanh(jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)))
+        return hidden.astype(jnp.float32) @ w
+
+    assert contractions(autocast(float32_head), x, w) == {LOW: 1, WIDE: 1}
+    # Weights stored in bfloat16 say nothing about the product.
+    stored = jax.jit(lambda x, w: x @ w.astype(jnp.float32))
+    assert contractions(autocast(stored), x, w.astype(jnp.bfloat16)) == {LOW: 1}
+
+
+def test_float64_and_complex_partners_are_left_alone():
+    x = array(4, 4)
+    with jax.enable_x64(True):
+        wide = jnp.ones((4, 4), jnp.float64)
+
+        def product(a, b):
+            return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type="float64")
+
+        assert "bf16" not in jax.jit(autocast(product)).lower(wide, x).as_text()
+        assert contractions(autocast(jnp.matmul), wide, x) == {("f64", "f64"): 1}
+    assert "bf16" not in jax.jit(autocast(jnp.matmul)).lower(x.astype(jnp.complex64), x).as_text()
+
+
+@BOTH
+def test_inner_and_outer_products_are_float32(driver):
+    ones = jnp.ones(4097)
+    assert autocast(lambda v: v @ jnp.ones(4097), driver=driver)(ones) == 4097
+    assert autocast(jnp.vdot, driver=driver)(ones, ones) == 4097
+    x = array(3, 5)
+    for subscripts in ("bi,bi->b", "bi,bj->bij"):
+
+        def function(x, subscripts=subscripts):
+            return jnp.einsum(subscripts, x, x)
+
+        np.testing.assert_array_equal(autocast(function, driver=driver)(x), function(x))
+    assert contractions(autocast(jnp.matmul, driver=driver), x, x[0]) == {LOW: 1}  # a matrix and a vector
+    with policy.override(dot="low"):
+        assert contractions(autocast(jnp.vdot, driver=driver), x, x) == {LOW: 1}
+
+
+def test_selections_of_float32_values_are_exact():
+    table = jnp.arange(1000.0)
+    pick = autocast(lambda i: jax.nn.one_hot(i, 1000) @ table)
+    assert pick(999) == 999
+    rows = autocast(lambda i: jax.nn.one_hot(i, 1000) @ table[:, None])
+    np.testing.assert_array_equal(rows(jnp.array([999, 3])), [[999], [3]])
+    # What is low already is selected in the low dtype, without loss.
+    x, w = array(1000, 8), array(8, 8, seed=1)
+    both = autocast(lambda i, x: jax.nn.one_hot(i, 1000) @ (x @ w))
+    assert contractions(both, jnp.array([1, 2]), x) == {LOW: 2}
+
+
+def library():
+    x = array(6, 6)
+    symmetric = x @ x.T + 6 * jnp.eye(6)
+    linalg = jnp.linalg
+    return {
+        "image.resize": (lambda x: jax.image.resize(x + 1000, (9, 9), "bilinear"), x),
+        "expm": (jax.scipy.linalg.expm, x),
+        "multivariate_normal": (
+            lambda c: jax.random.multivariate_normal(jax.random.key(0), jnp.zeros(6), c, (4,)),
+            symmetric,
+        ),
+        "cholesky": (jax.grad(lambda x: jnp.sum(linalg.cholesky(x))), symmetric),
+        "eigh": (jax.grad(lambda x: jnp.sum(jnp.abs(linalg.eigh(x)[1]))), symmetric),
+        "qr": (jax.grad(lambda x: jnp.sum(linalg.qr(x)[1])), x),
+        "svd": (jax.grad(lambda x: jnp.sum(linalg.svd(x)[1] ** 3)), x),
+        "pinv": (jax.grad(lambda x: jnp.sum(linalg.pinv(x))), x),
+        "lstsq": (jax.grad(lambda x: jnp.sum(linalg.lstsq(x, x)[0])), x),
+    }
+
+
+@pytest.mark.parametrize("name", library())
+def test_linear_algebra_and_samplers_are_unaffected(name):
+    function, x = library()[name]
+    assert LOW not in contractions(autocast(function), x)
+    np.testing.assert_array_equal(autocast(function)(x), function(x))
+
+
+# The optimizer of a step.
+
+
+def _muon(learning_rate):
+    return optax.contrib.muon(learning_rate)
+
+
+OPTIMIZERS = {"muon": _muon, "dadapt_adamw": lambda _: optax.contrib.dadapt_adamw(1.0), "sgd": optax.sgd}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_products_of_the_optimizer_are_left_alone(name):
+    optimizer = OPTIMIZERS[name](1e-2)
+    weights = {"w": array(8, 8), "v": array(8, 8, seed=1)}
+    x = array(4, 8, seed=2)
+
+    def loss(weights):
+        return jnp.mean((jnp.tanh(x @ weights["w"]) @ weights["v"]) ** 2)
+
+    def step(weights, state):
+        value, gradients = jax.value_and_grad(loss)(weights)
+        updates, state = jax.jit(optimizer.update)(gradients, state, weights)
+        return optax.apply_updates(weights, updates), state, value
+
+    state = optimizer.init(weights)
+    model = contractions(jax.value_and_grad(loss), weights)[WIDE]
+    plain = contractions(step, weights, state)[WIDE]
+    for whole in (autocast(step), autocast(jax.jit(step))):
+        found = contractions(whole, weights, state)
+        assert (found[LOW], found[WIDE]) == (model, plain - model)
+
+
+def test_products_of_lbfgs_are_left_alone():
+    weights, x = {"w": array(8, 8)}, array(4, 8, seed=2)
+    optimizer = optax.lbfgs(memory_size=3)
+
+    def loss(weights):
+        return jnp.mean(jnp.tanh(x @ weights["w"]) ** 2)
+
+    def step(weights, state):
+        value, gradients = optax.value_and_grad_from_state(loss)(weights, state=state)
+        updates, state = optimizer.update(
+            gradients, state, weights, value=value, grad=gradients, value_fn=loss
+        )
+        return optax.apply_updates(weights, updates), state
+
+    def without_model(weights, state):
+        value, gradients = 1.0, weights
+        return optax.scale_by_lbfgs(memory_size=3).update(gradients, state[0], weights)
+
+    state = optimizer.init(weights)
+    found, plain = contractions(autocast(step), weights, state), contractions(step, weights, state)
+    inner = contractions(without_model, weights, state)[WIDE]
+    assert found[WIDE] >= inner > 3
+    assert found[LOW] + found[WIDE] == plain[WIDE]
+    products = jax.jit(autocast(step)).lower(weights, state).as_text()
+    for line in products.splitlines():
+        if "dot_general" in line and "xbf16>" in line:
+            assert "tensor<8x" in line  # the model's
+
+
+def test_a_loss_that_is_evaluated_after_the_update_is_the_models():
+    w, x = array(8, 8), array(4, 8, seed=2)
+
+    def step(w, x):
+        w = w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w, jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+
+    assert contractions(autocast(step), w, x) == {LOW: 4}
+
+    def preconditioned(w, factor, x):
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        factor = factor + gradient @ gradient.T
+        return w - 0.1 * factor @ gradient, factor
+
+    assert contractions(autocast(preconditioned), w, w, x) == {LOW: 2, WIDE: 2}
+
+    def said(w, x):  # a region inside decides for itself
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        with autocast():
+            update = gradient @ gradient.T
+        return w - 0.1 * update.astype(jnp.float32)
+
+    assert contractions(autocast(said), w, x) == {LOW: 3}
+
+
+# Constants in float16.
+
+
+@pytest.mark.parametrize("small", [1e-10, 1e-6])
+def test_small_constants_keep_float32_in_float16(small):
+    x, w = jnp.zeros((4, 8)), array(8, 8)
+
+    def logarithm(x):
+        return jnp.log(jnp.abs(x @ w) + small)
+
+    def quotient(x):
+        return jnp.ones(()) / (jnp.abs(x @ w) + small)
+
+    for function in (logarithm, quotient):
+        found = autocast(function, dtype=jnp.float16)(x)
+        np.testing.assert_allclose(found, function(x), rtol=1e-5)
+
+
+def test_a_float32_layer_of_a_bfloat16_flax_model_stays_float32():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(8, dtype=jnp.bfloat16)(x))
+            return nn.Dense(8, dtype=jnp.float32)(x)
+
+    x = array(4, 8)
+    weights = Model().init(jax.random.key(0), x)
+    assert contractions(autocast(Model().apply), weights, x) == {LOW: 1, WIDE: 1}

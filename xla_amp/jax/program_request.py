@@ -1,0 +1,58 @@
+"""What the program itself says about a contraction: a precision, a dtype, an algorithm.  It wins over the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from jax import lax
+
+from xla_amp.jax import compat
+from xla_amp.jax.decisions import F32, is_castable
+
+_OPEN: Final = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+"""Values of ``precision`` with which a program leaves the choice to the backend, hence to the policy."""
+
+
+def asked_precision(params: Mapping[str, Any], eqn: Any | None) -> str:
+    """Which precision or algorithm a contraction asks for, in words; empty if it asks for none.
+
+    Args:
+        params: its parameters.
+        eqn: its equation; None while it is being traced.
+    """
+    precision = params.get("precision")
+    for wish in precision if isinstance(precision, tuple) else (precision,):
+        if wish not in _OPEN:
+            if compat.in_lowering(eqn):  # torch's default precision, which no one asked for
+                return ""
+            named = isinstance(wish, lax.Precision)
+            return f"the program asks for float32: precision {wish.name}" if named else f"the program asks for {wish}"
+    return ""
+
+
+def _is_algorithm(params: Mapping[str, Any]) -> bool:
+    return isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
+
+
+def request(params: Mapping[str, Any], eqn: Any | None, dtypes: Sequence[Any], low: Any) -> str:
+    """Why a contraction runs in the dtypes that it was written with; empty if the program leaves them to the policy.
+
+    Args:
+        params: parameters of the contraction.
+        eqn: its equation; None while it is being traced.
+        dtypes: of its two operands, as the program was written.
+        low: the low dtype of the region.
+    """
+    asked = asked_precision(params, eqn)
+    if asked and not (_is_algorithm(params) and all(dtype == low for dtype in dtypes)):
+        return asked  # the low contraction is what algorithms do with operands that are low already
+    for dtype in dtypes:
+        if not is_castable(dtype):
+            return f"an operand is {dtype}: the product would not be faster"
+        if dtype not in (F32, low):
+            return f"the program asks for {dtype} operands"
+    wanted = params.get("preferred_element_type")
+    if wanted not in (None, F32, low):
+        return f"the program asks for a {wanted} result"
+    return ""
