@@ -1,4 +1,4 @@
-"""autocast of unedited models against Flax's own `dtype=bfloat16`: dtypes of adds, bytes saved for the backward pass."""
+"""autocast of unedited models against Flax's own `dtype=bfloat16`: dtypes of additions, saved bytes, collectives."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def test_a_bias_follows_the_product(make, rows):
     assert sums
     assert all("bf16" in line for line in sums)
     for mixed in (jax.grad(autocast(total)), autocast(jax.grad(total))):
-        for found, expected in zip(*map(jax.tree.leaves, (mixed(weights, x), jax.grad(total)(weights, x))), strict=True):
+        for found, expected in zip(
+            *map(jax.tree.leaves, (mixed(weights, x), jax.grad(total)(weights, x))), strict=True
+        ):
             assert found.dtype == jnp.float32
             np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-2)
 

@@ -212,14 +212,11 @@ def test_products_of_lbfgs_are_left_alone():
 
     def step(weights, state):
         value, gradients = optax.value_and_grad_from_state(loss)(weights, state=state)
-        updates, state = optimizer.update(
-            gradients, state, weights, value=value, grad=gradients, value_fn=loss
-        )
+        updates, state = optimizer.update(gradients, state, weights, value=value, grad=gradients, value_fn=loss)
         return optax.apply_updates(weights, updates), state
 
     def without_model(weights, state):
-        value, gradients = 1.0, weights
-        return optax.scale_by_lbfgs(memory_size=3).update(gradients, state[0], weights)
+        return optax.scale_by_lbfgs(memory_size=3).update(weights, state[0], weights)
 
     state = optimizer.init(weights)
     found, plain = contractions(autocast(step), weights, state), contractions(step, weights, state)

@@ -131,7 +131,7 @@ def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -
         left: its first operand, or the type of it.
         right: its second operand, or the type of it.
     """
-    numbers = params.get("dimension_numbers")
+    numbers: Any = params.get("dimension_numbers")
     if primitive is lax.dot_general_p:
         (contracted, _), (batch, _) = numbers
         first = len(batch)

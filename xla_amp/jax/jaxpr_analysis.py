@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import F32, decide, dtype_of
 from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
@@ -83,13 +85,13 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
                     found.update(variables)
     batch = {v for v in (*jaxpr.invars, *jaxpr.constvars) if v in model and v not in updated and _size(v) > 1}
     """The batch, and what is computed from it outside of the differentiated part."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for index, (eqn, inside, source) in enumerate(zip(eqns, differentiated, sources, strict=True)):
         if not inside and not batch.isdisjoint(_variables(eqn)):
             batch.update(eqn.outvars)
         elif not inside and not source and not gradients.isdisjoint(_variables(eqn)):
-            found.add(index)
-    return frozenset(found)
+            numbers.add(index)
+    return frozenset(numbers)
 
 
 def _variables(eqn: Any) -> set[Any]:
@@ -178,9 +180,8 @@ def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
         for eqn in jaxpr.eqns:
             info = PRIMITIVES.get(eqn.primitive.name)
             kind = info.kind if info else None
-            if kind == "conversion" and dtype_of(eqn.invars[0].aval) == bool:
-                made.update(eqn.outvars)
-            elif kind == "data_movement" and not isinstance(eqn.invars[0], compat.Literal) and eqn.invars[0] in made:
+            from_booleans = kind == "conversion" and dtype_of(eqn.invars[0].aval) == np.bool_
+            if from_booleans or (kind == "data_movement" and not made.isdisjoint(_variables(eqn))):
                 made.update(eqn.outvars)
             elif kind == "call":
                 (inner,) = compat.sub_jaxprs(eqn.params)

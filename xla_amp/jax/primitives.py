@@ -173,3 +173,6 @@ half as many bytes travel."""
 
 DTYPE_PARAMETER: Final[Mapping[str, str]] = MappingProxyType({"mul": "out_dtype"})
 """Primitive -> the parameter that holds the dtype of its result."""
+
+AXIS_ORDER: Final[Mapping[str, str]] = MappingProxyType({"transpose": "permutation"})
+"""Primitive -> the parameter that holds, for each axis of its result, the axis of its operand."""

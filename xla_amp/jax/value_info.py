@@ -19,7 +19,7 @@ from jax import lax
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.primitives import CAST_BEFORE
+from xla_amp.jax.primitives import AXIS_ORDER, CAST_BEFORE
 
 
 @dataclasses.dataclass(slots=True)
@@ -130,9 +130,7 @@ class ValueTable:
                 self._ensure(value).low = low
             return low
         if found.low is None:
-            if found.moved is not None and (
-                found.moved[0].name in CAST_BEFORE or self.has_low_copy(found.moved[2])
-            ):
+            if found.moved is not None and (found.moved[0].name in CAST_BEFORE or self.has_low_copy(found.moved[2])):
                 primitive, params, array, rest = found.moved
                 found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
             else:
@@ -149,7 +147,9 @@ class ValueTable:
     def was_gathered_low(self, value: Any) -> bool:
         """Whether the low copy of `value` was moved between devices in its place."""
         found = self._infos.get(id(value))
-        return found is not None and found.low is not None and bool(found.moved) and found.moved[0].name in CAST_BEFORE
+        if found is None or found.low is None or found.moved is None:
+            return False
+        return found.moved[0].name in CAST_BEFORE
 
     def record_move(self, primitive: Any, params: dict[str, Any], operands: Sequence[Any], result: Any) -> None:
         """`result` holds the elements of the first operand: facts about one apply to the other."""
@@ -165,6 +165,10 @@ class ValueTable:
         if found.selects or found.widened:
             new = self._ensure(result)
             new.selects, new.widened = found.selects, found.widened
+        if found.features and primitive.name in AXIS_ORDER:
+            order = params[AXIS_ORDER[primitive.name]]
+            features = (frozenset(new for new, old in enumerate(order) if old in axes) for axes in found.features)
+            self._ensure(result).features = tuple(features)
         if dtype_of(result) != dtype_of(source) or not found.weight:
             return
         new = self._ensure(result)
@@ -216,7 +220,7 @@ class ValueTable:
         for index, is_bias in enumerate(biases):
             if is_bias and target == self._low:
                 # Spread before the cast, so that the gradient of the bias adds up in float32.
-                shape = np.shape(product)
+                shape: tuple[int, ...] = np.shape(product)  # type: ignore[arg-type]
                 promoted[index] = lax.broadcast_in_dim(values[index], shape, tuple(range(len(shape))))
         return [self.cast(value, target) for value in promoted]
 
