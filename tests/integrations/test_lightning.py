@@ -1,0 +1,315 @@
+"""Lightning and Fabric train on the lazy device with their own loops, callbacks and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning", reason="the extra `lightning`")
+
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQDMProgressBar  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
+
+import xla_amp  # noqa: E402
+from xla_amp.errors import PolicyError  # noqa: E402
+from xla_amp.integrations import lightning as ours  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers, summaries and intervals
+
+
+class Net(lightning.LightningModule):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+        self.losses: list[torch.Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        logits = self.body(batch[0])
+        self.dtypes.add(logits.dtype)
+        loss = F.cross_entropy(logits, batch[1])
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", F.cross_entropy(self.body(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def loader(batches: int = 8) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4 * batches, 8, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long()), batch_size=4)
+
+
+def net(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def trainer(**options: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "num_sanity_val_steps": 0}
+    saving = {"enable_checkpointing": False} if not options.get("callbacks") else {}
+    return lightning.Trainer(**{"max_epochs": 2, "accelerator": "xla_amp", **quiet, **saving, **options})
+
+
+def losses(model: Net) -> torch.Tensor:
+    return torch.stack([loss.cpu() for loss in model.losses])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [("32-true", torch.float32, 1e-5), ("bf16-mixed", torch.bfloat16, 3e-2), ("16-mixed", torch.float16, 5e-3)],
+)
+def test_losses_are_those_of_lightning_on_the_cpu(precision: str, dtype: torch.dtype, tolerance: float) -> None:
+    expected, model = net(), net()
+    trainer(accelerator="cpu").fit(expected, loader(), loader(3))
+    fit = trainer(precision=precision)
+    fit.fit(model, loader(), loader(3))
+    assert model.losses[0].device.type == "jax"
+    assert model.dtypes == {dtype}
+    assert (losses(model) - losses(expected)).abs().max() < tolerance
+    assert abs(fit.callback_metrics["val"] - torch.tensor(0.0)) > 0
+    if precision != "32-true":
+        assert (losses(model) - losses(expected)).abs().max() > 0
+
+
+class Counts(lightning.Callback):
+    """Executions and host syncs of each epoch's training steps, without the first two epochs."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int, int]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        xla_amp.sync(wait=True)
+        xla_amp.metrics.reset()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == len(trainer.train_dataloader) - 1 and trainer.current_epoch >= 2:
+            xla_amp.sync()
+            counts = xla_amp.metrics()
+            self.found.append((counts["executions"], counts["host_syncs"], counts["compilations"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "executions"),
+    [
+        ({"precision": "bf16-mixed"}, 8),
+        ({"precision": "16-mixed", "gradient_clip_val": 1.0}, 8),
+        ({"precision": "32-true"}, 8),
+        ({"precision": "16-mixed", "accumulate_grad_batches": 4}, 2),
+    ],
+    ids=["bf16", "fp16-clip", "fp32", "fp16-accumulate"],
+)
+def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executions: int) -> None:
+    counts = Counts()
+    trainer(max_epochs=4, callbacks=[counts], enable_checkpointing=False, **options).fit(net(0.1), loader(), loader(3))
+    assert counts.found == [(executions, 0, 0)] * 2
+
+
+def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
+    counts = Counts()
+    callbacks = [counts, TQDMProgressBar(refresh_rate=4)]
+    options = {"callbacks": callbacks, "enable_progress_bar": True, "enable_checkpointing": False, "max_epochs": 4}
+    trainer(precision="bf16-mixed", **options).fit(net(), loader())
+    assert [syncs for _, syncs, _ in counts.found] == [2, 2]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path) -> None:
+    whole = net()
+    trainer(precision=precision, max_epochs=4).fit(whole, loader())
+    first = net()
+    saving = ModelCheckpoint(tmp_path, save_last=True)
+    trainer(precision=precision, callbacks=[saving]).fit(first, loader())
+    torch.manual_seed(5)
+    second = Net()
+    trainer(precision=precision, max_epochs=4).fit(second, loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert torch.equal(torch.cat([losses(first), losses(second)]), losses(whole))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value.cpu(), second.state_dict()[name].cpu()), name
+
+
+def test_a_checkpoint_holds_cpu_tensors_and_loads_on_the_cpu(tmp_path: Path) -> None:
+    model = net()
+    fit = trainer(precision="16-mixed")
+    fit.fit(model, loader())
+    fit.save_checkpoint(tmp_path / "model.ckpt")
+    written = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    assert {value.device.type for value in written["state_dict"].values()} == {"cpu"}
+    assert written["XLAMixedPrecision"]["_growth_tracker"] == 16
+    loaded = Net.load_from_checkpoint(tmp_path / "model.ckpt", map_location="cpu")
+    assert all(torch.equal(loaded.state_dict()[name], value.cpu()) for name, value in model.state_dict().items())
+
+
+class Overflow(lightning.Callback):
+    """Makes the gradients of one step infinite."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
+        if trainer.global_step == 3 and not self.weights:
+            loss.register_hook(lambda grad: grad * float("inf"))
+            self.weights.append(module.body[0].weight.detach().clone())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+        if len(self.weights) == 1:
+            self.weights.append(module.body[0].weight.detach().clone())
+
+
+def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> None:
+    overflow = Overflow()
+    fit = trainer(
+        precision="16-mixed",
+        max_epochs=1,
+        callbacks=[overflow, ours.LossScaleMonitor(), LearningRateMonitor()],
+        enable_checkpointing=False,
+        logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1),
+        log_every_n_steps=1,
+    )
+    fit.fit(net(), loader())
+    before, after = overflow.weights
+    assert torch.equal(before.cpu(), after.cpu())
+    rows = (Path(fit.logger.log_dir) / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("loss_scale")
+    scales = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+    assert (scales[0], scales[-1]) == (65536, 32768)
+
+
+def test_tensorboard_writes_the_losses(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit = trainer(precision="bf16-mixed", logger=TensorBoardLogger(tmp_path), log_every_n_steps=2)
+    model = net()
+    fit.fit(model, loader())
+    events = EventAccumulator(fit.logger.log_dir)
+    events.Reload()
+    written = torch.tensor([event.value for event in events.Scalars("loss_step")])
+    assert torch.allclose(written, losses(model)[1::2])
+
+
+class Manual(Net):
+    """Two optimizers and manual optimization, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.head = nn.Linear(3, 3)
+
+    def training_step(self, batch: Any, index: int) -> None:
+        for optimizer, scale in zip(self.optimizers(), (1.0, 0.5), strict=True):
+            loss = scale * F.cross_entropy(self.head(self.body(batch[0])), batch[1])
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.body.parameters(), 0.1), torch.optim.Adam(self.head.parameters(), 1e-2)]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("16-mixed", 1e-2)])
+def test_manual_optimization_of_two_optimizers(precision: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    expected = Manual()
+    torch.manual_seed(0)
+    model = Manual()
+    trainer(accelerator="cpu").fit(expected, loader())
+    trainer(precision=precision).fit(model, loader())
+    assert (losses(model) - losses(expected)).abs().max() < tolerance
+
+
+def test_decisions_are_those_of_the_policy() -> None:
+    policy = xla_amp.policy.load("tpu").override({"linear": "fp32"})
+    model = net()
+    trainer(plugins=ours.XLAMixedPrecision("bf16-mixed", policy=policy), max_steps=1).fit(model, loader())
+    assert model.dtypes == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"precision": "bf16-true"}, PolicyError, "expected 'bf16-mixed', '16-mixed' or '32-true'"),
+        ({"devices": 2}, ValueError, "one device per process"),
+    ],
+    ids=["precision", "devices"],
+)
+def test_what_is_not_supported_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trainer(**options)
+    with pytest.raises(error, match=message):
+        lightning.Fabric(accelerator="xla_amp", **options)
+
+
+def test_auto_selects_the_device_that_is_in_use() -> None:
+    xla_amp.xla_device()
+    assert isinstance(trainer(accelerator="auto").strategy, ours.XLAStrategy)
+    assert isinstance(lightning.Fabric().strategy, ours.FabricXLAStrategy)
+
+
+def test_other_accelerators_keep_lightnings_own_classes() -> None:
+    cpu = trainer(accelerator="cpu", precision="bf16-mixed")
+    assert type(cpu.strategy).__module__.startswith("lightning.")
+    assert type(cpu.precision_plugin).__module__.startswith("lightning.")
+
+
+def fabric_losses(steps: int = 8, **options: Any) -> tuple[torch.Tensor, Any, Any, Any]:
+    fabric = lightning.Fabric(**options)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    batches = fabric.setup_dataloaders(loader(steps))
+    found = []
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        found.append(loss.detach())
+    return torch.stack([loss.float().cpu() for loss in found]), fabric, model, optimizer
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 3e-2), ("16-mixed", 5e-3)])
+def test_fabric_trains_as_on_the_cpu(precision: Any, tolerance: float) -> None:
+    expected = fabric_losses(accelerator="cpu")[0]
+    found, fabric, _, _ = fabric_losses(accelerator="xla_amp", precision=precision)
+    assert fabric.device.type == "jax"
+    assert (found - expected).abs().max() < tolerance
+
+
+def test_fabric_saves_and_loads(tmp_path: Path) -> None:
+    _, fabric, model, optimizer = fabric_losses(accelerator="xla_amp", precision="16-mixed")
+    fabric.save(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer, "step": 8})
+    _, other, empty, fresh = fabric_losses(2, accelerator="xla_amp", precision="16-mixed")
+    rest = {"model": empty, "optimizer": fresh, "step": 0}
+    other.load(tmp_path / "state.ckpt", rest)
+    assert rest["step"] == 8
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), empty.parameters(), strict=True))
+    for old, new in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert all(torch.equal(old[name].cpu(), new[name].cpu()) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_every_patch_names_its_reason() -> None:
+    assert len(ours.PATCHES) == 8
+    assert all(patch.reason for patch in ours.PATCHES)
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
