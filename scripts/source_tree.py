@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.backends",),
     ("xla_amp.lazy",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),
-    ("xla_amp.diagnose",),
+    ("xla_amp.diagnose", "xla_amp.integrations"),
     ("xla_amp", "xla_amp.cli"),
 )
 

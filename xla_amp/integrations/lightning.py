@@ -35,15 +35,15 @@ try:
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
     from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.fabric.strategies import SingleDeviceStrategy as FabricSingleDevice
+    from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer.connectors import accelerator_connector
     from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
-    from lightning.pytorch.utilities.exceptions import MisconfigurationException
 except ImportError as error:
     raise ImportError(
         f"xla_amp.integrations.lightning needs the package `lightning` ({error}): pip install 'xla-amp[lightning]'"
@@ -190,8 +190,8 @@ class LossScaleMonitor(Callback):
         """Checks that there is a scale."""
         if getattr(trainer.precision_plugin, "scaler", None) is None:
             raise MisconfigurationException(
-                f"LossScaleMonitor needs precision='16-mixed'; precision={trainer.precision_plugin.precision!r} scales no "
-                "losses"
+                f"LossScaleMonitor: expected a trainer with precision='16-mixed', which scales losses; this one has "
+                f"precision={trainer.precision_plugin.precision!r}"
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
