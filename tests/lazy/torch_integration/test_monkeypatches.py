@@ -29,6 +29,7 @@ CLASSES = {
     "torch.Tensor": torch.Tensor, "torch.nn.Parameter": torch.nn.Parameter, "torch.nn.Module": torch.nn.Module,
     "torch.UntypedStorage": torch.UntypedStorage, "torch.TypedStorage": torch.TypedStorage,
     "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
+    "torch.jit.RecursiveScriptModule": torch.jit.RecursiveScriptModule,
     "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
 }
 

@@ -484,6 +484,16 @@ def test_training_goes_on_from_a_checkpoint_bit_for_bit(device: torch.device, tm
     assert resumed[2].get_scale() == training[2].get_scale()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_torchscript_file_without_weights_is_refused(device: torch.device, tmp_path: Path) -> None:
+    module = torch.jit.script(nn.Linear(2, 3)).to(device)
+    for save in (lambda: torch.jit.save(module, tmp_path / "m.pt"), module.save_to_buffer):
+        with pytest.raises(DeviceError, match=r"Save module\.cpu\(\)"):
+            save()
+    torch.jit.save(module.cpu(), tmp_path / "m.pt")
+    assert torch.equal(torch.jit.load(tmp_path / "m.pt").weight, module.weight.cpu())
+
+
 def test_sharing_memory_is_refused(device: torch.device) -> None:
     module = nn.Linear(2, 2).to(device)
     for share in (module.share_memory, module.weight.share_memory_, module.weight.untyped_storage().share_memory_):

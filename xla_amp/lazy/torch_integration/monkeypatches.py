@@ -126,6 +126,25 @@ def _replace_dlpack_export() -> None:
     torch.to_dlpack = torch.utils.dlpack.to_dlpack = refusing(torch.utils.dlpack.to_dlpack)  # type: ignore[attr-defined]
 
 
+def _replace_script_saving() -> None:
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = (*self.parameters(), *self.buffers())
+            if any(tensor.device.type == DEVICE_TYPE for tensor in tensors):
+                raise DeviceError(
+                    f"cannot save a TorchScript module whose tensors are on {DEVICE_TYPE!r}: its file would hold no "
+                    "weights. Save module.cpu(), or module.state_dict() with torch.save"
+                )
+            return original(self, *args, **kwargs)
+
+        return save
+
+    module = torch.jit.RecursiveScriptModule
+    module.save = refusing(module.save)  # type: ignore[method-assign]
+    module.save_to_buffer = refusing(module.save_to_buffer)  # type: ignore[method-assign]
+
+
 def _replace_safe_open() -> None:
     if find_spec("safetensors") is None:
         return
@@ -288,6 +307,11 @@ PATCHES = (
         reason="torch.load puts storages of the device where they were, or where map_location='jax' wants them. "
         "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`backends.autoload`).",
         install=autoload.register,
+    ),
+    Patch(
+        names=("torch.jit.RecursiveScriptModule.save", "torch.jit.RecursiveScriptModule.save_to_buffer"),
+        reason="TorchScript's writer reads storages in C++, where they hold no bytes: the file would lose the weights.",
+        install=_replace_script_saving,
     ),
     Patch(
         names=("safetensors.safe_open", "safetensors.torch.safe_open"),
