@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.types", "xla_amp.errors"),
-    ("xla_amp.config", "xla_amp.events", "xla_amp.loss_scaling", "xla_amp.precision_report", "xla_amp.tables"),
+    (
+        "xla_amp.config", "xla_amp.events", "xla_amp.interrupts", "xla_amp.loss_scaling", "xla_amp.precision_report",
+        "xla_amp.tables",
+    ),  # fmt: skip
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
     ("xla_amp.backends",),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import torch
 
+from xla_amp import interrupts
 from xla_amp.errors import DeviceError, EngineError
 
 
@@ -154,3 +155,6 @@ class x64:
         self._ranks.__exit__(None, None, None)
         self._types.__exit__(None, None, None)
         self._wide.__exit__(None, None, None)
+
+
+interrupts.uninterruptible(x64.__enter__, x64.__exit__)

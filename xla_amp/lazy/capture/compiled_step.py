@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.utils._pytree import tree_flatten
 
-from xla_amp import events
+from xla_amp import events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError
@@ -117,6 +117,7 @@ class Compiled(Generic[_Arguments, _Result]):
         self._guards, self.replays, self.reasons = None, 0, []
         self._failures, self._given_up, self._limit_reported = 0, False, False
 
+    @interrupts.deferred
     def warm_up(self, *args: Any, **kwargs: Any) -> int:
         """Compiles the programs of calls with such arguments ahead of the first one.
 
@@ -227,6 +228,7 @@ class Compiled(Generic[_Arguments, _Result]):
                 return f"{name} is {_described(new)}, {_described(old)} before"
         return "the structure of its arguments has changed"
 
+    @interrupts.deferred
     def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
         self._guards = guards = Guards(self._step)

@@ -16,7 +16,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import events
+from xla_amp import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
@@ -189,8 +189,9 @@ class Trace:
     )
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        """Held while one operation is recorded and during a flush; autograd records from another thread."""
+        self.lock = interrupts.lock
+        """Held while one operation is recorded and during a flush; autograd records from another thread.  Handlers of
+        signals wait for its release (`interrupts`)."""
         self.code: list[int] = []
         self.count = 0
         """Count of values; the number of the next one."""
@@ -216,15 +217,30 @@ class Trace:
         """Count of values at which the trace is flushed, so that an endless loop runs in bounded memory."""
 
     def clear(self) -> None:
-        """Empties the trace; the lists stay the same objects, because kernels hold references to them."""
-        for part in (self.code, self.computed, self.parameters, self.parameter_numbers):
-            part.clear()
-        for data in (self.floats, self.ints, self.streams, self.generators):
-            data.clear()
-        self.count = 0
-        self.draws = 0
-        self.stream = 0
+        """Empties the trace."""
+        self.truncate((0, 0, 0, *(0 for _ in self._lists())))
         self.generation += 1
+
+    def position(self) -> Numbers:
+        """The present end of the trace, for `truncate`."""
+        return (self.count, self.draws, self.stream, *map(len, self._lists()))
+
+    def truncate(self, position: Numbers) -> None:
+        """Removes what was recorded after `position`.  Lists stay the same objects: kernels hold references to them."""
+        self.count, self.draws, self.stream, *lengths = position
+        for part, length in zip(self._lists(), lengths, strict=True):
+            del part[length:]
+
+    def _lists(self) -> tuple[list[Any], ...]:
+        return (
+            self.code, self.computed, self.parameters, self.parameter_numbers, self.floats, self.ints, self.streams,
+            self.generators,
+        )  # fmt: skip
+
+    def buffers(self) -> Iterator[Buffer]:
+        """The buffers that exist and have a number."""
+        yield from (buffer for buffer in self.parameters if buffer.number >= 0)
+        yield from (buffer for ref in self.computed if (buffer := ref()) is not None and buffer.number >= 0)
 
 
 trace = Trace()

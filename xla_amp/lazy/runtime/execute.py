@@ -40,6 +40,13 @@ admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
 """Called with each new program, its trace and its arguments before the first run; raises to reject the program."""
 
 
+before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
+"""Called before a program runs in an open training step, with the buffers that it overwrites and those that it computes
+(`xla_amp.lazy.tensors.undo`)."""
+after_run: list[Callable[[], None]] = []
+"""Called after each program was dispatched."""
+
+
 def flush() -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
 
@@ -99,6 +106,8 @@ def _run() -> None:
     ]
     if observer is not None:
         observer.before(parameters, held)
+    if before_run is not None:
+        before_run(overwritten, computed)
     # Overwritten parameters come first and in order: JAX pairs the n-th donated input of a spec with its n-th output,
     # so that a weight's new value is written to the old one's memory.
     targets = overwritten + computed
@@ -161,6 +170,8 @@ def _run() -> None:
     if loaded is not None:
         program_cache.add(_programs, key, program, loaded, pjrt.jax_device())
         causes.compiled(program)
+    for listener in after_run:
+        listener()
 
 
 def set_newest(newest: Callable[[], list[Any]]) -> None:

@@ -10,16 +10,21 @@ nothing, and loops fetch the next batch before they drop the gradients.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
+from xla_amp import interrupts
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.runtime import execute
 from xla_amp.lazy.runtime.execute import flush
+from xla_amp.lazy.tensors import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _armed = -1
@@ -42,15 +47,20 @@ def paused() -> Iterator[None]:
 
 
 def install() -> None:
-    """Registers PyTorch's global optimizer hooks."""
+    """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
+    interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(lambda optimizer: None))
+    execute.after_run.append(_await_forward)
+    interrupts.after_undo.append(_await_forward)
+    _await_forward()
 
 
 def step_begins() -> None:
     """Flushes if an optimizer step was recorded since the last flush."""
+    global _armed
     armed = _armed == trace.generation
-    _disarm()
+    _armed = -1
     if armed and not _paused:
         flush()
 
@@ -68,25 +78,52 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _on_device(optimizer) and trace.code:
-        _arm(optimizer)
+    if _on_device(optimizer):
+        undo.end()
+        if trace.code:
+            _arm(optimizer)
+    interrupts.deliver_soon()
 
 
 def _arm(optimizer: torch.optim.Optimizer) -> None:
-    global _armed, _forward_hook
+    global _armed
     with trace.lock:
         if _armed != trace.generation:
             _stepped.clear()
         _armed = trace.generation
         _stepped.add(optimizer)
+        _await_forward()
+
+
+def _await_forward() -> None:
+    """Waits for the next forward pass.
+
+    A global module hook slows every module call down, so it is removed after the first call.
+    """
+    global _forward_hook
+    with trace.lock:
         if _forward_hook is None:
-            # A global module hook slows every module call down, so it is removed after the first call.
-            _forward_hook = nn_module.register_module_forward_pre_hook(lambda module, inputs: step_begins())
+            _forward_hook = nn_module.register_module_forward_pre_hook(_before_forward)
 
 
-def _disarm() -> None:
-    global _armed, _forward_hook
-    _armed = -1
-    hook, _forward_hook = _forward_hook, None  # read before the removal: a loader's thread may call this too
-    if hook is not None:
-        hook.remove()
+def _before_forward(module: torch.nn.Module, inputs: Any) -> None:
+    global _forward_hook
+    with trace.lock:
+        hook, _forward_hook = _forward_hook, None
+        if hook is not None:
+            hook.remove()
+        step_begins()
+        if module.training and torch.is_grad_enabled() and not _is_nested(sys._getframe(1)):
+            undo.begin()
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def _is_nested(frame: FrameType | None) -> bool:
+    """Whether the forward pass of a module, whose hooks `frame` runs, is part of another's."""
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls > 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from xla_amp import interrupts
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
@@ -26,6 +27,7 @@ _SMALL = 1 << 20
 Of single numbers a copy is always kept, because optimizers store rates in tensors and read them."""
 
 
+@interrupts.deferred
 def upload(tensor: torch.Tensor) -> jax.Array:
     """A CPU tensor's values on the device (contiguous, same dtype); the tensor may change afterwards."""
     # On the CPU JAX may use the given memory without a copy, so it gets a private copy.
@@ -76,6 +78,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
     return result.requires_grad_() if tensor.requires_grad else result
 
 
+@interrupts.deferred
 def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
     """Contiguous zeros of each shape and dtype, allocated at once by a separate small program.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp import config
+from xla_amp import config, interrupts
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
@@ -154,6 +154,14 @@ class BackendModule:
         return accelerator.memory_stats()
 
 
+_MODES: tuple[Any, ...] = (
+    torch.no_grad,
+    torch.enable_grad,
+    torch.set_grad_enabled,
+    torch.inference_mode,
+    torch.autocast,
+)
+"""Context managers that a signal must not leave half entered."""
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
 _installed: set[str] = set()
 _starting = threading.Lock()
@@ -188,6 +196,8 @@ def device() -> torch.device:
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
             step_marker.install()
+            for kind in _MODES:
+                interrupts.uninterruptible(kind.__enter__, kind.__exit__)
             trace.limit = config.tape_limit()
             forks.watch()
             _install_kernels()

@@ -18,6 +18,7 @@ import torch.autograd.graph
 import torch.utils.dlpack
 from torch.storage import UntypedStorage
 
+from xla_amp import interrupts
 from xla_amp.backends import autoload
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -347,6 +348,12 @@ PATCHES = (
         reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
         "this raises it again (`device_guard`).",
         install=_replace_engine_run_backward,
+    ),
+    Patch(
+        names=("_signal.signal", "_signal.getsignal"),
+        reason="A signal's handler that raises inside torch's device guard aborts the process, and inside an operation "
+        "leaves half of it behind; `interrupts` runs it after them. Users see the handlers that they set.",
+        install=interrupts.take_over,
     ),
     Patch(
         names=tuple(f"torch._C.{name}" for name in _ACCELERATOR),

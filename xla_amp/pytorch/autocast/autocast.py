@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp import config
+from xla_amp import config, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import devices
 from xla_amp.backends.base import Engine
@@ -170,6 +170,9 @@ class autocast:
         token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
         return _Entry(self, region, token)
+
+
+interrupts.uninterruptible(autocast.__enter__, autocast.__exit__)
 
 
 def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
