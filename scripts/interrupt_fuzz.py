@@ -93,7 +93,7 @@ class Training:
         found = {name: value.cpu() for name, value in self.model.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"{index}.{name}": torch.as_tensor(value).cpu() for name, value in state.items()}
-        found["random"] = xla_amp.get_rng_state() if hasattr(xla_amp, "get_rng_state") else torch.jax.get_rng_state()
+        found["random"] = torch.get_device_module(self.device).get_rng_state()
         if self.scaler.is_enabled():
             found["scale"] = torch.tensor(self.scaler.get_scale())
         found["gradients"] = torch.tensor([p.grad is None for p in self.model.parameters()])

@@ -14,7 +14,7 @@ So sleeping, waiting for a lock and reading from a socket end as they always do.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import _thread
 import ctypes
 import functools
@@ -42,7 +42,7 @@ in_native_code: Callable[[], bool] = bool
 """Whether some thread is in C++ code through which no exception may pass."""
 
 
-class Lock(_thread.RLock):
+class Lock(_thread.RLock):  # type: ignore[misc]
     """A reentrant lock that also keeps the handlers of signals from running while the main thread holds it."""
 
     def __exit__(self, *_: object) -> None:
@@ -148,7 +148,7 @@ def _call_between_bytecodes(call: _Call) -> None:
 
 def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorator: handlers of signals run after a call of `function`, which leaves nothing half done."""
-    _whole.add(function.__code__)  # type: ignore[attr-defined]
+    _whole.add(function.__code__)
 
     @functools.wraps(function)
     def whole(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

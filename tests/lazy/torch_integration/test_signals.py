@@ -79,7 +79,8 @@ def test_a_signal_in_a_section_arrives_after_it(device):
     x = torch.ones(3, device=device)
     xla_amp.sync()
     recorded = []
-    with pytest.raises(Interrupted):
+
+    def section():
         with trace.lock:
             send()
             recorded.append("after the signal")
@@ -87,6 +88,9 @@ def test_a_signal_in_a_section_arrives_after_it(device):
                 pass
             recorded.append("after the inner section")
         recorded.append("unreachable")
+
+    with pytest.raises(Interrupted):
+        section()
     assert recorded == ["after the signal", "after the inner section"]
     assert (x + 1).tolist() == [2.0] * 3
 
@@ -115,9 +119,8 @@ def test_sleeping_ends_at_once(device):
 
 def test_context_managers_are_never_half_entered(device):
     for _ in range(2):
-        with pytest.raises(Interrupted):
-            with xla_amp.autocast(device):
-                send()
+        with pytest.raises(Interrupted), xla_amp.autocast(device):
+            send()
         assert not torch.is_autocast_enabled("jax")
     code = xla_amp.autocast.__exit__.__code__
     assert code in interrupts._short
@@ -183,28 +186,38 @@ def test_an_interrupted_step_is_undone(device, moment, first):
 
 
 def test_what_is_older_than_the_step_stays(device):
-    model, optimizer = model_and_optimizer(device)
+    model, _ = model_and_optimizer(device)
     before = torch.ones(3, device=device) * 4  # not computed yet
     counter = torch.zeros(3, device=device)
     counter += 1
-    with pytest.raises(Interrupted):
-        loss = model(torch.ones(2, 4, device=device)).sum()
-        counter += 1
+    losses = []
+
+    def forward():
+        losses.append(model(torch.ones(2, 4, device=device)).sum())
+        counter.add_(1)
         send()
+
+    with pytest.raises(Interrupted):
+        forward()
     assert before.tolist() == [4.0] * 3
     assert counter.tolist() == [1.0] * 3
     with pytest.raises(xla_amp.errors.StepFailedError, match="interrupted"):
-        loss.item()
+        losses[0].item()
 
 
 def test_outside_of_a_training_step_nothing_is_undone(device):
     model, _ = model_and_optimizer(device)
     model.eval()
     total = torch.zeros((), device=device)
-    with pytest.raises(Interrupted), torch.no_grad():
+
+    @torch.no_grad()
+    def evaluate():
         for _ in range(3):
-            total += model(torch.ones(2, 4, device=device)).sum() * 0 + 1
+            total.add_(model(torch.ones(2, 4, device=device)).sum() * 0 + 1)
         send()
+
+    with pytest.raises(Interrupted):
+        evaluate()
     assert total.item() == 3
     assert undo._step is None
 
@@ -271,15 +284,18 @@ def test_an_interrupt_between_step_and_update_ends_the_iteration(device):
     model, optimizer = model_and_optimizer(device, xla_amp.syncfree.AdamW)
     scaler = xla_amp.GradScaler(init_scale=4.0, growth_interval=1)
     x = torch.ones(2, 4, device=device)
-    with pytest.raises(Interrupted):
+
+    def interrupted_after(method):
         scaler.scale(model(x).sum()).backward()
-        scaler.step(optimizer)
+        method(optimizer)
         send()
+
+    with pytest.raises(Interrupted):
+        interrupted_after(scaler.step)
+    optimizer.zero_grad()
     assert scaler.get_scale() == 8.0
     with pytest.raises(Interrupted):
-        scaler.scale(model(x).sum()).backward()
-        scaler.unscale_(optimizer)
-        send()
+        interrupted_after(scaler.unscale_)
     scaler.scale(model(x).sum()).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -341,9 +357,8 @@ def test_in_a_program(case):
     program = textwrap.dedent(PROGRAM).format(
         before=before, start=start, after=textwrap.dedent(after.replace("\n    ", "\n"))
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, check=False, timeout=300, env=config.child_environment({"JAX_PLATFORMS": "cpu"}),
-    )  # fmt: skip
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "stopped" in run.stdout

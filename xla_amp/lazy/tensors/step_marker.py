@@ -50,7 +50,7 @@ def install() -> None:
     """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
-    interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(lambda optimizer: None))
+    interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(_after_step))
     execute.after_run.append(_await_forward)
     interrupts.after_undo.append(_await_forward)
     _await_forward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -43,8 +44,9 @@ def upload(tensor: torch.Tensor) -> jax.Array:
 
 def _keep(array: jax.Array, private: np.ndarray) -> None:
     key = id(array)
-    # `copies` is bound as a default: at interpreter exit the module's name is deleted before the last array.
-    copies[key] = (weakref.ref(array, lambda _, kept=copies: kept.pop(key, None)), private)  # type: ignore[misc]
+    # No function of Python: one could raise for a signal there, which would be lost, and at interpreter exit the
+    # module's names are deleted before the last array.
+    copies[key] = (weakref.ref(array, functools.partial(copies.pop, key)), private)  # type: ignore[arg-type]
 
 
 def download(array: jax.Array) -> torch.Tensor:

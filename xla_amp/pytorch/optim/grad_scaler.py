@@ -292,7 +292,8 @@ _scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
 
 def _on_xla() -> list[GradScaler]:
-    return [scaler for scaler in _scalers if scaler._scale is not None and devices.is_xla(scaler._scale.device.type)]
+    enabled = [scaler for scaler in _scalers if scaler.is_enabled()]
+    return [scaler for scaler in enabled if scaler._scale is not None and devices.is_xla(scaler._scale.device.type)]
 
 
 def _end_iterations(error: BaseException) -> None:
