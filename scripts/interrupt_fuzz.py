@@ -58,6 +58,7 @@ class Training:
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """One training step."""
+        self.optimizer.zero_grad()
         with xla_amp.autocast(self.device, dtype=torch.bfloat16, enabled=self.phase in ("amp", "compiled")):
             loss = torch.nn.functional.cross_entropy(self.model(x).float(), y)
         self.scaler.scale(loss).backward()
@@ -68,7 +69,6 @@ class Training:
             loss.item()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
         return loss.detach()
 
     def done(self) -> int:

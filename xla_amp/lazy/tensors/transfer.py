@@ -46,7 +46,7 @@ def _keep(array: jax.Array, private: np.ndarray) -> None:
     key = id(array)
     # No function of Python: one could raise for a signal there, which would be lost, and at interpreter exit the
     # module's names are deleted before the last array.
-    copies[key] = (weakref.ref(array, functools.partial(copies.pop, key)), private)  # type: ignore[arg-type]
+    copies[key] = (weakref.ref(array, functools.partial(copies.pop, key)), private)
 
 
 def download(array: jax.Array) -> torch.Tensor:
