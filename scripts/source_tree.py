@@ -19,9 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.types", "xla_amp.errors"),
     (
-        "xla_amp.config", "xla_amp.events", "xla_amp.interrupts", "xla_amp.loss_scaling", "xla_amp.precision_report",
+        "xla_amp.config",
+        "xla_amp.events",
+        "xla_amp.interrupts",
+        "xla_amp.loss_scaling",
+        "xla_amp.precision_report",
         "xla_amp.tables",
-    ),  # fmt: skip
+    ),
     ("xla_amp.policy",),
     ("xla_amp.lowering",),
     ("xla_amp.backends",),

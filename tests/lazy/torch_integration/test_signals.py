@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 
+import interrupt_fuzz
 import pytest
 import torch
 
@@ -350,6 +351,20 @@ CASES = {
         "    asyncio.run(main())",
     ),
 }
+
+
+# Python prints and drops what a signal raises while an object is freed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("phase", ["amp", "stock AdamW", "eager loop", "threads"])
+def test_interrupts_at_random_moments(device, phase):
+    before = {signum: signal.getsignal(signum) for signum in interrupt_fuzz.SIGNALS}
+    try:
+        result = interrupt_fuzz.run(phase, 40, seed=1)
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)
+    assert result["interrupts"] >= 40
+    assert (result["wrong"], result["errors"]) == (0, {})
 
 
 @pytest.mark.parametrize("case", CASES)
