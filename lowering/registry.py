@@ -17,7 +17,8 @@ schema type             what the function receives
 ``Scalar``              a 0-d ``float64``/``int64`` array (*lifted*: its value never forces a new executable), or a
                         Python number: the schema's default, a bool, a complex, or an argument named in `static`
 ``float``               a Python float, or a 0-d ``float64`` array for an argument named in `lifted`
-``int[]``, ``float[]``  a list of Python numbers
+``int``, ``int[]``      a Python number, a list of them; or 0-d ``int64`` arrays for an argument named in `dynamic`
+``float[]``             a list of Python numbers
 ``ScalarType``          a NumPy dtype, or ``None``
 ``Device``, ``Layout``, ``Generator``, ``MemoryFormat``, ``pin_memory``: dropped
 ======================  =========================================================================================
@@ -62,6 +63,8 @@ class Lowering:
     """Names from `SUPPLIES` that `function` asks for."""
     static: frozenset[str]
     """Number arguments that are constants of the program (a new value recompiles), e.g. the exponent of ``pow``."""
+    dynamic: frozenset[str]
+    """Integer arguments that are Python numbers at first, and 0-d ``int64`` arrays once their values have differed."""
     lifted: frozenset[str]
     """``float`` arguments that are data: a new value never recompiles, e.g. a fused optimizer's learning rate."""
     mutates: tuple[str, ...]
@@ -81,6 +84,7 @@ def register(
     *names: str,
     static: Iterable[str] = (),
     lifted: Iterable[str] = (),
+    dynamic: Iterable[str] = (),
     mutates: Iterable[str] = (),
     takes: tuple[type, ...] = (),
     minor: Mapping[str, Mapping[str, tuple[int, ...]]] = MappingProxyType({}),
@@ -94,6 +98,9 @@ def register(
         names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.
         static: number arguments that the function needs as Python constants.
         lifted: ``float`` arguments that arrive as data (``Scalar`` arguments always do).
+        dynamic: integer arguments (also in lists) that the function accepts as Python numbers and as 0-d arrays: a
+            shift, an index, a diagonal.  They may not shape the result.  The engine passes arrays where a new value
+            would otherwise compile the same program again.
         mutates: arguments that the operation writes, in the order in which the function returns their new values.
         takes: deferred operands that the function can use better than arrays: `xla_amp.lowering.Permuted`,
             `xla_amp.lowering.OneHot`.
@@ -132,6 +139,7 @@ def register(
                 supplies=frozenset(SUPPLIES).intersection(keyword_only),
                 static=frozenset(static),
                 lifted=frozenset(lifted),
+                dynamic=frozenset(dynamic),
                 mutates=tuple(mutates),
                 takes=takes,
                 minor=minor,

@@ -291,9 +291,9 @@ _LARGEST_PRODUCT_EXPONENT = 16
 """Integer exponents up to this are products; above it, the error of a product exceeds that of exp(log)."""
 
 
-@register("pow.Tensor_Scalar", static=("exponent",))
+@register("pow.Tensor_Scalar", static=("exponent",), dynamic=("exponent",))
 def power_of_number(x: jax.Array, exponent: Any, *, common: Any) -> jax.Array:
-    """x ** exponent for a constant exponent."""
+    """x ** exponent for a number."""
     x = as_dtype(x, opmath(common))
     if isinstance(exponent, (bool, int, float)):
         if exponent in _POWERS and (_is_float(x) or exponent > 0):
@@ -304,7 +304,9 @@ def power_of_number(x: jax.Array, exponent: Any, *, common: Any) -> jax.Array:
     return power(x, as_dtype(exponent, x.dtype))
 
 
-register("pow_.Scalar", mutates=("self",), static=("exponent",))(power_of_number)  # functionally `pow.Tensor_Scalar`
+register("pow_.Scalar", mutates=("self",), static=("exponent",), dynamic=("exponent",))(
+    power_of_number
+)  # functionally `pow.Tensor_Scalar`
 register("pow_.Tensor", mutates=("self",))(_in_common(power))  # functionally `pow.Tensor_Tensor`
 
 

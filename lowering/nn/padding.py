@@ -22,11 +22,24 @@ def _widths(amounts: Sequence[int], ndim: int) -> list[tuple[int, int]]:
     return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
 
 
-@register("constant_pad_nd")
-def constant_pad(x: jax.Array, pad: Sequence[int], value: Any = 0) -> jax.Array:
+@register("constant_pad_nd", dynamic=("pad",))
+def constant_pad(x: jax.Array, pad: Sequence[Any], value: Any = 0, *, out: Any) -> jax.Array:
     """Pad with `value`."""
+    if not all(isinstance(width, int) for width in pad):
+        return _pad_by_data(x, [before for before, _ in _widths(pad, x.ndim)], as_dtype(value, x.dtype), out.shape)
     edges = [(before, after, 0) for before, after in _widths(pad, x.ndim)]
     return lax.pad(x, as_dtype(value, x.dtype), edges)
+
+
+def _pad_by_data(x: jax.Array, before: Sequence[Any], value: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """`x` padded to `shape`, with widths in front of it that are data."""
+    for axis, (width, size) in enumerate(zip(before, shape, strict=True)):
+        if isinstance(width, int) and size == x.shape[axis]:
+            continue
+        index = lax.iota(jnp.int32, size) - as_dtype(width, jnp.int32)
+        inside = ((index >= 0) & (index < x.shape[axis])).reshape([-1 if d == axis else 1 for d in range(x.ndim)])
+        x = jnp.where(inside, jnp.take(x, index, axis, mode="clip"), value)
+    return x
 
 
 def _pad(x: jax.Array, amounts: Sequence[int], mode: Literal["reflect", "edge"]) -> jax.Array:

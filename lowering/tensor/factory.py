@@ -74,13 +74,13 @@ def arange(end: Any, *, dtype: Any = None, out: Any) -> jax.Array:
     return _progression(0, 1, out)
 
 
-@register("arange.start", "range", static=("start", "end"))
+@register("arange.start", "range", static=("start", "end"), dynamic=("start", "end"))
 def arange_from(start: Any, end: Any, *, dtype: Any = None, out: Any) -> jax.Array:
     """start, start + 1, ... below `end` (``range``: including `end`)."""
     return _progression(start, 1, out)
 
 
-@register("arange.start_step", "range.step", static=("start", "end", "step"))
+@register("arange.start_step", "range.step", static=("start", "end", "step"), dynamic=("start", "end"))
 def arange_by(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, out: Any) -> jax.Array:
     """start, start + step, ... before `end` (``range``: including `end`)."""
     return _progression(start, step, out)

@@ -64,8 +64,8 @@ def native_dropout_backward(grad: jax.Array, mask: jax.Array, scale: float) -> j
 # -- fills of a tensor in place ---------------------------------------------------------------------------------------
 
 
-def _fill(name: str, *lifted: str) -> Callable[[_Function], _Function]:
-    return register(name, mutates=("self",), lifted=lifted)
+def _fill(name: str, *lifted: str, dynamic: Sequence[str] = ()) -> Callable[[_Function], _Function]:
+    return register(name, mutates=("self",), lifted=lifted, dynamic=dynamic)
 
 
 @_fill("uniform_", "from", "to")
@@ -139,23 +139,29 @@ def random_(x: jax.Array, *, rng: Any) -> jax.Array:
     return _integers(rng, 0, 2 ** (jnp.finfo(x.dtype).nmant + 1) + 1, x.shape)
 
 
-@_fill("random_.from")
-def random_from_(x: jax.Array, low: int, high: int | None, *, rng: Any) -> jax.Array:
+@_fill("random_.from", dynamic=("from", "to"))
+def random_from_(x: jax.Array, low: Any, high: Any, *, rng: Any) -> jax.Array:
     """Integers in [low, high)."""
     if high is None:
         high = int(jnp.iinfo(x.dtype).max if x.dtype.kind in "iu" else 2 ** (jnp.finfo(x.dtype).nmant + 1)) + 1
     return _integers(rng, low, high, x.shape)
 
 
-@_fill("random_.to")
-def random_to_(x: jax.Array, high: int, *, rng: Any) -> jax.Array:
+@_fill("random_.to", dynamic=("to",))
+def random_to_(x: jax.Array, high: Any, *, rng: Any) -> jax.Array:
     """Integers in [0, high)."""
     return _integers(rng, 0, high, x.shape)
 
 
-def _integers(rng: Any, low: int, high: int, shape: Sequence[int]) -> jax.Array:
+def _integers(rng: Any, low: Any, high: Any, shape: Sequence[int]) -> jax.Array:
+    if not (isinstance(low, int) and isinstance(high, int)):  # the same numbers as for constants
+        wide = as_dtype(high, jnp.uint64) - as_dtype(low, jnp.uint64)
+        small = as_dtype(jax.random.randint(rng, tuple(shape), 0, wide.astype(jnp.int32), jnp.int32), jnp.int64)
+        bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
+        values: jax.Array = low + jnp.where(wide < _WORD >> 1, small, as_dtype(bits % wide, jnp.int64))
+        return values
     span = high - low
-    if span <= _WORD >> 1:
+    if span < _WORD >> 1:
         return low + as_dtype(jax.random.randint(rng, tuple(shape), 0, span, jnp.int32), jnp.int64)
     bits = jax.random.bits(rng, tuple(shape), jnp.uint64)
     return as_dtype(bits % jnp.uint64(span) if span < 2**64 else bits, jnp.int64) + low

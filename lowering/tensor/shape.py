@@ -49,10 +49,14 @@ def flip(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     return jnp.flip(x, tuple(dims)) if x.ndim else x
 
 
-@register("roll")
+@register("roll", dynamic=("shifts",))
 def roll(x: jax.Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> jax.Array:
     """Elements shifted cyclically along `dims`; in flat order if there are none."""
-    return jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, shifts[0])
+    if not dims:
+        return jnp.roll(x.reshape(-1), shifts[0], 0).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        x = jnp.roll(x, shift, dim)
+    return x
 
 
 @register("rot90")
@@ -89,16 +93,30 @@ def channel_shuffle(x: jax.Array, groups: int) -> jax.Array:
 # -- triangles and diagonals ------------------------------------------------------------------------------------------
 
 
-@register("tril")
-def tril(x: jax.Array, diagonal: int = 0) -> jax.Array:
+def _column_less_row(x: jax.Array) -> jax.Array:
+    """Which diagonal each element of the matrices is on."""
+    rows, columns = x.shape[-2:]
+    return lax.broadcasted_iota(jnp.int32, (rows, columns), 1) - lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+
+
+def _diagonal(x: jax.Array, diagonal: Any) -> Any:
+    """`diagonal` in 32 bits: beyond the matrix all are alike."""
+    rows, columns = x.shape[-2:]
+    if isinstance(diagonal, int):
+        return min(max(diagonal, -rows - 1), columns + 1)
+    return jnp.clip(diagonal, -rows - 1, columns + 1).astype(jnp.int32)
+
+
+@register("tril", dynamic=("diagonal",))
+def tril(x: jax.Array, diagonal: Any = 0) -> jax.Array:
     """Matrices with zeros above a diagonal."""
-    return jnp.tril(x, diagonal)
+    return jnp.where(_column_less_row(x) <= _diagonal(x, diagonal), x, jnp.zeros((), x.dtype))
 
 
-@register("triu")
-def triu(x: jax.Array, diagonal: int = 0) -> jax.Array:
+@register("triu", dynamic=("diagonal",))
+def triu(x: jax.Array, diagonal: Any = 0) -> jax.Array:
     """Matrices with zeros below a diagonal."""
-    return jnp.triu(x, diagonal)
+    return jnp.where(_column_less_row(x) >= _diagonal(x, diagonal), x, jnp.zeros((), x.dtype))
 
 
 def _set_diagonal(x: jax.Array, diagonal: jax.Array, offset: int, dim1: int, dim2: int) -> jax.Array:
@@ -128,50 +146,65 @@ def diag_embed(x: jax.Array, offset: int = 0, dim1: int = -2, dim2: int = -1, *,
     return _set_diagonal(jnp.zeros(out.shape, x.dtype), x, offset, dim1, dim2)
 
 
-# -- writing slices ---------------------------------------------------------------------------------------------------
+# -- writing slices.  How many elements there are is known from the source: only the first index is data --------------
 
 
-def _slice_bounds(size: int, start: int | None, end: int | None, step: int) -> tuple[int, int]:
-    first, stop, _ = slice(start, end, step).indices(size)  # torch clamps as Python does
-    return first, max(stop, first)
+def _first(size: int, start: Any) -> Any:
+    """The first index of a slice that starts at `start`, clamped as torch and Python do."""
+    if start is None or isinstance(start, int):
+        return slice(start, None).indices(size)[0]
+    return jnp.clip(jnp.where(start < 0, start + size, start), 0, size).astype(jnp.int32)
 
 
-@register("slice_backward")
-def slice_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> jax.Array:
+def _place(x: jax.Array, source: jax.Array, axis: int, first: Any, step: int) -> jax.Array:
+    """`x` with the slice of ``source.shape[axis]`` elements from `first` on replaced."""
+    if not source.size:
+        return x
+    if step == 1:
+        return lax.dynamic_update_slice_in_dim(x, source, first, axis)
+    count = source.shape[axis]
+    index: Any = slice(first, first + (count - 1) * step + 1, step)
+    if not isinstance(first, int):
+        index = first + step * lax.iota(jnp.int32, count)
+    return x.at[(slice(None),) * axis + (index,)].set(source)
+
+
+@register("slice_backward", dynamic=("start", "end"))
+def slice_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, start: Any, end: Any, step: int) -> jax.Array:
     """The gradient at the elements of a slice, zeros elsewhere."""
     axis = dim % len(input_sizes)
     count, size = grad.shape[axis], input_sizes[axis]
     if count == 0:
         return jnp.zeros(tuple(input_sizes), grad.dtype)
-    first, _ = _slice_bounds(size, start, end, step)
+    first = _first(size, start)
+    if not isinstance(first, int):
+        return _place(jnp.zeros(tuple(input_sizes), grad.dtype), grad, axis, first, step)
     edges = [(0, 0, 0)] * grad.ndim
     edges[axis] = (first, size - (first + (count - 1) * step + 1), step - 1)
     return lax.pad(grad, jnp.zeros((), grad.dtype), edges)
 
 
-@register("select_backward")
-def select_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, index: int) -> jax.Array:
+@register("select_backward", dynamic=("index",))
+def select_backward(grad: jax.Array, input_sizes: Sequence[int], dim: int, index: Any) -> jax.Array:
     """The gradient at one index of `dim`, zeros elsewhere."""
     axis = dim % len(input_sizes)
-    first = index % input_sizes[axis]
-    return slice_backward(jnp.expand_dims(grad, axis), input_sizes, axis, first, first + 1, 1)
+    return slice_backward(jnp.expand_dims(grad, axis), input_sizes, axis, index, None, 1)
 
 
-@register("slice_scatter")
+@register("slice_scatter", dynamic=("start", "end"))
 def slice_scatter(
-    x: jax.Array, source: jax.Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    x: jax.Array, source: jax.Array, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> jax.Array:
     """`x` with a slice along `dim` replaced."""
     axis = dim % x.ndim
-    first, stop = _slice_bounds(x.shape[axis], start, end, step)
-    return x.at[(slice(None),) * axis + (slice(first, stop, step),)].set(as_dtype(source, x.dtype))
+    return _place(x, as_dtype(source, x.dtype), axis, _first(x.shape[axis], start), step)
 
 
-@register("select_scatter")
-def select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+@register("select_scatter", dynamic=("index",))
+def select_scatter(x: jax.Array, source: jax.Array, dim: int, index: Any) -> jax.Array:
     """`x` with one index of `dim` replaced."""
     axis = dim % x.ndim
-    return slice_scatter(x, jnp.expand_dims(source, axis), axis, index % x.shape[axis], index % x.shape[axis] + 1)
+    return slice_scatter(x, jnp.expand_dims(source, axis), axis, index)
 
 
 @register("as_strided_scatter")

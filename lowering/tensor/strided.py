@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,26 @@ def _flat(base: jax.Array, padded: int) -> jax.Array:
     return jnp.pad(flat, (0, padded - flat.size)) if padded != flat.size else flat
 
 
-def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
+def starts(size: int, shape: Sequence[int], strides: Sequence[int], offset: int) -> tuple[int, ...]:
+    """The first indices of a window that is one slice and not the whole buffer, otherwise ().
+
+    Windows that differ in their offset only differ in these; `read` and `write` take others as data.
+    """
+    if math.prod(shape) in (0, size):
+        return ()
+    window = _factor(size, shape, strides, offset)
+    return () if window is None else window.start
+
+
+def _corner(window: _Window, begin: Sequence[jax.Array] | None) -> list[Any]:
+    """Index of the window's first element in each factor; only those of factors that are cut can differ."""
+    if begin is None:
+        return list(window.start)
+    extents = zip(window.factors, window.start, window.stop, begin, strict=True)
+    return [at.astype(np.int32) if last - first != extent else 0 for extent, first, last, at in extents]
+
+
+def _sliced(flat: jax.Array, window: _Window, begin: Sequence[jax.Array] | None) -> jax.Array:
     """The window's elements, sliced along axes as coarse as possible.
 
     The factors after the last sliced one are merged into it: heads are sliced from a projection before its last axis is
@@ -106,13 +126,24 @@ def _sliced(flat: jax.Array, window: _Window) -> jax.Array:
     unit = math.prod(window.factors[last + 1 :])
     x = flat.reshape(*window.factors[:last], window.factors[last] * unit)
     start, stop = ((*corner[:last], corner[last] * unit) for corner in (window.start, window.stop))
-    return lax.slice(x, start, stop)
+    if begin is None:
+        return lax.slice(x, start, stop)
+    corner = _corner(window, begin)
+    index = [np.int32(at) if isinstance(at, int) else at for at in (*corner[:last], corner[last] * np.int32(unit))]
+    return lax.dynamic_slice(x, index, [b - a for a, b in zip(start, stop, strict=True)])
 
 
-def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array | Permuted:
+def read(
+    base: jax.Array,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    begin: Sequence[jax.Array] | None = None,
+) -> jax.Array | Permuted:
     """The window of `base` (any shape, row-major) with these sizes, strides and offset, all in elements.
 
-    A window that is a pure transpose is returned as `Permuted`, which contractions fold.
+    A window that is a pure transpose is returned as `Permuted`, which contractions fold.  `begin` are `starts` as data
+    for the window of another offset.
     """
     shape = tuple(shape)
     count = math.prod(shape)
@@ -123,7 +154,7 @@ def read(base: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: 
     window = _factor(base.size, shape, strides, offset)
     if window is None:
         return base.reshape(-1)[_indices(shape, strides, offset)]
-    x = _sliced(_flat(base, window.padded), window).reshape([shape[dim] for dim in window.order])
+    x = _sliced(_flat(base, window.padded), window, begin).reshape([shape[dim] for dim in window.order])
     # x has the window's non-trivial dimensions by descending stride; permute them to the view's order.
     permutation = tuple(window.order.index(dim) for dim in sorted(window.order))
     broadcast = any(extent > 1 and stride == 0 for extent, stride in zip(shape, strides, strict=True))
@@ -149,8 +180,18 @@ def _with_unit_dims(
     return Permuted(base, tuple(axis_of[dim] for dim in range(len(shape))))
 
 
-def write(base: jax.Array, new: jax.Array, shape: Sequence[int], strides: Sequence[int], offset: int) -> jax.Array:
-    """`base` with its strided window replaced by `new` (of `shape`); the same shape and dtype as `base`."""
+def write(
+    base: jax.Array,
+    new: jax.Array,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    begin: Sequence[jax.Array] | None = None,
+) -> jax.Array:
+    """`base` with its strided window replaced by `new` (of `shape`); the same shape and dtype as `base`.
+
+    `begin` are `starts` as data for the window of another offset.
+    """
     shape = tuple(shape)
     if math.prod(shape) == 0:
         return base
@@ -165,5 +206,6 @@ def write(base: jax.Array, new: jax.Array, shape: Sequence[int], strides: Sequen
     y = new.reshape([shape[dim] for dim in ranks])
     y = lax.transpose(y, tuple(ranks.index(dim) for dim in window.order))
     y = y.reshape([stop - start for start, stop in zip(window.start, window.stop, strict=True)])
-    x = y if y.shape == x.shape else lax.dynamic_update_slice(x, y, [np.int32(first) for first in window.start])
+    corner = [np.int32(at) if isinstance(at, int) else at for at in _corner(window, begin)]
+    x = y if y.shape == x.shape else lax.dynamic_update_slice(x, y, corner)
     return x.reshape(-1)[: base.size].reshape(base.shape)

@@ -80,6 +80,17 @@ def require_free_slot(name: str) -> None:
         )
 
 
+def autograd_nodes() -> int:
+    """How many nodes autograd has made on this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def register_device(name: str, module: Any, guard: Any) -> None:
     """Registers `module` as ``torch.<name>`` and the device type `name` with a kernel-less Python backend."""
     from torch.utils import backend_registration

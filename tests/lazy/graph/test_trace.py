@@ -129,9 +129,9 @@ def test_another_shape_dtype_or_order_is_another_program(device: torch.device) -
     assert compilations_of(lambda order: x + 1 if order else 1 + x * 2, [0, 1, 0, 1]) == [1, 1, 0, 0]
 
 
-def test_another_view_of_the_same_shape_is_another_program(device: torch.device) -> None:
+def test_the_start_of_a_view_is_data_from_the_second_on(device: torch.device) -> None:
     x = torch.arange(24.0).view(4, 6).to(device)
-    assert compilations_of(lambda start: x[:, start : start + 2] + 1, [0, 1, 3, 1]) == [1, 1, 1, 0]
+    assert compilations_of(lambda start: x[:, start : start + 2] + 1, [0, 1, 3, 1]) == [1, 1, 0, 0]
     assert (x[:, 3:5] + 1).tolist() == (torch.arange(24.0).view(4, 6)[:, 3:5] + 1).tolist()
 
 
@@ -397,6 +397,7 @@ def test_memory_is_not_made_before_it_is_needed(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["add_", "out of place", "copy_", "clone", "to", "views"])
 def test_a_tape_without_end_is_cut(device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "most", 50)
     monkeypatch.setattr(trace, "limit", 50)
     x, y = torch.zeros(4).to(device), torch.zeros(4).to(device)
     longest = 0
@@ -417,7 +418,7 @@ def test_a_tape_without_end_is_cut(device: torch.device, name: str, monkeypatch:
                     x[1:].add_(x[:-1])
             longest = max(longest, trace.count)
     assert longest < 60
-    assert 2 < counts.executions < 20 or name == "copy_"
+    assert counts.executions > 2 or name == "copy_"
     if name in ("add_", "out of place"):
         assert x.tolist() == [200] * 4
 

@@ -217,8 +217,8 @@ def test_executables_per_step(device: torch.device, name: str) -> None:
     assert trace.count < 2000
 
 
-def test_a_loop_without_an_optimizer_is_not_cut(device: torch.device) -> None:
-    """The twin of the table: the boundary is the optimizer's."""
+def test_forward_passes_with_a_graph_are_not_cut(device: torch.device) -> None:
+    """The twin of the table: the boundary is the optimizer's; these may be parts of one gradient."""
     model, x = network(), batch()
     with counted() as counts:
         for _ in range(5):

@@ -326,12 +326,14 @@ def test_same_as_the_cpu_when_every_operation_is_cut(
     device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view then reads an array instead of a value of the same trace."""
+    monkeypatch.setattr(trace, "most", 0)
     monkeypatch.setattr(trace, "limit", 0)
     check(PROGRAMS[name])
 
 
 def test_a_limit_of_none_cuts_every_operation(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the test above: it does flush in between."""
+    monkeypatch.setattr(trace, "most", 0)
     monkeypatch.setattr(trace, "limit", 0)
     with counted() as counts:
         check(PROGRAMS["write_from_itself"])

@@ -26,6 +26,7 @@ import torch
 
 from xla_amp import events, interrupts
 from xla_amp.errors import DeviceError, StepFailedError
+from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lowering import Permuted
@@ -89,9 +90,11 @@ class Instruction:
         "collective",
         "constants",
         "emit",
+        "family",
         "floats",
         "id",
         "inputs",
+        "integers",
         "ints",
         "location",
         "minor",
@@ -114,6 +117,8 @@ class Instruction:
         collective: bool = False,
         minor: Mapping[str, Mapping[int, Numbers]] = MappingProxyType({}),
         constants: Mapping[str, Any] = MappingProxyType({}),
+        family: Family | None = None,
+        integers: Numbers = (),
     ) -> None:
         self.name = name
         self.emit = emit
@@ -131,6 +136,9 @@ class Instruction:
         """Platform -> position of an input -> its minor-most dimensions in memory (`memory_layout`)."""
         self.constants = constants
         """Arguments that are part of the program, by name, to say in which of them two programs differ."""
+        self.family = family
+        self.integers = integers
+        """The integers, such as the start of a slice, by which this differs from others of its family."""
         self.location = events.user_location()
         """``file:line`` of the user's code that recorded it first; empty in a backward pass."""
         self.id = next(_ids)
@@ -168,6 +176,36 @@ def instruction_of(number: int) -> Instruction:
     return _unused[number] if found is None else found
 
 
+class Family:
+    """Instructions that differ in a few integers only, and the one that takes these integers as data.
+
+    An instruction with constants is the faster one, as XLA folds the slices of a fused projection.  `dynamic_ints`
+    decides at a flush where the other one is needed.
+    """
+
+    __slots__ = ("_dynamic", "_make", "number")
+
+    def __init__(self, make: Callable[[], Instruction]) -> None:
+        """`make` returns the instruction whose `ints` are the constants of the others."""
+        self._make = make
+        self._dynamic: Instruction | None = None
+        self.number = ~next(_families)
+        """A negative number, which no instruction has."""
+
+    def dynamic(self) -> Instruction:
+        """The instruction that takes the integers as data."""
+        if self._dynamic is None:
+            self._dynamic = self._make()
+        return self._dynamic
+
+
+_families = itertools.count(1)
+
+
+FIRST_LOOK = 32
+"""Count of values at which `loops` first looks for a loop in a trace."""
+
+
 class Trace:
     """Operations recorded since the last flush."""
 
@@ -182,10 +220,13 @@ class Trace:
         "ints",
         "limit",
         "lock",
+        "most",
+        "nodes",
         "parameter_numbers",
         "parameters",
         "stream",
         "streams",
+        "uploads",
     )
 
     def __init__(self) -> None:
@@ -214,11 +255,20 @@ class Trace:
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
         self.limit = sys.maxsize
-        """Count of values at which the trace is flushed, so that an endless loop runs in bounded memory."""
+        """Count of values at which `loops` looks for a loop to end the step in."""
+        self.most = sys.maxsize
+        """Count of values at which the trace is flushed in any case."""
+        self.uploads: dict[int, int] = {}
+        """id of a buffer that was uploaded since the last flush -> `count` at that time."""
+        self.nodes: tuple[int, int] | None = None
+        """The thread that began this trace, and its count of autograd's nodes then; None for an optimizer's step."""
 
     def clear(self) -> None:
         """Empties the trace."""
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
+        self.uploads.clear()
+        self.limit = min(FIRST_LOOK, self.most)
+        self.nodes = threading.get_ident(), private_api.autograd_nodes()
         self.generation += 1
 
     def position(self) -> Numbers:
@@ -249,6 +299,8 @@ trace = Trace()
 def add_parameter(buffer: Buffer) -> int:
     """Records the buffer's array as an input, or zeros for memory never written; returns the value's number."""
     array = buffer.array
+    if not trace.code and trace.nodes is not None:
+        trace.nodes = threading.get_ident(), private_api.autograd_nodes()
     if array is None:
         instruction = buffer.spec.zeros or _zeros(buffer.spec)
         trace.computed.append(weakref.ref(buffer))

@@ -66,6 +66,26 @@ def check_dimension(dim: int, rank: int) -> None:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-room}, {room - 1}], but got {dim})")
 
 
+def _check_window(name: str, arguments: Mapping[str, Any]) -> None:
+    shape, dim = arguments["self"].shape, arguments["dim"]
+    check_dimension(dim, len(shape))
+    if name == "select_scatter":
+        index, size = arguments["index"], shape[dim]
+        if not -size <= index < size:
+            raise IndexError(
+                f"select(): index {index} out of range for tensor of size {list(shape)} at dimension {dim}"
+            )
+        window = [extent for axis, extent in enumerate(shape) if axis != dim % len(shape)]
+    else:
+        window = list(shape)
+        window[dim] = len(range(*slice(arguments["start"], arguments["end"], arguments["step"]).indices(shape[dim])))
+    if list(arguments["src"].shape) != window:
+        raise RuntimeError(
+            f"expected src to have a size equal to the slice of self. src size = {list(arguments['src'].shape)}, "
+            f"slice size = {window}"
+        )
+
+
 def check(operation: str, arguments: Mapping[str, Any]) -> None:
     """Raises what torch raises for these arguments.
 
@@ -82,6 +102,8 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
             raise RuntimeError(f"{operation}: expected {' and '.join(dtypes)} to have the same dtype, but {found}")
+    if name in ("select_scatter", "slice_scatter"):
+        _check_window(name, arguments)
     if name in FLOATING:
         dtype = arguments[FLOATING[name]].dtype
         if not (dtype.is_floating_point or dtype.is_complex):

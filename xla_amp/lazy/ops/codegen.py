@@ -19,10 +19,10 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Instruction, Spec, add_parameter, instruction_cache, spec, trace
+from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.runtime import generator, mesh
 from xla_amp.lazy.runtime.compile import Context
-from xla_amp.lazy.runtime.execute import flush
+from xla_amp.lazy.runtime.loops import look
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lowering import Lowering
 
@@ -87,6 +87,7 @@ class _Operation:
         )
         if form == "inplace":
             self.mutated = (self.arguments[0],)
+        self.families: dict[str, Family] = {}
 
     # -- the slow path: a new combination of specs and constants ------------------------------------------------
 
@@ -103,9 +104,49 @@ class _Operation:
             for argument in self.mutated
             for tensor in _tensors(values[self.inputs.index(argument)])
         )
-        plan = _Plan()
-        slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         outs = new_results + written
+        family = self._family(values, outs)
+        integers = tuple(
+            number
+            for argument, value in zip(self.inputs, values, strict=True)
+            for number in self._ints(argument, value)
+        )
+        return self._instruction(values, outs, frozenset(), family, integers if family else ())
+
+    def _ints(self, argument: Argument, value: Any) -> tuple[int, ...]:
+        """The integers of an argument that may become data."""
+        if argument.name not in self.lowering.dynamic:
+            return ()
+        numbers = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        return numbers if all(type(number) is int for number in numbers) else ()
+
+    def _family(self, values: Sequence[Any], outs: tuple[Spec | None, ...]) -> Family | None:
+        """The family of the calls that differ in integers only, if the lowering can take these as data."""
+        pairs = list(zip(self.inputs, values, strict=True))
+        dynamic = frozenset(argument.name for argument, value in pairs if self._ints(argument, value))
+        if not dynamic:
+            return None
+        tensors = [
+            (tuple(t.shape), t.dtype) for _, value in pairs for t in _tensors(value) if isinstance(t, torch.Tensor)
+        ]
+        plan = _Plan(dynamic)
+        key = repr((tensors, [plan.slot(argument, value) for argument, value in pairs], outs))
+        if key not in self.families:
+            held = [shape_inference.on_meta(value) for value in values]
+            self.families[key] = Family(lambda: self._instruction(held, outs, dynamic, None, ()))
+        return self.families[key]
+
+    def _instruction(
+        self,
+        values: Sequence[Any],
+        outs: tuple[Spec | None, ...],
+        dynamic: frozenset[str],
+        family: Family | None,
+        integers: tuple[int, ...],
+    ) -> Instruction:
+        """The instruction that takes the arguments in `dynamic` as data."""
+        plan = _Plan(dynamic)
+        slots = [plan.slot(argument, value) for argument, value in zip(self.inputs, values, strict=True)]
         positions = {a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("input",)}
         return Instruction(
             self.name,
@@ -124,6 +165,8 @@ class _Operation:
             constants={
                 a.name: slot[1] for a, slot in zip(self.inputs, slots, strict=True) if slot[:1] == ("constant",)
             },
+            family=family,
+            integers=integers,
         )
 
     def _new_results(self, values: Sequence[Any]) -> tuple[Spec | None, ...]:
@@ -191,7 +234,7 @@ class _Operation:
             "_computed": trace.computed,
             "_floats": trace.floats,
             "_ints": trace.ints,
-            "_flush": flush,
+            "_look": look,
             "_add_parameter": add_parameter,
             "_Buffer": Buffer,
             "_ref": weakref.ref,
@@ -253,11 +296,15 @@ def _functional(operator: Any) -> Any:
 class _Plan:
     """Assigns arguments to an instruction's inputs, floats and ints."""
 
-    def __init__(self) -> None:
+    def __init__(self, dynamic: frozenset[str]) -> None:
         self.inputs = self.floats = self.ints = 0
+        self.dynamic = dynamic
+        """Names of arguments whose integers are data."""
 
     def slot(self, argument: Argument, value: Any) -> Any:
         """The slot of an argument: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
+        if argument.name in self.dynamic:
+            return [self._number(item) for item in value] if isinstance(value, (list, tuple)) else self._number(value)
         match argument.kind:
             case "tensor":
                 index, self.inputs = self.inputs, self.inputs + 1
@@ -333,7 +380,7 @@ class _Source:
         self._append()
         self._results()
         body = "\n".join(f"        {line}" for line in self.lines)
-        head = "    with _lock:\n        if _tape.count > _tape.limit: _flush()\n"
+        head = "    with _lock:\n        if _tape.count > _tape.limit: _look()\n"
         return f"def kernel({self._signature()}):\n{head}{body}\n"
 
     def _signature(self) -> str:

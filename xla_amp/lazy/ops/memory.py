@@ -18,7 +18,7 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.runtime import forks
-from xla_amp.lazy.runtime.execute import flush_if_full
+from xla_amp.lazy.runtime.loops import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

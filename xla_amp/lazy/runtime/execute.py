@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import weakref
@@ -15,8 +16,18 @@ import numpy as np
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import causes, forks, generator, memory_layout, mesh, pjrt, program_cache, progress
+from xla_amp.lazy.graph.trace import Family, trace
+from xla_amp.lazy.runtime import (
+    causes,
+    dynamic_ints,
+    forks,
+    generator,
+    memory_layout,
+    mesh,
+    pjrt,
+    program_cache,
+    progress,
+)
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
 
@@ -36,6 +47,9 @@ class Observer(Protocol):
 
 
 observer: Observer | None = None
+expected: tuple[int, frozenset[Family]] = -1, frozenset()
+"""Generation of a trace that begins with an iteration of a loop, and the families whose integers differ between the
+iterations (`loops`)."""
 admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
 """Called with each new program, its trace and its arguments before the first run; raises to reject the program."""
 
@@ -58,12 +72,6 @@ def flush() -> None:
     with trace.lock:
         if trace.code:
             _run()
-
-
-def flush_if_full() -> None:
-    """Flushes a trace that has grown past its limit."""
-    if trace.count > trace.limit:
-        flush()
 
 
 def sync(wait: bool = False) -> None:
@@ -112,7 +120,9 @@ def _run() -> None:
     # so that a weight's new value is written to the old one's memory.
     targets = overwritten + computed
     try:
-        spent = _spent(arrays, held)
+        # Only memory that a result can have: whether others are still held must not make another program.
+        results = {buffer.spec for buffer in targets}
+        spent = tuple(index for index in _spent(arrays, held) if parameters[index].spec in results)
         shardings = NO_SHARDINGS
         if mesh.is_partitioned():
             # Only an overwritten value has an output of the same sharding, which can reuse its memory.
@@ -127,6 +137,13 @@ def _run() -> None:
         again = before == key
         if not again:
             program = _programs.get(key)
+            if (
+                program is None
+                and observer is None
+                and dynamic_ints.replace(expected[1] if expected[0] == trace.generation else ())
+            ):
+                key = dataclasses.replace(key, code=tuple(trace.code))
+                program = _programs.get(key)
         is_new = program is None
         loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
         streams = trace.streams or [generator.stream()]

@@ -74,7 +74,7 @@ def _in_child() -> None:
     _unsilence()
     _forked = True
     trace.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
-    trace.limit = -1  # so that each kernel calls `flush`, which raises
+    trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
     for function in private_api.exit_functions():
         atexit.unregister(function)

@@ -73,8 +73,10 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _armed == trace.generation and optimizer in _stepped and _on_device(optimizer):
-        step_begins()
+    if _on_device(optimizer):
+        if _armed == trace.generation and optimizer in _stepped:
+            step_begins()
+        trace.nodes = None  # what the optimizer records is part of a training step
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

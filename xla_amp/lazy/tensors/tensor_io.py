@@ -17,6 +17,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import (
+    Family,
     Instruction,
     Spec,
     add_parameter,
@@ -199,11 +200,26 @@ def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: 
     target = spec(tuple(shape), dtype)
     _check_bounds(_elements(base, dtype), shape, strides, offset)
 
-    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-        x = inputs[0]
-        return [strided.read(_retype(x, target.numpy_dtype), target.shape, strides, offset)]
+    def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+        x = _retype(inputs[0], target.numpy_dtype)
+        return [strided.read(x, target.shape, strides, offset, ints or None)]
 
-    return Instruction("view", emit, (target,), 1)
+    return _window_instruction("view", emit, target, 1, (base, target, strides, dtype), offset)
+
+
+_families: dict[Any, Family] = {}
+
+
+def _window_instruction(name: str, emit: Any, out: Spec, inputs: int, key: Any, offset: int) -> Instruction:
+    """A read or a write of a window, in the family of the windows that differ in their offset only."""
+    base, window, strides, dtype = key
+    starts = strided.starts(_elements(base, dtype).size, window.shape, strides, offset)
+    if not starts:
+        return Instruction(name, emit, (out,), inputs)
+    family = _families.get((name, *key))
+    if family is None:
+        family = _families[name, *key] = Family(lambda: Instruction(name, emit, (out,), inputs, ints=len(starts)))
+    return Instruction(name, emit, (out,), inputs, family=family, integers=starts)
 
 
 def write(tensor: torch.Tensor, number: int, repeatedly: bool = False) -> None:
@@ -255,13 +271,15 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
     window = _elements(base, dtype)
     _check_bounds(window, shape, strides, offset)
 
-    def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+    def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
         old, new = inputs
-        changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset)
+        changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset, ints or None)
         return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
 
     repeats = 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
-    return Instruction(_REPEATS if repeats else "write_view", emit, (base,), 2)
+    if repeats:
+        return Instruction(_REPEATS, emit, (base,), 2)
+    return _window_instruction("write_view", emit, base, 2, (base, spec(tuple(shape), dtype), strides, dtype), offset)
 
 
 def write_out(tensor: torch.Tensor, value_spec: Spec, number: int) -> None:

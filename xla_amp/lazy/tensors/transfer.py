@@ -17,7 +17,7 @@ from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.graph.trace import Spec, spec
+from xla_amp.lazy.graph.trace import Spec, spec, trace
 from xla_amp.lazy.runtime import causes, forks, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
 
@@ -70,7 +70,8 @@ def wrap(array: jax.Array, value_spec: Spec | None = None) -> torch.Tensor:
         value_spec = spec(array.shape, TO_TORCH[np.dtype(array.dtype)])
     tensor = private_api.create_tensor(value_spec.shape, value_spec.dtype)
     storage: Any = tensor.untyped_storage()
-    storage._xla_amp = Buffer(value_spec, array=array)
+    storage._xla_amp = buffer = Buffer(value_spec, array=array)
+    trace.uploads[id(buffer)] = trace.count
     return tensor
 
 

@@ -198,9 +198,10 @@ def device() -> torch.device:
             step_marker.install()
             for kind in _MODES:
                 interrupts.uninterruptible(kind.__enter__, kind.__exit__)
-            trace.limit = config.tape_limit()
+            trace.most = config.tape_limit()
             forks.watch()
             _install_kernels()
+            trace.clear()  # sets the first limit
             _started = True
     return torch.device(DEVICE_TYPE, 0)
 
