@@ -62,6 +62,8 @@ class _Loop:
         """Generation of the trace that began then."""
         self.ids: list[int] = []
         """Operations of a repetition; empty after one that was different."""
+        self.repeated = False
+        """Whether a repetition followed that was the same."""
         self.ended: set[tuple[int, ...]] = set()
         """Loops that ended since a flush for another reason."""
         self.inner: set[tuple[int, ...]] = set()
@@ -97,11 +99,13 @@ def _continue(recorded: _Recorded) -> None:
     """Ends the step after the next repetition of the loop."""
     missing = len(_loop.ids) - len(recorded.ids)
     if recorded.ids == _loop.ids:
+        _loop.repeated = True
         _end(_loop.ids, execute.expected[1])
     elif missing > 0 and recorded.ids == _loop.ids[: len(recorded.ids)]:
         _wait(missing)
     else:
-        _loop.ended.add(_name(_loop.ids))
+        if _loop.repeated:
+            _loop.ended.add(_name(_loop.ids))
         _loop.ids = []
         _search(recorded)
 
@@ -128,6 +132,7 @@ def _search(recorded: _Recorded) -> None:
         return _wait(period)
     last = {index: item for index, item in recorded.families.items() if index >= len(ids) - period}
     differ = frozenset(item[0] for index, item in last.items() if recorded.families[index - period] != item)
+    _loop.repeated = False
     _end(ids[-period:], differ)
 
 
