@@ -183,7 +183,7 @@ class Family:
     decides at a flush where the other one is needed.
     """
 
-    __slots__ = ("_dynamic", "_make", "number")
+    __slots__ = ("__weakref__", "_dynamic", "_make", "number")
 
     def __init__(self, make: Callable[[], Instruction]) -> None:
         """`make` returns the instruction whose `ints` are the constants of the others."""
@@ -196,6 +196,7 @@ class Family:
         """The instruction that takes the integers as data."""
         if self._dynamic is None:
             self._dynamic = self._make()
+            self._dynamic.family = self  # which lives as long as one of its instructions
         return self._dynamic
 
 

@@ -87,7 +87,7 @@ class _Operation:
         )
         if form == "inplace":
             self.mutated = (self.arguments[0],)
-        self.families: dict[str, Family] = {}
+        self.families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
 
     # -- the slow path: a new combination of specs and constants ------------------------------------------------
 
@@ -131,10 +131,11 @@ class _Operation:
         ]
         plan = _Plan(dynamic)
         key = repr((tensors, [plan.slot(argument, value) for argument, value in pairs], outs))
-        if key not in self.families:
+        family = self.families.get(key)
+        if family is None:
             held = [shape_inference.on_meta(value) for value in values]
-            self.families[key] = Family(lambda: self._instruction(held, outs, dynamic, None, ()))
-        return self.families[key]
+            family = self.families[key] = Family(lambda: self._instruction(held, outs, dynamic, None, ()))
+        return family
 
     def _instruction(
         self,

@@ -170,6 +170,9 @@ def _instruction_change(position: int, old: Instruction, new: Instruction, reade
         for name, value in new.constants.items():
             if name in old.constants and old.constants[name] != value:
                 return f"the argument {name} of {new.name} is {value!r}, {old.constants[name]!r} before{_at(new)}"
+        for name, value in old.constants.items():
+            if name not in new.constants and new.ints > old.ints:
+                return f"the argument {name} of {new.name}, {value!r} before, has changed and is data now{_at(new)}"
         if old.outs != new.outs:
             return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
         return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"

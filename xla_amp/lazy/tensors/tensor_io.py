@@ -207,7 +207,7 @@ def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: 
     return _window_instruction("view", emit, target, 1, (base, target, strides, dtype), offset)
 
 
-_families: dict[Any, Family] = {}
+_families: weakref.WeakValueDictionary[Any, Family] = weakref.WeakValueDictionary()
 
 
 def _window_instruction(name: str, emit: Any, out: Spec, inputs: int, key: Any, offset: int) -> Instruction:

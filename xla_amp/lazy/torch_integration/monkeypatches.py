@@ -141,9 +141,10 @@ def _replace_script_saving() -> None:
 
         return save
 
-    module = torch.jit.RecursiveScriptModule
-    module.save = refusing(module.save)  # type: ignore[method-assign]
-    module.save_to_buffer = refusing(module.save_to_buffer)  # type: ignore[method-assign]
+    from torch.jit._script import RecursiveScriptModule
+
+    for name in ("save", "save_to_buffer"):
+        setattr(RecursiveScriptModule, name, refusing(getattr(RecursiveScriptModule, name)))
 
 
 def _replace_safe_open() -> None:
