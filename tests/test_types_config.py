@@ -44,6 +44,7 @@ def test_nothing_set(monkeypatch):
     assert config.fallback() == "error"
     assert config.engine() == "auto"
     assert config.tape_limit() == 100_000
+    assert not config.eager()
     assert config.compiler_options() == {}
     assert config.xla_flags() == frozenset()
     assert config.platform() is None
@@ -68,6 +69,8 @@ def test_values_are_read_at_call_time(monkeypatch):
     for text, size in (("64", 64), ("3k", 3 << 10), ("5MB", 5 << 20), ("2GiB", 2 << 30)):
         monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", text)
         assert config.program_memory() == (size, 1)
+    monkeypatch.setenv("XLA_AMP_EAGER", "1")
+    assert config.eager()
     monkeypatch.setenv("XLA_AMP_COMPILER_OPTIONS", "--xla_one=true xla_two=a,b  xla_three=")
     assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
@@ -104,6 +107,7 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_ENGINE", "xla", config.engine, "'xla': expected one of auto, torch_xla, jax"),
         ("XLA_AMP_PLATFORM", "cuda", config.platform, "'cuda': expected one of cpu, gpu, tpu"),
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),
+        ("XLA_AMP_EAGER", "yes", config.eager, "'yes': expected one of 0, 1"),
         ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a positive whole number"),
         ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
         (

@@ -24,6 +24,7 @@ RULES: Final = "XLA_AMP_RULES"
 FALLBACK: Final = "XLA_AMP_FALLBACK"
 ENGINE: Final = "XLA_AMP_ENGINE"
 TAPE_LIMIT: Final = "XLA_AMP_TAPE_LIMIT"
+EAGER: Final = "XLA_AMP_EAGER"
 PLATFORM: Final = "XLA_AMP_PLATFORM"
 CACHE: Final = "XLA_AMP_CACHE"
 PROGRESS: Final = "XLA_AMP_PROGRESS"
@@ -116,6 +117,17 @@ def tape_limit() -> int:
             f"{TAPE_LIMIT}={value!r}: expected a positive whole number of operations, e.g. {TAPE_LIMIT_DEFAULT}"
         )
     return limit
+
+
+def eager() -> bool:
+    """``XLA_AMP_EAGER``: ``1`` runs each operation of the lazy device at once, to debug; ``0`` (default) records them.
+
+    Read when the device starts.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(EAGER, ("0", "1"), "0") == "1"
 
 
 def cache() -> Path | None:

@@ -128,12 +128,15 @@ class Compiled(Generic[_Arguments, _Result]):
             args, kwargs: arguments as in a call; of tensors only shape, dtype and layout matter.
 
         Returns:
-            How many programs were compiled.  Later calls are recorded and replayed as usual, and compile none.
+            How many programs were compiled; none with ``XLA_AMP_EAGER=1``.  Later calls are recorded and replayed as
+            usual, and compile none.
 
         Raises:
             CaptureError: the step cannot be replayed; the text gives the reason.
         """
         _require_the_lazy_device()
+        if execute.eager:
+            return 0
         flat_args, _ = tree_flatten((args, kwargs))
         trial, entry, before = Compiled(self._step, True, 1), CacheEntry([], []), metrics()["compilations"]
         with restored_state(Guards(self._step)):
@@ -151,7 +154,7 @@ class Compiled(Generic[_Arguments, _Result]):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if self._given_up or events.sinks or execute.observer is not None:  # the last two see every operation
+        if self._given_up or execute.eager or events.sinks or execute.observer is not None:  # the last two see all
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
         if self._guards is None:

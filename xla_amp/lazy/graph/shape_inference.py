@@ -62,6 +62,11 @@ def _flatten(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
+def tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """The tensors among `values` and the lists in it."""
+    return (value for value in _flatten(values) if isinstance(value, torch.Tensor))
+
+
 def common_dtype(values: Iterable[Any]) -> torch.dtype | None:
     """The dtype that torch's promotion gives for all tensors and numbers among `values`.
 

@@ -144,6 +144,12 @@ class Instruction:
         self.id = next(_ids)
         instructions[self.id] = self
 
+    def forget(self) -> None:
+        """Makes the next call create another instruction: this one has failed, and `location` would be wrong."""
+        for cache in _caches:
+            for key in [key for key, instruction in cache.items() if instruction is self]:
+                del cache[key]
+
 
 _ids = itertools.count()
 instructions: dict[int, Instruction] = {}

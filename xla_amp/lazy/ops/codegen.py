@@ -17,7 +17,7 @@ import torch
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lazy.graph import shape_inference, validation
+from xla_amp.lazy.graph import refused_dtypes, shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.runtime import generator, mesh
@@ -94,10 +94,9 @@ class _Operation:
     def specialize(self, values: Sequence[Any]) -> Instruction:
         """The instruction for these argument values."""
         tensor_io.notice_foreign_autocast()
-        validation.check(
-            self.name.partition(".")[0],
-            {argument.name: value for argument, value in zip(self.inputs, values, strict=True)},
-        )
+        named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
+        refused_dtypes.check(self.operator, named)
+        validation.check(self.name.partition(".")[0], named)
         new_results = self._new_results(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)

@@ -232,7 +232,7 @@ def _interpret(
             stream, index = draw
             seed = jax.random.key(streams[2 * stream], impl="threefry2x32")
             rng = jax.random.fold_in(seed, streams[2 * stream + 1] + index)
-        results = _emit(
+        results = emit(
             instruction,
             context,
             [values[number] if number >= 0 else None for number in inputs],
@@ -246,7 +246,12 @@ def _interpret(
     return [materialize(values[number]) for number in wanted]
 
 
-def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+    """The results of one operation: arrays, deferred values, None for a result that it does not have.
+
+    Raises:
+        StepFailedError: the lowering failed; names the line that recorded the operation.
+    """
     try:
         inputs = [x if isinstance(x, instruction.takes) else materialize(x) for x in inputs]
         results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
@@ -257,10 +262,15 @@ def _emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, 
     except XlaAmpError:
         raise
     except Exception as error:
-        shapes = ", ".join("None" if x is None else f"{x.dtype}{list(x.shape)}" for x in inputs)
-        raise StepFailedError(
-            f"the lowering of {instruction.name} failed on ({shapes}): {type(error).__name__}: {error}"
-        ) from error
+        raise StepFailedError(failure(instruction, inputs, error)) from error
+
+
+def failure(instruction: Instruction, inputs: Sequence[Any], error: Exception) -> str:
+    """Describes an operation that failed, with the line that recorded it."""
+    instruction.forget()  # the next call records its own line
+    shapes = ", ".join("None" if x is None else f"{x.dtype}{list(x.shape)}" for x in inputs)
+    where = f" (recorded at {instruction.location})" if instruction.location else ""
+    return f"the lowering of {instruction.name} failed on ({shapes}): {type(error).__name__}: {error}{where}"
 
 
 def _conform(result: Any, spec: Spec) -> jax.Array:

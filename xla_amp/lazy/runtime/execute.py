@@ -27,6 +27,7 @@ from xla_amp.lazy.runtime import (
     pjrt,
     program_cache,
     progress,
+    recovery,
 )
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
@@ -46,6 +47,8 @@ class Observer(Protocol):
         """Called after `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
 
 
+eager = False
+"""Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
 observer: Observer | None = None
 expected: tuple[int, frozenset[Family]] = -1, frozenset()
 """Generation of a trace that begins with an iteration of a loop, and the families whose integers differ between the
@@ -65,13 +68,29 @@ def flush() -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
 
     Raises:
-        StepFailedError: an operation could not be lowered, or XLA rejected the program.  Every tensor is restored to
-            its value before the first operation of the trace.
+        StepFailedError: an operation could not be lowered, or XLA rejected the program.  New tensors that do not depend
+            on it are computed.  Tensors that the trace overwrites get their new values if none of those depends on it;
+            otherwise all of them keep the values from before the first operation of the trace.
     """
     forks.check()
     with trace.lock:
         if trace.code:
             _run()
+
+
+def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` of an operation, followed by running what it recorded and waiting for it: errors belong to its call."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        with trace.lock:
+            flush()
+            newest = _newest()
+        jax.block_until_ready([x for x in newest if isinstance(x, jax.Array) and not x.is_deleted()])
+        return result
+
+    return run
 
 
 def sync(wait: bool = False) -> None:
@@ -165,8 +184,15 @@ def _run() -> None:
     except BaseException as error:
         message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
-        _restore(targets, arrays, reason)
-        if isinstance(error, XlaAmpError) or not isinstance(error, Exception):
+        rest = None
+        try:
+            if isinstance(error, Exception) and mesh.active is None:
+                rest = _rest(targets, arrays)
+                if rest is not None and reason is not error:
+                    reason = StepFailedError(rest.reason)
+        finally:
+            _restore(targets, arrays, reason, rest)
+        if reason is error or not isinstance(error, Exception):
             raise
         raise reason from error
     if is_new:
@@ -227,14 +253,39 @@ def _forget(targets: list[Buffer]) -> None:
     trace.clear()
 
 
-def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError) -> None:
-    """Discards the trace: buffers keep their old arrays; values that were not computed or were donated are poisoned."""
+def _rest(targets: list[Buffer], arrays: list[Any]) -> recovery.Rest | None:
+    """What does not depend on the operation that failed, if that can still be computed."""
+    if any(array.is_deleted() for array in arrays):
+        return None
+    key = Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=())
+    streams = trace.streams or [generator.stream()]
+    numbers = np.array(trace.floats, np.float64), np.array([*(w for s in streams for w in s), *trace.ints], np.int64)
+    specs = [buffer.spec for buffer in trace.parameters]
+    try:
+        return recovery.rest(key, trace.parameter_numbers, specs, arrays, numbers, len(streams), pjrt.platform())
+    except Exception:
+        return None  # the first error is the one to report
+
+
+def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest: recovery.Rest | None) -> None:
+    """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
     for buffer, array in zip(trace.parameters, arrays, strict=True):
         if array.is_deleted():
             buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
+    values, lost = (rest.values, rest.lost) if rest is not None else ({}, {})
+    written = [buffer for buffer in targets if buffer.array is not None]
+    contained = rest is not None and not any(buffer.number in lost for buffer in written)
     for buffer in targets:
-        if buffer.array is None:
-            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {reason}")
+        old = buffer.array
+        if buffer.number in values and (contained or old is None):
+            buffer.array = values[buffer.number]
+        elif old is None:
+            origin = lost.get(buffer.number, reason)
+            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {origin}")
+    if values:
+        generator.advance(trace.draws)
+    if isinstance(reason, StepFailedError):
+        reason.contained = contained
     _forget(targets)
 
 

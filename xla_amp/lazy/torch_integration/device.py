@@ -18,7 +18,7 @@ from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
-from xla_amp.lazy.runtime import forks, generator, mesh, pjrt
+from xla_amp.lazy.runtime import execute, forks, generator, mesh, pjrt
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
@@ -200,6 +200,7 @@ def device() -> torch.device:
                 interrupts.uninterruptible(kind.__enter__, kind.__exit__)
             trace.most = config.tape_limit()
             forks.watch()
+            execute.eager = config.eager()
             _install_kernels()
             trace.clear()  # sets the first limit
             _started = True
@@ -236,6 +237,8 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         return
     if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
+    if execute.eager:
+        kernel = execute.run_at_once(kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # re-registering a lowering (override=True) replaces our kernel
         library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))

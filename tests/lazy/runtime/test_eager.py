@@ -1,0 +1,93 @@
+"""``XLA_AMP_EAGER=1``: each operation runs at once, with the numbers of recorded steps, and fails at its own line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import json, sys, traceback
+    import torch, xla_amp
+    from xla_amp import lazy as engine, lowering
+    from xla_amp.errors import StepFailedError
+
+    device = xla_amp.xla_device()
+
+    def losses(captured):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.LayerNorm(16),
+                                    torch.nn.Linear(16, 3)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = xla_amp.GradScaler(device, init_scale=1024.0)
+        x, y = torch.randn(32, 8).to(device), torch.randint(0, 3, (32,)).to(device)
+
+        def step(x, y):
+            with xla_amp.autocast(device, dtype=torch.float16):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss
+
+        run = xla_amp.compile(step) if captured else step
+        compiled = run.warm_up(x, y) if captured else None
+        return [run(x, y).item() for _ in range(4)], compiled, getattr(run, "replays", None), scaler.get_scale()
+
+    library = torch.library.Library("eager_mode", "DEF")
+    library.define("broken(Tensor x) -> Tensor")
+    library.impl("broken", torch.empty_like, "Meta")
+
+    @lowering.register("eager_mode::broken")
+    def broken(x):
+        raise ArithmeticError("no such luck")
+
+    x = torch.ones(3).to(device)
+    good = x + 1
+    try:
+        bad = torch.ops.eager_mode.broken(good)
+        failed = "later"
+        engine.sync()
+    except StepFailedError as error:
+        failed = "at the call" if traceback.extract_tb(error.__traceback__)[0].lineno == LINE else "elsewhere"
+        failed = failed if "bad" not in globals() else "later"
+    print(json.dumps([losses(False), losses(True), failed, good.tolist(), engine.metrics()["executions"]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list]:
+    text = textwrap.dedent(PROGRAM)
+    line = next(n for n, words in enumerate(text.splitlines(), 1) if "bad = torch" in words)
+    found = {}
+    for eager in ("0", "1"):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_AMP_EAGER": eager}
+        command = [sys.executable, "-W", "ignore", "-c", text.replace("LINE", str(line))]
+        out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert out.returncode == 0, out.stderr
+        found[eager] = json.loads(out.stdout.splitlines()[-1])
+    return found
+
+
+def test_training_gives_the_numbers_of_recorded_steps(outcomes):
+    for kind in (0, 1):
+        (losses, *_, scale), (expected, *_, expected_scale) = (outcomes[eager][kind] for eager in ("1", "0"))
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert scale == expected_scale
+    assert outcomes["1"][4] > 20 * outcomes["0"][4]  # executions: one for each operation
+
+
+def test_a_failure_is_raised_at_its_call(outcomes):
+    assert outcomes["1"][2:4] == ["at the call", [2, 2, 2]]
+    assert outcomes["0"][2:4] == ["later", [2, 2, 2]]
+
+
+def test_captured_steps_run_uncaptured(outcomes):
+    _, compiled, replays, _ = outcomes["1"][1]
+    assert (compiled, replays) == (0, 0)
+    assert outcomes["0"][1][2] >= 1

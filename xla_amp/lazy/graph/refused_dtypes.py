@@ -1,0 +1,89 @@
+"""Dtypes that torch's CPU kernels refuse although its meta kernels accept them: the rows of ``refused_dtypes.toml``."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+
+from xla_amp.lazy.graph import shape_inference
+
+_ERRORS: Mapping[str, type[Exception]] = {"NotImplementedError": NotImplementedError, "RuntimeError": RuntimeError}
+_INTEGRAL = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+GROUPS: Mapping[str, tuple[torch.dtype, ...]] = {
+    "integral": _INTEGRAL,
+    "floating": _FLOATING,
+    "complex": (torch.complex64, torch.complex128),
+}
+NAMES: Mapping[torch.dtype, str] = {
+    torch.bool: "Bool",
+    torch.uint8: "Byte",
+    torch.int8: "Char",
+    torch.int16: "Short",
+    torch.int32: "Int",
+    torch.int64: "Long",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+"""dtype -> its name in torch's messages."""
+ALIASES = {"convolution_overrideable": "convolution"}
+"""Our name of an operation -> torch's."""
+
+
+class Refusal(NamedTuple):
+    """The error of an operation for a dtype."""
+
+    error: type[Exception]
+    message: str
+
+
+@functools.cache
+def refusals() -> Mapping[tuple[str, torch.dtype], Refusal]:
+    """(ATen name without overload, dtype) -> the error."""
+    rows: dict[tuple[str, torch.dtype], Refusal] = {}
+    text = resources.files(__package__).joinpath("refused_dtypes.toml").read_text("utf-8")
+    for operation, dtypes, error, message in tomllib.loads(text)["refused"]:
+        for word in dtypes.split():
+            for dtype in GROUPS.get(word) or (getattr(torch, word),):
+                rows[operation, dtype] = Refusal(_ERRORS[error], message.replace("{}", NAMES[dtype]))
+    return rows
+
+
+def computing_dtype(operator: Any, values: Sequence[Any]) -> torch.dtype | None:
+    """The dtype that decides whether a kernel of torch exists; None where torch runs none, because a tensor is empty.
+
+    That is the common dtype of the operands of a pointwise operation, and the first tensor's dtype of any other.
+    """
+    tensors = list(shape_inference.tensors(values))
+    if not tensors or any(not tensor.numel() for tensor in tensors):
+        return None
+    return shape_inference.common_dtype(values) if torch.Tag.pointwise in operator.tags else tensors[0].dtype
+
+
+def name_of(operator: Any) -> str:
+    """The name in the table: that of the functional form, without overload."""
+    name: str = operator._schema.name.partition("::")[2]
+    name = name if name.endswith("__") else name.removesuffix("_")
+    return ALIASES.get(name, name)
+
+
+def check(operator: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises what torch's CPU kernel raises for the dtypes of these arguments (without ``out=``).
+
+    Raises:
+        NotImplementedError, RuntimeError: torch has no kernel of this operation for the dtype.
+    """
+    if operator._schema.name.startswith("aten::") and arguments.get("dtype") is None:
+        dtype = computing_dtype(operator, list(arguments.values()))
+        refusal = refusals().get((name_of(operator), dtype)) if dtype is not None else None
+        if refusal is not None:
+            raise refusal.error(refusal.message)
