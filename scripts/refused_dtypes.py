@@ -1,4 +1,4 @@
-"""Writes xla_amp/lazy/graph/refused_dtypes.toml: dtypes that torch's CPU kernels refuse, found in torch's operator database.
+"""Writes xla_amp/lazy/graph/refused_dtypes.toml: dtypes that torch's CPU kernels refuse.
 
 python scripts/refused_dtypes.py            # takes minutes; run it after an update of torch
 """
@@ -28,9 +28,9 @@ HEADER = """\
 # What torch's CPU kernels refuse and its meta kernels accept, by operation.
 # Written by scripts/refused_dtypes.py from the operator database of torch {version}; not edited by hand.
 #
-# Columns: ATen name without overload; dtypes, after promotion for pointwise operations, of the first operand for others;
-# error class; its message, with {{}} for torch's name of the dtype.  Half types are there only where float32 is refused
-# too: XLA computes them where the CPU's kernels lack them.
+# Columns: ATen name, with overload where overloads differ; dtypes, after promotion for pointwise operations, of the
+# first operand for others; error class; its message, with {{}} for torch's name of the dtype.  Half types are there
+# only where float32 is refused too: XLA computes them where the CPU's kernels lack them.
 """
 
 
@@ -38,21 +38,22 @@ class Watch(TorchDispatchMode):
     """Collects for each ATen operation the dtypes that it accepts, and the errors for others."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.accepted: dict[str, set[torch.dtype]] = collections.defaultdict(set)
         self.errors: dict[str, dict[torch.dtype, Exception]] = collections.defaultdict(dict)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {name: value for name, value in (kwargs or {}).items() if not name.startswith("out")}
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
         name = refused_dtypes.name_of(func)
-        dtype = refused_dtypes.computing_dtype(func, [*args, *given.values()])
+        dtype = refused_dtypes.computing_dtype(func, {k: v for k, v in given.items() if not k.startswith("out")})
         try:
             result = func(*args, **kwargs or {})
         except Exception as error:
             if dtype is not None:
                 self.errors[name].setdefault(dtype, error)
             raise
-        if dtype is not None and all(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+        # Kernels have shortcuts for a single element.
+        if dtype is not None and all(x.numel() > 1 for x in tree_leaves(args) if isinstance(x, torch.Tensor)):
             self.accepted[name].add(dtype)
         return result
 
@@ -62,14 +63,19 @@ def rows(watch: Watch) -> list[tuple[str, str, str, str]]:
     have = {name.rpartition("::")[2].partition(".")[0] for name in lowering.table()}
     have |= {name.removesuffix("_") for name in have} | set(refused_dtypes.ALIASES.values())
     found: dict[tuple[str, str, str], list[torch.dtype]] = {}
-    for name in sorted(have & set(watch.errors)):
+    for name in sorted(watch.errors):
+        base = name.partition(".")[0]
         for dtype, error in watch.errors[name].items():
             text = str(error).splitlines()[0]
-            if dtype in watch.accepted[name] or "Could not run" in text:
+            if base not in have or dtype in watch.accepted[name] or "Could not run" in text:
                 continue
             text = re.sub(r"(you specified |but got )(c10|torch|CPU)\S*", r"\1{}", text)
             text = re.sub(rf"\b{refused_dtypes.NAMES[dtype]}\b", "{}", text)
-            found.setdefault((name, type(error).__name__, text), []).append(dtype)
+            differs = any(
+                dtype in accepted for other, accepted in watch.accepted.items() if other.partition(".")[0] == base
+            )
+            dtypes = found.setdefault((name if differs else base, type(error).__name__, text), [])
+            dtypes += [] if dtype in dtypes else [dtype]
     table = []
     for (name, kind, text), dtypes in found.items():
         kept = [d for d in dtypes if torch.float32 in dtypes or d not in (torch.float16, torch.bfloat16)]

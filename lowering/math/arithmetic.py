@@ -83,12 +83,24 @@ def _logaddexp2(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(larger) & (x == y), larger, result)
 
 
+def _integer_power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """base ** exponent of integers, modulo the size of their type; `jnp.power` reads only six bits of the exponent."""
+
+    def multiply(_: Any, carried: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        result, square, left = carried
+        return jnp.where((left & 1) == 1, result * square, result), square * square, left >> 1
+
+    bits = jnp.iinfo(exponent.dtype).bits
+    result: jax.Array = lax.fori_loop(0, bits, multiply, (jnp.ones_like(base), base, exponent))[0]
+    return result
+
+
 def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
     """base ** exponent; of integers with a negative exponent only 1 and -1 are not 0, as in torch."""
     if _is_float(base):
         return jnp.power(base, exponent)
     base, exponent = jnp.broadcast_arrays(base, exponent)
-    result = jnp.power(base, jnp.maximum(exponent, jnp.zeros((), exponent.dtype)))
+    result = _integer_power(base, jnp.maximum(exponent, jnp.zeros((), exponent.dtype)))
     if base.dtype.kind != "i":
         return result
     odd = jnp.where((exponent & 1) == 1, base, base * base)  # of 1 and -1

@@ -126,8 +126,13 @@ def _register_median(name: str, skip_nan: bool) -> None:
     def over(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
         return _along(lambda y: _median(y, skip_nan), x, dim, keepdim)
 
+    def of_all(x: jax.Array) -> jax.Array:
+        if not x.size:  # NaN, which is 0 as an integer
+            return jnp.asarray(np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 0, x.dtype)
+        return over(x.reshape(-1), 0)[0]
+
     register(f"{name}.dim")(over)
-    register(name)(lambda x: over(x.reshape(-1), 0)[0])
+    register(name)(of_all)
 
 
 _register_median("median", False)  # the lower of two middle elements; NaN if any element is NaN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ ALIASES = {"convolution_overrideable": "convolution"}
 """Our name of an operation -> torch's."""
 
 
+OPERANDS = ("self", "other", "exponent")
+"""Arguments whose Python numbers take part in promotion."""
+
+
 class Refusal(NamedTuple):
     """The error of an operation for a dtype."""
 
@@ -48,7 +52,7 @@ class Refusal(NamedTuple):
 
 @functools.cache
 def refusals() -> Mapping[tuple[str, torch.dtype], Refusal]:
-    """(ATen name without overload, dtype) -> the error."""
+    """(ATen name, dtype) -> the error."""
     rows: dict[tuple[str, torch.dtype], Refusal] = {}
     text = resources.files(__package__).joinpath("refused_dtypes.toml").read_text("utf-8")
     for operation, dtypes, error, message in tomllib.loads(text)["refused"]:
@@ -58,22 +62,25 @@ def refusals() -> Mapping[tuple[str, torch.dtype], Refusal]:
     return rows
 
 
-def computing_dtype(operator: Any, values: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that decides whether a kernel of torch exists; None where torch runs none, because a tensor is empty.
+def computing_dtype(operator: Any, arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that decides whether a kernel of torch exists; None without tensors.
 
     That is the common dtype of the operands of a pointwise operation, and the first tensor's dtype of any other.
     """
-    tensors = list(shape_inference.tensors(values))
-    if not tensors or any(not tensor.numel() for tensor in tensors):
+    found = list(shape_inference.tensors(arguments.values()))
+    if not found:
         return None
-    return shape_inference.common_dtype(values) if torch.Tag.pointwise in operator.tags else tensors[0].dtype
+    if torch.Tag.pointwise not in operator.tags:
+        return found[0].dtype
+    return shape_inference.common_dtype([*found, *(arguments.get(name) for name in OPERANDS)])
 
 
 def name_of(operator: Any) -> str:
-    """The name in the table: that of the functional form, without overload."""
+    """The name in the table: that of the functional form, with overload."""
     name: str = operator._schema.name.partition("::")[2]
     name = name if name.endswith("__") else name.removesuffix("_")
-    return ALIASES.get(name, name)
+    overload: str = operator._schema.overload_name
+    return ALIASES.get(name, name) + (f".{overload}" if overload else "")
 
 
 def check(operator: Any, arguments: Mapping[str, Any]) -> None:
@@ -82,8 +89,11 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         NotImplementedError, RuntimeError: torch has no kernel of this operation for the dtype.
     """
-    if operator._schema.name.startswith("aten::") and arguments.get("dtype") is None:
-        dtype = computing_dtype(operator, list(arguments.values()))
-        refusal = refusals().get((name_of(operator), dtype)) if dtype is not None else None
+    if not operator._schema.name.startswith("aten::") or arguments.get("dtype") is not None:
+        return
+    dtype = computing_dtype(operator, arguments)
+    if dtype is not None:
+        name = name_of(operator)
+        refusal = refusals().get((name, dtype)) or refusals().get((name.partition(".")[0], dtype))
         if refusal is not None:
             raise refusal.error(refusal.message)

@@ -382,8 +382,9 @@ def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     if jax.numpy.issubdtype(x.dtype, np.floating):
         if dtype.itemsize == 2 < x.dtype.itemsize and jax.numpy.issubdtype(dtype, np.floating):
             x = _round_to_half(jax.lax.convert_element_type(x, np.float32), dtype)  # float64 too goes by way of float32
-        elif dtype == np.uint8:
-            x = jax.lax.convert_element_type(x, np.int64)  # torch wraps a negative value around by way of int64
+        elif dtype.kind in "iu" and dtype.itemsize < 4:
+            # torch's small integers wrap around: XLA would saturate.
+            x = jax.lax.convert_element_type(x, np.int64 if dtype.kind == "u" else np.int32)
     return jax.lax.convert_element_type(x, dtype)
 
 

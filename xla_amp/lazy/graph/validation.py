@@ -46,6 +46,9 @@ PER_CHANNEL: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 STATISTICS = ("running_mean", "running_var")
 """Those of `PER_CHANNEL` that evaluation mode requires."""
 
+NEEDS_ELEMENTS = ("amax", "amin", "aminmax", "argmax", "argmin", "kthvalue", "median", "mode", "nanmedian")
+"""Reductions along ``dim`` that have no result for an empty dimension."""
+
 VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
 """Operations whose ``index`` has one dimension, or none."""
 
@@ -121,6 +124,8 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
             raise RuntimeError(f"{key} should contain {channels} elements not {value.numel()}")
     if name in DIMENSION:
         check_dimension(arguments["dim"], arguments[DIMENSION[name]].dim())
+    if name in NEEDS_ELEMENTS:
+        _require_elements(name, arguments["self"], arguments.get("dim"))
     index = arguments.get("index")
     if name in VECTOR_INDEX and isinstance(index, torch.Tensor) and index.dim() > 1:
         raise IndexError(f"{operation}: expected index to be a vector, but got {list(index.shape)}")
@@ -129,6 +134,17 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         negative = isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent < 0
         if negative and isinstance(exponent, int) and isinstance(base, torch.Tensor) and _is_integral(base):
             raise RuntimeError(f"{operation}: integers to negative integer powers ({exponent}) are not allowed")
+        wide = isinstance(base, torch.Tensor) and _is_integral(base) and type(exponent) is int
+        if wide and exponent > torch.iinfo(base.dtype).max:  # type: ignore[operator, union-attr]
+            raise RuntimeError(f"value cannot be converted to type {base.dtype} without overflow: {exponent}")
+
+
+def _require_elements(name: str, x: torch.Tensor, dim: Any) -> None:
+    for d in dim if isinstance(dim, (list, tuple)) else (dim,):
+        if isinstance(d, int) and x.dim() and -x.dim() <= d < x.dim() and not x.shape[d]:
+            raise IndexError(f"{name}(): Expected reduction dim {d % x.dim()} to have non-zero size.")
+    if name in ("argmax", "argmin") and dim is None and not x.numel():
+        raise IndexError(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.")
 
 
 def _is_integral(x: torch.Tensor) -> bool:

@@ -95,7 +95,7 @@ class _Operation:
         """The instruction for these argument values."""
         tensor_io.notice_foreign_autocast()
         named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        refused_dtypes.check(self.operator, named)
+        refused_dtypes.check(_functional(self.operator) if self.form == "out" else self.operator, named)
         validation.check(self.name.partition(".")[0], named)
         new_results = self._new_results(values)
         written = tuple(

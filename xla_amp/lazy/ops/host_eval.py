@@ -7,6 +7,7 @@ trace does not change and Python does not wait for the device; ``metrics.host_va
 
 from __future__ import annotations
 
+import bisect
 import functools
 from typing import Any, NamedTuple
 
@@ -70,7 +71,12 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy of `tensor` from the host's copy of an upload, or None."""
     buffer = tensor_io.buffer_of(tensor)
-    found = copies.get(id(buffer.array)) if buffer.number < 0 else None
+    number, numbers = buffer.number, trace.parameter_numbers
+    if number >= 0:  # the trace has read it; its array is the value until the trace writes it
+        position = bisect.bisect_left(numbers, number)
+        if position == len(numbers) or numbers[position] != number:
+            return None
+    found = copies.get(id(buffer.array))
     return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
 
 

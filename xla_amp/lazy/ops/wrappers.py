@@ -20,7 +20,7 @@ from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.graph.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.codegen import make_kernel
-from xla_amp.lazy.ops.index_checks import CHECKED
+from xla_amp.lazy.ops.index_checks import CHECKED, check_several
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import Lowering
@@ -241,6 +241,8 @@ def _is_left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
 
 def _move_indices(kernel: Kernel) -> Kernel:
     """``x[i] = v`` accepts indices on the CPU, as on every torch device."""
+
+    kernel = check_several(kernel)
 
     def index_put(self: torch.Tensor, indices: Any, *rest: Any, **options: Any) -> Any:
         moved = [i if i is None or i.device.type == DEVICE_TYPE else i.to(self.device) for i in indices]
