@@ -18,7 +18,6 @@ from op_entries import ENTRIES
 from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils._pytree import tree_map
 
-from xla_amp import lazy as engine
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.graph.trace import trace
 
@@ -27,7 +26,61 @@ DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torc
 SAMPLES = 2
 """Samples of each dtype."""
 
-DIFFERENCES: dict[str, str] = {}
+OUT = "the device writes an out= tensor after it has computed the result: of another dtype by conversion, of shared memory too"
+DATA = "the error depends on values, which only the device has; the other wrong arguments are not checked"
+CLASS = "refused with another class of error"
+KERNEL = "the CPU has no kernel of this form; XLA computes it"
+COMPOSITE = "composed of operations that accept the dtype"
+ARGUMENT = "an argument that torch checks in its kernel and not in its meta kernel"
+DIFFERENCES: dict[str, str] = {
+    "amax": OUT,
+    "amin": OUT,
+    "aminmax": OUT,
+    "arange": CLASS,
+    "as_strided_scatter": ARGUMENT,
+    "bucketize": ARGUMENT,
+    "cat": OUT,
+    "clamp": CLASS,
+    "complex": ARGUMENT,
+    "gather": OUT,
+    "index_add": ARGUMENT,
+    "index_reduce.amax": KERNEL,
+    "index_reduce.amin": KERNEL,
+    "index_reduce.mean": KERNEL,
+    "index_reduce.prod": KERNEL,
+    "index_select": OUT,
+    "kthvalue": OUT,
+    "linalg.lstsq": CLASS,
+    "linalg.lstsq.grad_oriented": CLASS,
+    "masked.cumprod": COMPOSITE,
+    "masked.cumsum": COMPOSITE,
+    "masked.std": COMPOSITE,
+    "masked.var": COMPOSITE,
+    "masked_scatter": ARGUMENT,
+    "max.reduction_no_dim": CLASS,
+    "min.reduction_no_dim": CLASS,
+    "multinomial": DATA,
+    "narrow_copy": CLASS,
+    "nn.functional.conv1d": ARGUMENT,
+    "nn.functional.conv2d": ARGUMENT,
+    "nn.functional.conv3d": ARGUMENT,
+    "nn.functional.conv_transpose1d": KERNEL,
+    "nn.functional.conv_transpose2d": KERNEL,
+    "nn.functional.conv_transpose3d": KERNEL,
+    "nn.functional.embedding": CLASS,
+    "nn.functional.max_pool1d": KERNEL,
+    "nn.functional.smooth_l1_loss": COMPOSITE,
+    "nn.functional.tanhshrink": COMPOSITE,
+    "normal.number_mean": CLASS,
+    "randint_like": ARGUMENT,
+    "scatter_reduce.amax": KERNEL,
+    "scatter_reduce.amin": KERNEL,
+    "scatter_reduce.mean": KERNEL,
+    "take": OUT,
+    "tril_indices": CLASS,
+    "triu_indices": CLASS,
+    "uniform": ARGUMENT,
+}
 """Entry -> why a call that the CPU refuses is accepted, or refused with another class of error."""
 
 

@@ -134,9 +134,11 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         negative = isinstance(exponent, (int, float)) and not isinstance(exponent, bool) and exponent < 0
         if negative and isinstance(exponent, int) and isinstance(base, torch.Tensor) and _is_integral(base):
             raise RuntimeError(f"{operation}: integers to negative integer powers ({exponent}) are not allowed")
-        wide = isinstance(base, torch.Tensor) and _is_integral(base) and type(exponent) is int
-        if wide and exponent > torch.iinfo(base.dtype).max:  # type: ignore[operator, union-attr]
-            raise RuntimeError(f"value cannot be converted to type {base.dtype} without overflow: {exponent}")
+        integral = isinstance(base, torch.Tensor) and _is_integral(base)
+        if integral and type(exponent) is int and exponent > torch.iinfo(arguments["self"].dtype).max:
+            raise RuntimeError(
+                f"value cannot be converted to type {arguments['self'].dtype} without overflow: {exponent}"
+            )
 
 
 def _require_elements(name: str, x: torch.Tensor, dim: Any) -> None:
