@@ -26,7 +26,9 @@ DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torc
 SAMPLES = 2
 """Samples of each dtype."""
 
-OUT = "the device writes an out= tensor after it has computed the result: of another dtype by conversion, of shared memory too"
+OUT = (
+    "the device converts a result to the dtype of out= and computes it before it writes, so shared memory does no harm"
+)
 DATA = "the error depends on values, which only the device has; the other wrong arguments are not checked"
 CLASS = "refused with another class of error"
 KERNEL = "the CPU has no kernel of this form; XLA computes it"
