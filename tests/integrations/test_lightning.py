@@ -20,7 +20,6 @@ import xla_amp  # noqa: E402
 from xla_amp.errors import PolicyError  # noqa: E402
 from xla_amp.integrations import lightning as ours  # noqa: E402
 
-xla_amp.xla_device()
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers, summaries and intervals
 
 

@@ -8,6 +8,7 @@ occupied.  So ``torch.device("jax")`` exists after the first use of the device.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -36,5 +37,6 @@ def _restore(storage: Any, location: str) -> Any:
     if location.partition(":")[0] != base.LAZY:
         return None
     base.require_lazy(f"torch.load to {location!r}", "map_location='cpu'")
-    base.select().device()
+    # By name, because the front is above this layer: it starts the engine and prepares autograd and autocast for it.
+    importlib.import_module("xla_amp.pytorch.distributed.xla_model").xla_device()
     return torch.UntypedStorage(storage.nbytes(), device=torch.device(location)).copy_(storage)

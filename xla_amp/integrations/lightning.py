@@ -53,6 +53,7 @@ from xla_amp.backends import devices
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 
 NAME = "xla_amp"
@@ -78,7 +79,7 @@ class XLAAccelerator(Accelerator):
         Raises:
             ValueError: `device` is not the XLA device.
         """
-        expected = devices.engine().device()
+        expected = xla_device()
         if device.type != expected.type:
             raise ValueError(f"XLAAccelerator.setup_device({device}): expected a device of type {expected.type!r}")
 
@@ -107,7 +108,7 @@ class XLAAccelerator(Accelerator):
     @staticmethod
     def get_parallel_devices(devices: int) -> list[torch.device]:
         """The device."""
-        return [_device()]
+        return [xla_device()]
 
     @staticmethod
     def auto_device_count() -> int:
@@ -123,10 +124,6 @@ class XLAAccelerator(Accelerator):
     def name() -> str:
         """The name for ``accelerator=``."""
         return NAME
-
-
-def _device() -> torch.device:
-    return devices.engine().device()
 
 
 class XLACheckpointIO(TorchCheckpointIO):
@@ -232,14 +229,14 @@ class XLAStrategy(SingleDeviceStrategy):
     strategy_name = NAME
 
     def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
-        super().__init__(_device(), None, checkpoint_io or XLACheckpointIO(), precision_plugin)
+        super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision_plugin)
 
 
 class FabricXLAStrategy(FabricSingleDevice):
     """`XLAStrategy` for Fabric."""
 
     def __init__(self, checkpoint_io: Any = None, precision: FabricPrecision | None = None) -> None:
-        super().__init__(_device(), None, checkpoint_io or XLACheckpointIO(), precision)
+        super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
