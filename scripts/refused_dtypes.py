@@ -34,6 +34,10 @@ HEADER = """\
 """
 
 
+OTHER_CAUSES = ("Could not run", "can't be cast")
+"""Words of errors that do not come from the dtype of the operands alone."""
+
+
 class Watch(TorchDispatchMode):
     """Collects for each ATen operation the dtypes that it accepts, and the errors for others."""
 
@@ -67,10 +71,12 @@ def rows(watch: Watch) -> list[tuple[str, str, str, str]]:
         base = name.partition(".")[0]
         for dtype, error in watch.errors[name].items():
             text = str(error).splitlines()[0]
-            if base not in have or dtype in watch.accepted[name] or "Could not run" in text:
+            if base not in have or dtype in watch.accepted[name] or any(words in text for words in OTHER_CAUSES):
                 continue
             text = re.sub(r"(you specified |but got )(c10|torch|CPU)\S*", r"\1{}", text)
             text = re.sub(rf"\b{refused_dtypes.NAMES[dtype]}\b", "{}", text)
+            if "not implemented for '" in text and "'{}'" not in text:
+                continue  # the dtype of another argument
             differs = any(
                 dtype in accepted for other, accepted in watch.accepted.items() if other.partition(".")[0] == base
             )

@@ -66,8 +66,8 @@ _ELEMENTWISE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, t, beta: _smooth_l1_slope(x - t, beta),
     ),
     "soft_margin_loss": (
-        lambda x, t: jax.nn.softplus(-t * x),
-        lambda x, t: -t * jax.nn.sigmoid(-t * x),
+        lambda x, t: jax.nn.softplus(-(t * x)),  # the product first: `t` may be an unsigned integer or a bool
+        lambda x, t: -(t * jax.nn.sigmoid(-(t * x))),
     ),
 }
 """Operation -> (loss, slope); schemas are ``(self, target, reduction, *parameters)`` and ``(grad, self, ...)``."""

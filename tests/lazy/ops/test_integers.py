@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -71,3 +73,32 @@ def test_denormals_are_zero(device: torch.device) -> None:
     assert torch.equal(there.clone().cpu(), tiny)
     assert (there == 0).tolist() == [True, True]
     assert (there * 2**20).tolist() == [0, 0]
+
+
+ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamp": lambda x: x.clamp(0, 3),
+    "clamp of numbers with a fraction": lambda x: x.clamp(0.5, 3),
+    "clamp in place": lambda x: x.clone().clamp_(min=2),
+    "clamp by tensors": lambda x: x.clamp(x.new_ones(()), x.new_full((), 3)),
+    "linspace": lambda x: torch.linspace(x[0], x[4], 5, device=x.device),
+    "linspace of floats": lambda x: torch.linspace(x[0].float(), x[4].float(), 5, device=x.device),
+    "soft_margin_loss": lambda x: torch.nn.functional.soft_margin_loss(x.float(), x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_the_cpu_accepts_is_not_refused(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.arange(5).to(dtype)
+    try:
+        expected = ACCEPTED[name](x)
+    except RuntimeError:
+        pytest.skip("the CPU refuses this dtype")
+    found = ACCEPTED[name](x.to(device))
+    assert found.dtype == expected.dtype
+    assert torch.allclose(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+def test_bernoulli_fills_integers(dtype: torch.dtype, device: torch.device) -> None:
+    assert 300 < int(torch.zeros(1000, dtype=dtype, device=device).bernoulli_(0.5).sum()) < 700

@@ -79,8 +79,7 @@ def name_of(operator: Any) -> str:
     """The name in the table: that of the functional form, with overload."""
     name: str = operator._schema.name.partition("::")[2]
     name = name if name.endswith("__") else name.removesuffix("_")
-    overload: str = operator._schema.overload_name
-    return ALIASES.get(name, name) + (f".{overload}" if overload else "")
+    return f"{ALIASES.get(name, name)}.{operator._schema.overload_name or 'default'}"
 
 
 def check(operator: Any, arguments: Mapping[str, Any]) -> None:
