@@ -86,14 +86,16 @@ ACCEPTED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_the_cpu_accepts_is_not_refused(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_what_the_cpu_accepts_is_accepted(name: str, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.arange(5).to(dtype)
     try:
         expected = ACCEPTED[name](x)
     except RuntimeError:
-        pytest.skip("the CPU refuses this dtype")
+        with pytest.raises(RuntimeError):
+            ACCEPTED[name](x.to(device))
+        return
     found = ACCEPTED[name](x.to(device))
     assert found.dtype == expected.dtype
     assert torch.allclose(found.cpu(), expected)
