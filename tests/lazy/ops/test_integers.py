@@ -67,7 +67,7 @@ def test_a_reduction_along_nothing(device: torch.device, name: str) -> None:
 
 
 def test_denormals_are_zero(device: torch.device) -> None:
-    """XLA:CPU flushes denormals of float32, as the page on support says; copies keep their bits."""
+    """XLA:CPU flushes denormals of float32, as README says; copies keep their bits."""
     tiny = torch.tensor([1e-40, -1e-40])
     there = tiny.to(device)
     assert torch.equal(there.clone().cpu(), tiny)
