@@ -36,6 +36,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+@pytest.fixture(autouse=True)
+def _lines_have_compiled_nothing() -> Iterator[None]:
+    """A line of a helper that many tests call is not warned about because of the tests before."""
+    yield
+    if "xla_amp.lazy.runtime.causes" in sys.modules:
+        sys.modules["xla_amp.lazy.runtime.causes"].reset()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _programs_of_other_files_are_dropped() -> Iterator[None]:
     """Some thousand executables in one process run into the kernel's limit of memory maps, and XLA crashes."""

@@ -275,6 +275,7 @@ def save(data: Any, file_or_path: Any, master_only: bool = True, global_master: 
 
 def _to_cpu(data: Any) -> Any:
     copies: dict[Any, torch.Tensor] = {}  # one CPU tensor per XLA tensor, so that tied weights stay tied
+    parameters: dict[int, torch.nn.Parameter] = {}
 
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not is_xla_tensor(value):
@@ -282,8 +283,11 @@ def _to_cpu(data: Any) -> Any:
         key = _identity(value)
         if key not in copies:
             copies[key] = value.detach().cpu()
-        is_parameter = isinstance(value, torch.nn.Parameter)
-        return torch.nn.Parameter(copies[key], value.requires_grad) if is_parameter else copies[key]
+        if not isinstance(value, torch.nn.Parameter):
+            return copies[key]
+        if id(value) not in parameters:
+            parameters[id(value)] = torch.nn.Parameter(copies[key], value.requires_grad)
+        return parameters[id(value)]
 
     return tree_map(move, data)
 
