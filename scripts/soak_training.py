@@ -47,8 +47,9 @@ class Training:
     def __init__(self) -> None:
         torch.manual_seed(7)
         self.device = device = xla_amp.xla_device()
+        self.first = torch.nn.Linear(8, 16)
         self.model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2),
+            self.first, torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2),
             torch.nn.Linear(16, 4),
         ).to(device)  # fmt: skip
         self.optimizer = xla_amp.syncfree.AdamW(self.model.parameters(), lr=1e-3)
@@ -119,9 +120,9 @@ class Training:
 
 def raise_something(training: Training, which: int) -> None:
     """A call that raises, as on the CPU, and changes nothing."""
-    weight = training.model[0].weight
+    weight = training.first.weight
     if which == 0:
-        training.model[0](torch.ones(2, 3, device=training.device))  # a wrong shape
+        training.first(torch.ones(2, 3, device=training.device))  # a wrong shape
     elif which == 1:
         weight & weight
     elif which == 2:
