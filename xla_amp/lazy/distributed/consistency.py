@@ -35,7 +35,7 @@ _store: list[Any] = []
 """Keeps torch's store alive, which process 0 serves."""
 _programs = itertools.count(1)
 _compared: set[str] = set()
-"""Digests of the programs that were compared."""
+"""Digests of the programs that all processes had."""
 _regions: dict[str, regions.Region] = {}
 """The newest autocast region by device type."""
 
@@ -182,7 +182,6 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
     digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).hexdigest()
     if digest in _compared:  # compiled before and dropped since (`program_cache`), perhaps only in this process
         return
-    _compared.add(digest)
     number = next(_programs)
     room = f"xla_amp/program/{number}"
     mine = {"operations": listing, "results": len(program.outputs), "autocast": _autocast()}
@@ -197,6 +196,7 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
                 f"process {process.rank} cannot run program {number} with process {rank}, whose program is another: "
                 f"{_difference(mine, theirs)}. All processes must record the same operations between two steps"
             )
+    _compared.add(digest)
 
 
 def _wait_until_seen(client: Any, process: Process, room: str) -> None:
