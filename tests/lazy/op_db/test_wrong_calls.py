@@ -45,6 +45,7 @@ DIFFERENCES: dict[str, str] = {
     "clamp": CLASS,
     "complex": ARGUMENT,
     "gather": OUT,
+    "histc": "counts integers, as CUDA does, which models rely on",
     "index_add": ARGUMENT,
     "index_reduce.amax": KERNEL,
     "index_reduce.amin": KERNEL,
