@@ -16,7 +16,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,6 +34,19 @@ class Interrupted(Exception):
 def handler(signum: int, frame: Any) -> None:
     """The handler of every signal here."""
     raise Interrupted(signum)
+
+
+def correct_answers(model: torch.nn.Module, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    """How often a classifier is right, in evaluation mode and without gradients; added up on the batches' device."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            correct: Any = 0
+            for x, y in batches:
+                correct += (model(x).argmax(-1) == y).sum()
+        return int(correct)
+    finally:
+        model.train()
 
 
 class Training:
@@ -77,16 +90,8 @@ class Training:
         return int(counts[0]) if counts else 0
 
     def evaluate(self) -> int:
-        """Correct answers on the held-out batches, without gradients."""
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                correct = torch.zeros((), dtype=torch.int64, device=self.device)
-                for x, y in self.held:
-                    correct += (self.model(x).argmax(-1) == y).sum()
-            return int(correct)
-        finally:
-            self.model.train()
+        """Correct answers on the held-out batches."""
+        return correct_answers(self.model, self.held)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Everything that training changes."""

@@ -21,6 +21,7 @@ import time
 from typing import Any
 
 import torch
+from interrupt_fuzz import Interrupted, correct_answers, handler
 
 import xla_amp
 
@@ -30,15 +31,6 @@ EVALUATE = 25
 CHECKPOINT = 100
 RAISE = 20
 INTERRUPT = 4
-
-
-class Interrupted(Exception):
-    """Raised by the signal's handler."""
-
-
-def handler(signum: int, frame: Any) -> None:
-    """The handler of the timer's signal."""
-    raise Interrupted(signum)
 
 
 class Training:
@@ -78,15 +70,7 @@ class Training:
 
     def evaluate(self) -> int:
         """Correct answers over all batches."""
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                correct = torch.zeros((), dtype=torch.int64, device=self.device)
-                for x, y in self.batches:
-                    correct += (self.model(x).argmax(-1) == y).sum()
-            return int(correct)
-        finally:
-            self.model.train()
+        return correct_answers(self.model, self.batches)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""

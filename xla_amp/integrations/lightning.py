@@ -144,7 +144,27 @@ class XLAPrecision(Precision):
         return _region("32-true", None)
 
 
-class XLAMixedPrecision(MixedPrecision):
+class _ByPolicy:
+    """What the plugins of Lightning and of Fabric for mixed precision share; beside a base class of theirs."""
+
+    precision: Any  # Lightning and Fabric declare it with types of their own
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        policy: Policy | str | Path | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(devices.XLA)
+        super().__init__(precision, devices.XLA, scaler)  # type: ignore[call-arg]
+        self.policy = policy
+
+    def _region(self) -> autocast:
+        return _region(self.precision, self.policy)
+
+
+class XLAMixedPrecision(_ByPolicy, MixedPrecision):
     """Lightning's mixed precision by a policy of xla_amp.
 
     Args:
@@ -160,20 +180,9 @@ class XLAMixedPrecision(MixedPrecision):
         Trainer(accelerator="xla_amp", plugins=XLAMixedPrecision("bf16-mixed", policy="my_rules.toml"))
     """
 
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        policy: Policy | str | Path | None = None,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        if scaler is None and precision == "16-mixed":
-            scaler = GradScaler(devices.XLA)
-        super().__init__(precision, devices.XLA, scaler)
-        self.policy = policy
-
     def autocast_context_manager(self) -> Any:
         """A region of `xla_amp.autocast`."""
-        return _region(self.precision, self.policy)
+        return self._region()
 
 
 class LossScaleMonitor(Callback):
@@ -204,23 +213,12 @@ class FabricXLAPrecision(FabricPrecision):
         return _region("32-true", None)
 
 
-class FabricXLAMixedPrecision(FabricMixed):
+class FabricXLAMixedPrecision(_ByPolicy, FabricMixed):
     """`XLAMixedPrecision` for Fabric, with the same arguments."""
-
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        policy: Policy | str | Path | None = None,
-        scaler: GradScaler | None = None,
-    ) -> None:
-        if scaler is None and precision == "16-mixed":
-            scaler = GradScaler(devices.XLA)
-        super().__init__(precision, devices.XLA, scaler)
-        self.policy = policy
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A region of `xla_amp.autocast`."""
-        return _region(self.precision, self.policy)
+        return self._region()
 
 
 class XLAStrategy(SingleDeviceStrategy):

@@ -67,7 +67,7 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
         if source or not gradients.isdisjoint(_variables(eqn)):
             gradients.update(eqn.outvars)
     updated: set[Any] = set()
-    """What an equation combines with gradients to a result of its own shape: weights and the optimizer's state."""
+    """Weights and the optimizer's state: they meet gradients in an equation whose result has their shape."""
     model: set[Any] = set()
     """What the differentiated part reads."""
     for eqn, inside, source in zip(reversed(eqns), reversed(differentiated), reversed(sources), strict=True):
@@ -117,7 +117,7 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
     found = {v for v, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not isinstance(v, compat.Literal)}
     for eqn, is_inside in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
         if not is_inside or (_passes_gradient(eqn.primitive.name) and not found.isdisjoint(eqn.outvars)):
-            found.update(atom for atom in eqn.invars if not isinstance(atom, compat.Literal))
+            found.update(_variables(eqn))
     computed = {var for eqn, is_inside in zip(jaxpr.eqns, inside, strict=True) if is_inside for var in eqn.outvars}
     return frozenset(found & computed)
 

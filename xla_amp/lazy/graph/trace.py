@@ -334,7 +334,7 @@ def _zeros(spec: Spec) -> Instruction:
 
 def record(instruction: Instruction, *inputs: int) -> int:
     """Appends an instruction; returns the number of its first result."""
-    instructions[instruction.id] = instruction  # whoever made it may keep it in no cache
+    instructions[instruction.id] = instruction  # no cache need have it
     trace.code.append(instruction.id)
     trace.code.extend(inputs)
     number = trace.count

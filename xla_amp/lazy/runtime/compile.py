@@ -63,6 +63,8 @@ class Program:
     operations: int
     abstract: tuple[Any, ...]
     """Arguments of `call`, as `jax.ShapeDtypeStruct`."""
+    instructions: dict[int, Instruction]
+    """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
     input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `call` that need another memory layout than JAX's default."""
     size: int = 0
@@ -123,8 +125,10 @@ def build(
     """
     parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
     specs: list[Spec | None] = []
+    instructions: dict[int, Instruction] = {}
     operations = 0
     for instruction, _, _ in steps(key.code):
+        instructions[instruction.id] = instruction
         specs.extend(instruction.outs)
         operations += instruction.emit is not None
     unchanged = {parameter_of[number] for number in key.wanted if number in parameter_of}
@@ -186,6 +190,7 @@ def build(
             jax.ShapeDtypeStruct((numbers[0],), np.float64),
             jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
         ),
+        instructions=instructions,
         input_formats=tuple(input_formats),
     )
     alive.add(program)
@@ -230,8 +235,7 @@ def _interpret(
         rng = None
         if draw:
             stream, index = draw
-            seed = jax.random.key(streams[2 * stream], impl="threefry2x32")
-            rng = jax.random.fold_in(seed, streams[2 * stream + 1] + index)
+            rng = random_key(streams[2 * stream], streams[2 * stream + 1] + index)
         results = emit(
             instruction,
             context,
@@ -244,6 +248,11 @@ def _interpret(
         next_int += instruction.ints
         values.extend(results)
     return [materialize(values[number]) for number in wanted]
+
+
+def random_key(seed: Any, number: Any) -> jax.Array:
+    """The key of the random operation `number` of a stream."""
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
 
 
 def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:

@@ -87,7 +87,7 @@ def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
         with trace.lock:
             flush()
             newest = _newest()
-        jax.block_until_ready([x for x in newest if isinstance(x, jax.Array) and not x.is_deleted()])
+        _wait_for(newest)
         return result
 
     return run
@@ -106,7 +106,11 @@ def sync(wait: bool = False) -> None:
     if wait:
         metrics.host_syncs += 1
         causes.host_waits()
-        jax.block_until_ready([x for x in newest if isinstance(x, jax.Array) and not x.is_deleted()])
+        _wait_for(newest)
+
+
+def _wait_for(values: list[Any]) -> None:
+    jax.block_until_ready([x for x in values if isinstance(x, jax.Array) and not x.is_deleted()])
 
 
 def programs() -> list[Program]:
@@ -165,14 +169,12 @@ def _run() -> None:
                 program = _programs.get(key)
         is_new = program is None
         loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
-        streams = trace.streams or [generator.stream()]
+        floats, ints, streams = _numbers()
         with private_api.x64():
             if program is None:
-                numbers = len(trace.floats), len(trace.ints)
+                counts = len(trace.floats), len(trace.ints)
                 specs = [buffer.spec for buffer in parameters]
-                program = build(key, trace.parameter_numbers, specs, numbers, len(streams), pjrt.platform())
-            floats = np.array(trace.floats, np.float64)
-            ints = np.array([*(word for stream in streams for word in stream), *trace.ints], np.int64)
+                program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
             for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if admit is not None and is_new:
@@ -217,6 +219,13 @@ def _run() -> None:
         listener()
 
 
+def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
+    """The trace's lifted floats and ints, and how many (seed, offset) pairs precede the ints."""
+    streams = trace.streams or [generator.stream()]
+    ints = [*(word for stream in streams for word in stream), *trace.ints]
+    return np.array(trace.floats, np.float64), np.array(ints, np.int64), len(streams)
+
+
 def set_newest(newest: Callable[[], list[Any]]) -> None:
     """Sets the function that returns the newest program's results, for ``sync(wait=True)``."""
     global _newest
@@ -258,11 +267,10 @@ def _rest(targets: list[Buffer], arrays: list[Any]) -> recovery.Rest | None:
     if any(array.is_deleted() for array in arrays):
         return None
     key = Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=())
-    streams = trace.streams or [generator.stream()]
-    numbers = np.array(trace.floats, np.float64), np.array([*(w for s in streams for w in s), *trace.ints], np.int64)
+    floats, ints, streams = _numbers()
     specs = [buffer.spec for buffer in trace.parameters]
     try:
-        return recovery.rest(key, trace.parameter_numbers, specs, arrays, numbers, len(streams), pjrt.platform())
+        return recovery.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
     except Exception:
         return None  # the first error is the one to report
 

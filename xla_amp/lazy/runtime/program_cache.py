@@ -18,7 +18,7 @@ import jax
 
 from xla_amp import config
 from xla_amp.lazy.graph import trace as graph
-from xla_amp.lazy.runtime.compile import Key, Program, alive, steps
+from xla_amp.lazy.runtime.compile import Key, Program, alive
 from xla_amp.lazy.runtime.metrics import metrics
 
 BASE = 1_400_000
@@ -129,7 +129,7 @@ def _drop_instructions() -> None:
     global _instruction_limit
     if len(graph.instructions) < _instruction_limit or graph.trace.code:
         return
-    used = {instruction.id for program in alive for instruction, _, _ in steps(program.key.code)}
+    used = {number for program in alive for number in program.instructions}
     graph.forget_unused(used)
     _instruction_limit = max(_LEAST_INSTRUCTIONS, 2 * len(graph.instructions))
 

@@ -99,9 +99,7 @@ def _find(
 def _emit(
     instruction: Instruction, context: Context, inputs: list[Any], floats: Any, ints: Any, seed: Any
 ) -> list[Any]:
-    rng = None
-    if instruction.random:
-        rng = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
+    rng = compiling.random_key(*seed) if instruction.random else None
     count = instruction.floats, instruction.ints
     lifted = [floats[i] for i in range(count[0])], [ints[i] for i in range(count[1])]
     return [materialize(value) for value in compiling.emit(instruction, context, inputs, *lifted, rng)]

@@ -54,10 +54,15 @@ def from_host(source: UntypedStorage) -> UntypedStorage:
 
 
 def _of(buffer: Buffer, raw: torch.Tensor | None = None) -> UntypedStorage:
-    storage = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype).untyped_storage()
-    storage._xla_amp = buffer  # type: ignore[attr-defined]
     buffer.raw = raw
-    return storage
+    return _whole(buffer).untyped_storage()
+
+
+def _whole(buffer: Buffer) -> torch.Tensor:
+    """A tensor on all of the buffer."""
+    tensor = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
+    tensor.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
+    return tensor
 
 
 def _as_bytes(storage: UntypedStorage) -> torch.Tensor:
@@ -101,9 +106,7 @@ def clone(original: Callable[..., Any], self: Any) -> UntypedStorage:
     if buffer.raw is not None:
         return _of(Buffer(buffer.spec), buffer.raw.clone())
     with trace.lock:
-        whole = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
-        whole.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
-        return whole.clone().untyped_storage()
+        return _whole(buffer).clone().untyped_storage()
 
 
 def copy_(self: Any, source: Any) -> Any:
@@ -120,9 +123,7 @@ def copy_(self: Any, source: Any) -> Any:
         self._xla_amp.raw = values.clone()
     else:
         buffer: Buffer = self._xla_amp
-        whole = private_api.create_tensor(buffer.spec.shape, buffer.spec.dtype)
-        whole.untyped_storage()._xla_amp = buffer  # type: ignore[attr-defined]
-        whole.copy_(values.view(buffer.spec.dtype).view(buffer.spec.shape))
+        _whole(buffer).copy_(values.view(buffer.spec.dtype).view(buffer.spec.shape))
     return self
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from xla_amp import interrupts
+from xla_amp.lazy import private_api
 from xla_amp.lazy.tensors import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -85,8 +86,8 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        nested = torch._C._current_graph_task_id() != -1
-        if nested or not any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in outputs):
+        ours = any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in outputs)
+        if not ours or private_api.in_backward():
             return _run(original, outputs, *args, **kwargs)
         undo.drop_gradients(outputs)
         with _lock:
