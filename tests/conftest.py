@@ -12,6 +12,10 @@ import pytest
 
 # Before anything imports JAX: a test must mean the same on a machine with an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test's time is LLVM's, for programs that run once: a third of it without optimizations and without the
+# emitters of fusions that use MLIR.  What XLA's own passes do, which tests count, is the same.
+if find_spec("torch_xla") is None:  # whose XLA is another one, and ends the process at a flag that it does not know
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 

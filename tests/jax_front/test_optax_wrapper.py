@@ -235,7 +235,7 @@ def test_select_keeps_subnormals_that_addition_flushes():
 
 MESH_PROGRAM = """
 import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 os.environ["JAX_PLATFORMS"] = "cpu"
 import warnings
 warnings.filterwarnings("ignore", category=DeprecationWarning)  # pmap on a newer JAX

@@ -14,7 +14,9 @@ import os
 import re
 import sys
 
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[4] if len(sys.argv) > 4 else 8}"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    f" --xla_force_host_platform_device_count={sys.argv[4] if len(sys.argv) > 4 else 8}"
+)
 
 import jax
 import torch
