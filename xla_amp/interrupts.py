@@ -5,8 +5,8 @@ handler that raises there can leave half an operation behind.  `take_over` wraps
 wrapped handler runs at once, as before, unless the main thread
 
 * holds `lock`: then it runs when the lock is released;
-* runs code marked by `deferred` or `uninterruptible`, or C++ code that an exception would abort (`in_native_code`):
-  then it runs at the first bytecode after it.
+* runs code marked by `deferred` or `uninterruptible`, C++ code that an exception would abort (`in_native_code`), or a
+  finalizer, whose exceptions Python drops: then it runs at the first bytecode after it.
 
 So sleeping, waiting for a lock and reading from a socket end as they always do.  A handler that raises first calls
 `before_raising`, where an unfinished training step is undone.
@@ -21,6 +21,7 @@ import functools
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -115,7 +116,7 @@ def _obstacle(frame: FrameType | None) -> Any:
     while frame is not None:
         if frame.f_code in _whole:
             return _whole
-        if frame.f_code in _short:
+        if frame.f_code in _short or frame.f_code.co_name == "__del__":
             found = _short
         frame = frame.f_back
     return found
@@ -144,6 +145,20 @@ def _call_between_bytecodes(call: _Call) -> None:
     PyObject_IsTrue returns -1 for an exception, as a pending call does.  `call` must live for ever.
     """
     _add_pending_call(_is_true, id(call))
+
+
+def _code_inside(function: Any) -> set[CodeType]:
+    """The code of the functions that `function` defines."""
+    return {constant for constant in function.__code__.co_consts if isinstance(constant, CodeType)}
+
+
+# Python prints and drops an exception in a callback of a weak reference, so a step would be undone and yet go on.
+_short.update(
+    _code_inside(weakref.WeakSet.__init__),
+    _code_inside(weakref.WeakKeyDictionary.__init__),
+    _code_inside(weakref.WeakValueDictionary.__init__),
+    {weakref.finalize.__call__.__code__},
+)
 
 
 def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

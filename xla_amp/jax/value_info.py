@@ -8,6 +8,7 @@ copy of a value is made once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +71,7 @@ class ValueTable:
         if not compat.is_array(value) or not compat.is_concrete(value):
             return value
         key, infos = id(value), self._infos
-        return weakref.ref(value, lambda _: infos.pop(key, None))
+        return weakref.ref(value, functools.partial(infos.pop, key))
 
     def mark_computed(self, value: Any) -> None:
         """`value` was computed inside."""

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import interrupt_fuzz
 import pytest
@@ -126,6 +127,24 @@ def test_context_managers_are_never_half_entered(device):
     code = xla_amp.autocast.__exit__.__code__
     assert code in interrupts._short
     assert torch.no_grad.__exit__.__code__ in interrupts._short
+
+
+class Sends:
+    def __del__(self):
+        send()
+
+
+@pytest.mark.parametrize("finalizer", ["__del__", "weakref.finalize"])
+def test_finalizers_lose_no_exception(device, finalizer):
+    def drop():
+        dropped = Sends() if finalizer == "__del__" else torch.nn.ReLU()
+        weakref.finalize(dropped, send if finalizer == "weakref.finalize" else str)
+        del dropped
+        for _ in range(2):  # Python looks for signals when it jumps backward
+            pass
+
+    with pytest.raises(Interrupted):
+        drop()
 
 
 def model_and_optimizer(device, kind=torch.optim.AdamW):
