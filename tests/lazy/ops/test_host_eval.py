@@ -11,9 +11,10 @@ import torch
 from lazy_device import counted
 
 from xla_amp import lazy as engine
+from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.tensors import step_marker, transfer
+from xla_amp.lazy.tensors import step_marker
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
 
@@ -107,11 +108,11 @@ def test_a_watched_step_shows_that_it_looks(device: torch.device, monkeypatch: p
 
 def test_copies_go_with_their_arrays(device: torch.device) -> None:
     gc.collect()
-    before = len(transfer.copies)
+    before = len(copies)
     mask = MASK.to(device)
-    assert len(transfer.copies) == before + 1
+    assert len(copies) == before + 1
     del mask
-    assert len(transfer.copies) == before
+    assert len(copies) == before
 
 
 def test_long_computations_are_the_devices_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,7 @@ class Trace:
         "generation",
         "generators",
         "ints",
+        "known",
         "limit",
         "lock",
         "most",
@@ -265,6 +266,8 @@ class Trace:
         """Count of values at which `loops` looks for a loop to end the step in."""
         self.most = sys.maxsize
         """Count of values at which the trace is flushed in any case."""
+        self.known: dict[int, np.ndarray] = {}
+        """Values that the host has computed too (`host_eval`), by number."""
         self.uploads: dict[int, int] = {}
         """id of a buffer that was uploaded since the last flush -> `count` at that time."""
         self.nodes: tuple[int, int] | None = None
@@ -287,6 +290,8 @@ class Trace:
         self.count, self.draws, self.stream, *lengths = position
         for part, length in zip(self._lists(), lengths, strict=True):
             del part[length:]
+        for number in [number for number in self.known if number >= self.count]:
+            del self.known[number]
 
     def _lists(self) -> tuple[list[Any], ...]:
         return (
@@ -306,7 +311,7 @@ trace = Trace()
 def add_parameter(buffer: Buffer) -> int:
     """Records the buffer's array as an input, or zeros for memory never written; returns the value's number."""
     array = buffer.array
-    if not trace.code and trace.nodes is not None:
+    if not trace.parameters and trace.nodes is not None:  # before it there are factories and random numbers only
         trace.nodes = threading.get_ident(), private_api.autograd_nodes()
     if array is None:
         instruction = buffer.spec.zeros or _zeros(buffer.spec)

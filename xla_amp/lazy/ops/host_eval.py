@@ -3,6 +3,9 @@
 Programs ask about their inputs: "is this padding mask all ones?", "which labels are not ignored?".  The host keeps
 copies of uploaded integers, booleans and single numbers, so a value that depends on them only is computed there.  The
 trace does not change and Python does not wait for the device; ``metrics.host_values`` counts these values.
+
+What was computed here stays known: a loop that asks about its state each time (``unfinished.max() == 0``) computes only
+what is new, also after the step has ended.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ import torch
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import to_torch
+from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.graph.trace import Instruction, trace
 from xla_amp.lazy.runtime import causes, execute, mesh, program_cache
 from xla_amp.lazy.runtime.compile import Key, build, steps
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
-from xla_amp.lazy.tensors.transfer import copies
 
 _MOST_OPERATIONS = 64
 """Longer computations run on the device."""
@@ -40,8 +43,8 @@ class _Step(NamedTuple):
     first: int
     """Number of its first result."""
     inputs: tuple[int, ...]
-    parameter: int
-    """Position among the parameters, -1 for an operation."""
+    array: np.ndarray | None
+    """The value, if the host has it: of an upload, or computed earlier."""
     floats: tuple[float, ...]
     ints: tuple[int, ...]
 
@@ -57,10 +60,12 @@ def value(tensor: torch.Tensor) -> torch.Tensor | None:
             result = copy_of(tensor)
         elif buffer.number > _FAR and tensor.is_floating_point():
             result = None
-        elif any(id(parameter.array) in copies for parameter in trace.parameters):
+        elif trace.known or any(id(parameter.array) in copies for parameter in trace.parameters):
             number, value_spec = tensor_io.read(tensor)
-            chosen = _needed(number)
-            result = None if chosen is None else _tensor(_evaluate(chosen, number, host)).view(value_spec.shape)
+            if number not in trace.known and (chosen := _needed(number)) is not None:
+                trace.known.update(_evaluate(chosen, number, host))
+            known = trace.known.get(number)
+            result = None if known is None else to_torch(known.copy()).view(value_spec.shape)
         else:
             result = None
     if result is not None:
@@ -80,18 +85,17 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
 
 
-def _tensor(array: Any) -> torch.Tensor:
-    return to_torch(np.array(array, copy=True))
-
-
 def _needed(number: int) -> list[_Step] | None:
     """The part of the trace that computes value `number`, or None if it needs a value that is not on the host."""
     producers: dict[int, _Step] = {}
     count = parameters = floats = ints = 0
     for instruction, draw, inputs in steps(trace.code):
         is_parameter = instruction.emit is None
+        array = None
         if is_parameter:
-            host = id(trace.parameters[parameters].array) in copies
+            found = copies.get(id(trace.parameters[parameters].array))
+            array = None if found is None else found[1]
+            host = found is not None
         else:
             host = not draw and all(i < 0 or i in producers for i in inputs)
         if host:
@@ -99,66 +103,71 @@ def _needed(number: int) -> list[_Step] | None:
                 instruction,
                 count,
                 tuple(inputs),
-                parameters if is_parameter else -1,
+                array,
                 tuple(trace.floats[floats : floats + instruction.floats]),
                 tuple(trace.ints[ints : ints + instruction.ints]),
             )
             for result in range(count, count + len(instruction.outs)):
                 producers[result] = step
+        for result, value_spec in enumerate(instruction.outs, count):
+            if value_spec is not None and result in trace.known:
+                producers[result] = _Step(value_spec.parameter, result, (), trace.known[result], (), ())
         count += len(instruction.outs)
         parameters += is_parameter
         floats += instruction.floats
         ints += instruction.ints
     if number not in producers:
         return None
-    found: dict[int, _Step] = {}
+    needed: dict[int, _Step] = {}
     todo = [number]
     while todo:
         step = producers[todo.pop()]
-        if step.first not in found:
-            found[step.first] = step
+        if step.first not in needed:
+            needed[step.first] = step
             todo.extend(i for i in step.inputs if i >= 0)
-    chosen = [found[first] for first in sorted(found)]
+    chosen = [needed[first] for first in sorted(needed)]
     elements = sum(out.size for step in chosen for out in step.instruction.outs if out is not None)
     return chosen if len(chosen) <= _MOST_OPERATIONS and elements <= _MOST_ELEMENTS else None
 
 
-def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> Any:
+def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> dict[int, np.ndarray]:
+    """Value `number`, and those that tensors have and that are computed on the way, by number."""
+    if chosen[-1].array is not None:
+        return {number: chosen[-1].array}
     renumbered: dict[int, int] = {-1: -1}
     code: list[int] = []
-    parameter_numbers, parameter_specs, arrays = [], [], []
+    parameter_numbers: list[int] = []
+    parameter_specs: list[Any] = []
+    arrays: list[np.ndarray] = []
     floats: list[float] = []
     ints: list[int] = []
     count = 0
     for step in chosen:
         for position in range(len(step.instruction.outs)):
             renumbered[step.first + position] = count + position
-        if step.parameter >= 0:
-            parameter = trace.parameters[step.parameter]
+        if step.array is not None:
             parameter_numbers.append(count)
-            parameter_specs.append(parameter.spec)
-            arrays.append(copies[id(parameter.array)][1])
+            parameter_specs += step.instruction.outs
+            arrays.append(step.array)
         code += [step.instruction.id, *(renumbered[i] for i in step.inputs)]
         floats += step.floats
         ints += step.ints
         count += len(step.instruction.outs)
-    key = Key(code=tuple(code), wanted=(renumbered[number],), spent=())
+    held = {buffer.number for buffer in trace.buffers() if buffer.number in renumbered}
+    wanted = sorted(held.difference(step.first for step in chosen if step.array is not None) | {number})
+    key = Key(code=tuple(code), wanted=tuple(renumbered[n] for n in wanted), spent=())
     with private_api.x64(), jax.default_device(host):
         program = _programs.get(key)
         loaded = program_cache.executables(host) if program is None else None
         if program is None:
             program = build(key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu")
             metrics.compilations += 1
-        (position,) = program.outputs
-        if position < 0:
-            result = arrays[~position]
-        else:
-            result = program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))[position]
+        outputs = program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))
         program_cache.touch(program)
         if loaded is not None:
             program_cache.add(_programs, key, program, loaded, host)
             causes.compiled(program)
-        return result
+    return {n: np.asarray(outputs[position]) for n, position in zip(wanted, program.outputs, strict=True)}
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import numpy as np
 
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
+from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import Family, trace
 from xla_amp.lazy.runtime import (
@@ -207,7 +208,10 @@ def _run() -> None:
         observer.after(program, key.code, targets)
     generator.advance(trace.draws)
     for buffer, position in zip(targets, program.outputs, strict=True):
-        buffer.array = outputs[position] if position >= 0 else arrays[~position]
+        buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
+        known = trace.known.get(buffer.number)
+        if known is not None and host_copies.is_kept(known):
+            host_copies.keep(value, known)
     set_newest(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
     if is_new and not pjrt.counts_memory():

@@ -16,7 +16,10 @@ the trace and applies these rules.
 4. The step ends at the first operation of a repetition.  Then each iteration is a step, until one is different.
 5. A loop that ends, and begins again before a value is read, is part of a larger one, which is taken instead; unless
    the trace is longer than `LONG` by then.
-6. Nothing is ended while a step is captured, exported or traced for JAX.
+6. A sequence that grows, as in the generation of text, has other shapes in each iteration.  In a trace of `GROWING`
+   operations without gradients, operations of the same names count as the same.  Each length is a program then, which
+   compiles faster than one program of all lengths.
+7. Nothing is ended while a step is captured, exported or traced for JAX.
 
 The rules read what was recorded, so all processes that record the same end their steps at the same places.  Ending a
 step runs it asynchronously; a result may differ in the last place from that of a longer program, in which XLA fuses
@@ -26,7 +29,7 @@ other operations.
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import FIRST_LOOK, Family, trace
@@ -38,6 +41,8 @@ REPEATS_WITH_GRADIENTS = 16
 """Up to so many parts of an accumulated gradient are one program."""
 LONG = 2048
 """Operations up to which it is worth waiting for a larger loop; compiling takes one to two milliseconds for each."""
+GROWING = 256
+"""Operations from which iterations may differ in shapes."""
 
 
 class _Recorded(NamedTuple):
@@ -45,6 +50,7 @@ class _Recorded(NamedTuple):
 
     ids: list[int]
     """Id of each instruction; of one with a family the family's number."""
+    names: list[str]
     families: dict[int, tuple[Family, tuple[int, ...]]]
     """Index of an operation -> its family and constants."""
     inputs: list[tuple[int, ...]]
@@ -60,13 +66,14 @@ class _Loop:
     def __init__(self) -> None:
         self.generation = -1
         """Generation of the trace that began then."""
-        self.ids: list[int] = []
-        """Operations of a repetition; empty after one that was different."""
+        self.operations: list[Any] = []
+        """Ids of the operations of a repetition, or names of one that grows; empty after one that was different."""
+        self.growing = False
         self.repeated = False
         """Whether a repetition followed that was the same."""
-        self.ended: set[tuple[int, ...]] = set()
+        self.ended: set[tuple[Any, ...]] = set()
         """Loops that ended since a flush for another reason."""
-        self.inner: set[tuple[int, ...]] = set()
+        self.inner: set[tuple[Any, ...]] = set()
         """Loops inside larger ones."""
         self.alive: tuple[int, int, int] = (-1, 0, 0)
         """(generation, operations, values alive) when a loop with gradients was seen."""
@@ -87,7 +94,7 @@ def look() -> None:
         execute.flush()
     elif execute.observer is not None or private_api.in_backward():
         _wait()
-    elif trace.generation == _loop.generation and _loop.ids:
+    elif trace.generation == _loop.generation and _loop.operations:
         _continue(_recorded())
     else:
         if trace.generation != _loop.generation:
@@ -97,16 +104,17 @@ def look() -> None:
 
 def _continue(recorded: _Recorded) -> None:
     """Ends the step after the next repetition of the loop."""
-    missing = len(_loop.ids) - len(recorded.ids)
-    if recorded.ids == _loop.ids:
+    operations: list[Any] = recorded.names if _loop.growing else recorded.ids
+    missing = len(_loop.operations) - len(operations)
+    if operations == _loop.operations:
         _loop.repeated = True
-        _end(_loop.ids, execute.expected[1])
-    elif missing > 0 and recorded.ids == _loop.ids[: len(recorded.ids)]:
+        _end(_loop.operations, execute.expected[1])
+    elif missing > 0 and operations == _loop.operations[: len(operations)]:
         _wait(missing)
     else:
         if _loop.repeated:
-            _loop.ended.add(_name(_loop.ids))
-        _loop.ids = []
+            _loop.ended.add(_name(_loop.operations))
+        _loop.operations = []
         _search(recorded)
 
 
@@ -114,8 +122,14 @@ def _search(recorded: _Recorded) -> None:
     gradients = trace.nodes != (threading.get_ident(), private_api.autograd_nodes())
     if gradients and mesh.replicas:
         return _wait()
-    ids, least = recorded.ids, REPEATS_WITH_GRADIENTS if gradients else REPEATS
-    found = repetition(ids, least, _loop.inner if len(ids) < LONG else set())
+    least = REPEATS_WITH_GRADIENTS if gradients else REPEATS
+    ids: list[Any] = recorded.ids
+    inner = _loop.inner if len(ids) < LONG else set()
+    found = repetition(ids, least, inner)
+    growing = found is None and not gradients and len(ids) >= GROWING
+    if growing:
+        ids = recorded.names
+        found = repetition(ids, least, inner)
     if found is None:
         return _wait()
     start, period = found
@@ -131,8 +145,8 @@ def _search(recorded: _Recorded) -> None:
     if gradients and not _is_steady(len(ids), period):
         return _wait(period)
     last = {index: item for index, item in recorded.families.items() if index >= len(ids) - period}
-    differ = frozenset(item[0] for index, item in last.items() if recorded.families[index - period] != item)
-    _loop.repeated = False
+    differ = frozenset(item[0] for index, item in last.items() if recorded.families.get(index - period) != item)
+    _loop.repeated, _loop.growing = False, growing
     _end(ids[-period:], differ)
 
 
@@ -146,19 +160,19 @@ def _wait(operations: int = 0) -> None:
     trace.limit = min(limit, trace.most)
 
 
-def _end(ids: list[int], differ: frozenset[Family]) -> None:
+def _end(operations: list[Any], differ: frozenset[Family]) -> None:
     execute.flush()
-    _loop.generation, _loop.ids = trace.generation, ids
+    _loop.generation, _loop.operations = trace.generation, operations
     execute.expected = trace.generation, differ
-    _wait(len(ids))
+    _wait(len(operations))
 
 
-def _name(ids: list[int]) -> tuple[int, ...]:
+def _name(operations: list[Any]) -> tuple[Any, ...]:
     """A key of a loop that does not depend on where its repetition begins."""
-    return tuple(sorted(ids))
+    return tuple(sorted(operations))
 
 
-def repetition(ids: list[int], least: int, inner: set[tuple[int, ...]]) -> tuple[int, int] | None:
+def repetition(ids: list[Any], least: int, inner: set[tuple[Any, ...]]) -> tuple[int, int] | None:
     """(first index, length) of what `ids` ends with at least `least` times; the earliest one, then the shortest.
 
     >>> repetition([9, 8, 1, 2, 1, 2, 1], 2, set())
@@ -184,8 +198,8 @@ def repetition(ids: list[int], least: int, inner: set[tuple[int, ...]]) -> tuple
 
 
 def _recorded() -> _Recorded:
-    recorded = _Recorded([], {}, [], [], [])
-    ids, families, inputs, firsts, reads = recorded
+    recorded = _Recorded([], [], {}, [], [], [])
+    ids, names, families, inputs, firsts, reads = recorded
     count = 0
     for instruction, _, values in steps(trace.code):
         if instruction.emit is None:
@@ -195,6 +209,7 @@ def _recorded() -> _Recorded:
             if family is not None:
                 families[len(ids)] = family, instruction.integers
             ids.append(instruction.id if family is None else family.number)
+            names.append(instruction.name)
             inputs.append(tuple(values))
             firsts.append(count)
         count += len(instruction.outs)

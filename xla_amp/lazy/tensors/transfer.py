@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +14,11 @@ from xla_amp import interrupts
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
+from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec, trace
 from xla_amp.lazy.runtime import causes, forks, mesh, pjrt
 from xla_amp.lazy.runtime.metrics import metrics
-
-copies: dict[int, tuple[weakref.ref[jax.Array], np.ndarray]] = {}
-"""id of an uploaded array -> the array and the host's copy, while the array exists; read by `host_eval`."""
-_SMALL = 1 << 20
-"""Bytes up to which the host keeps a copy of integers and booleans: masks, lengths and labels, which programs read.
-Of single numbers a copy is always kept, because optimizers store rates in tensors and read them."""
 
 
 @interrupts.deferred
@@ -37,16 +30,9 @@ def upload(tensor: torch.Tensor) -> jax.Array:
     metrics.host_to_device += 1
     with private_api.x64():
         array = mesh.put(private)
-    if not private.ndim or (private.dtype.kind in "biu" and private.nbytes <= _SMALL):
-        _keep(array, private)
+    if not private.ndim or host_copies.is_kept(private):  # optimizers store rates in tensors and read them
+        host_copies.keep(array, private)
     return array
-
-
-def _keep(array: jax.Array, private: np.ndarray) -> None:
-    key = id(array)
-    # No function of Python: one could raise for a signal there, which would be lost, and at interpreter exit the
-    # module's names are deleted before the last array.
-    copies[key] = (weakref.ref(array, functools.partial(copies.pop, key)), private)
 
 
 def download(array: jax.Array) -> torch.Tensor:
