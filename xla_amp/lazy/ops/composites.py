@@ -10,10 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from xla_amp.lazy.tensors.tensor_io import PLAIN
 
 aten = torch.ops.aten
+_TRACED = (FakeTensor, FunctionalTensor)
+"""What torch.compile traces with."""
 KERNELS: dict[str, Callable[..., Any]] = {}
 """ATen name -> function for tensors of the device, with or without gradients."""
 
@@ -27,16 +31,16 @@ def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
-    """Whether a transform (torch.func, forward AD, torch.compile) or a tensor subclass sees this call.
+    """Whether a transform (torch.func, forward AD) or a tensor subclass sees this call.
 
     These support torch's decomposed operations only: ours have no batching rule and no forward derivative.
+    torch.compile knows these operations, and its graphs run on the device.
     """
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.autograd.forward_ad._current_level >= 0
-        or any(type(x) not in PLAIN for x in tensors)
-    )
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if torch._guards.TracingContext.try_get() is not None:
+        return not all(isinstance(x, _TRACED) for x in tensors)
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(x) not in PLAIN for x in tensors)
 
 
 # -- attention --------------------------------------------------------------------------------------------------------

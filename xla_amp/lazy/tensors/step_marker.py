@@ -21,6 +21,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
 from xla_amp import interrupts
+from xla_amp.backends import dynamo
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute
 from xla_amp.lazy.runtime.execute import flush
@@ -32,6 +33,10 @@ _armed = -1
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers that stepped in that trace."""
 _forward_hook: Any = None
+_awaited = False
+"""Whether the next forward pass begins a step."""
+_kept = False
+"""Whether the hook stays installed (`keep_hook`)."""
 _paused = False
 
 
@@ -97,28 +102,55 @@ def _arm(optimizer: torch.optim.Optimizer) -> None:
         _await_forward()
 
 
+def keep_hook() -> None:
+    """Leaves the module hook installed for good: Dynamo compiles again when hooks have changed."""
+    global _kept
+    with trace.lock:
+        _kept = True
+        _await_forward()
+
+
 def _await_forward() -> None:
     """Waits for the next forward pass.
 
     A global module hook slows every module call down, so it is removed after the first call.
     """
-    global _forward_hook
+    global _forward_hook, _awaited
     with trace.lock:
+        _awaited = True
         if _forward_hook is None:
-            _forward_hook = nn_module.register_module_forward_pre_hook(_before_forward)
+            _forward_hook = nn_module.register_module_forward_pre_hook(before_forward)
 
 
-def _before_forward(module: torch.nn.Module, inputs: Any) -> None:
-    global _forward_hook
+def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+    """The module hook."""
+    if torch.compiler.is_dynamo_compiling() or not _awaited:
+        return  # Dynamo reads this; its graphs call `graph_begins`
     with trace.lock:
-        hook, _forward_hook = _forward_hook, None
-        if hook is not None:
-            hook.remove()
-        step_begins()
+        _forward_begins()
         if module.training and torch.is_grad_enabled() and not _is_nested(sys._getframe(1)):
             undo.begin()
 
 
+def graph_begins() -> None:
+    """Marks the forward pass of a compiled graph with gradients, which may be the first one of a step."""
+    if _awaited:
+        with trace.lock:
+            _forward_begins()
+            undo.begin()
+
+
+def _forward_begins() -> None:
+    global _forward_hook, _awaited
+    _awaited = False
+    if _forward_hook is not None and not _kept:
+        _forward_hook.remove()
+        _forward_hook = None
+    step_begins()
+
+
+for _hook in (before_forward, _before_step, _after_step):
+    dynamo.skip(_hook)
 _CALL = torch.nn.Module._call_impl.__code__
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xla_amp import config, interrupts
+from xla_amp.backends import dynamo
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
@@ -23,7 +24,7 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, device_guard, monkeypatches
+from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, device_guard, inductor, monkeypatches
 from xla_amp.lowering import Lowering, registry, table
 
 
@@ -46,6 +47,7 @@ class BackendModule:
 
     _initialized = True
     """``torch.utils.checkpoint`` saves the device's random state only of an initialized module."""
+    Scheduling = PythonWrapperCodegen = CppWrapperCodegen = WrapperFxCodegen = inductor.NoCodeGenerator
 
     def is_available(self) -> bool:
         """Whether the device can be used (it is registered only then)."""
@@ -224,7 +226,7 @@ def _install_kernels() -> None:
         _implement("aten", name, kernel, "SparsePrivateUse1")
     for key, missing in (("PrivateUse1", _missing), ("SparsePrivateUse1", sparse.missing)):
         fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
-        fallback.fallback(missing)
+        fallback.fallback(dynamo.skip(missing))
 
 
 def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "PrivateUse1") -> None:
@@ -233,7 +235,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         library = _libraries[namespace, dispatch_key] = torch.library.Library(namespace, "IMPL", dispatch_key)
     key = f"{namespace}::{name}"
     if dispatch_key != "PrivateUse1":
-        library.impl(name, kernel)
+        library.impl(name, dynamo.skip(kernel))
         return
     if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
@@ -241,7 +243,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         kernel = execute.run_at_once(kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # re-registering a lowering (override=True) replaces our kernel
-        library.impl(name, kernel, **({"allow_override": True} if key in _installed else {}))
+        library.impl(name, dynamo.skip(kernel), **({"allow_override": True} if key in _installed else {}))
     _installed.add(key)
 
 

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from xla_amp import interrupts
+from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
 from xla_amp.lazy.tensors import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -93,7 +94,7 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         with _lock:
             return _run(original, outputs, *args, **kwargs)
 
-    return run
+    return dynamo.skip(run)
 
 
 def _run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

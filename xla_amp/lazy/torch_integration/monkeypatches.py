@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.autograd.graph
 import torch.utils.dlpack
+from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 
 from xla_amp import interrupts
@@ -24,7 +25,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
-from xla_amp.lazy.tensors import storages, tensor_io
+from xla_amp.lazy.tensors import step_marker, storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator, device_guard, safetensors_files
 
@@ -272,6 +273,19 @@ def _replace_accelerator() -> None:
             setattr(torch._C, name, function)
 
 
+def _replace_has_any_global_hook() -> None:
+    original: Callable[[], Any] = nn_module._has_any_global_hook
+
+    @functools.wraps(original)
+    def has_any_global_hook() -> Any:
+        if list(nn_module._global_forward_pre_hooks.values()) != [step_marker.before_forward]:
+            return original()
+        others = (nn_module._global_forward_hooks, nn_module._global_backward_hooks)
+        return any(others) or bool(nn_module._global_backward_pre_hooks)
+
+    nn_module._has_any_global_hook = has_any_global_hook
+
+
 PATCHES = (
     Patch(
         names=("torch.UntypedStorage._xla_amp",),
@@ -337,6 +351,12 @@ PATCHES = (
         "devices as compatible; Module.to would make new Parameters, so that tied weights separate and an optimizer "
         "keeps the CPU ones.",
         install=_replace_data,
+    ),
+    Patch(
+        names=("torch.nn.modules.module._has_any_global_hook",),
+        reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
+        "lazy device where a step begins (`step_marker`).",
+        install=_replace_has_any_global_hook,
     ),
     Patch(
         names=("torch.Generator",),

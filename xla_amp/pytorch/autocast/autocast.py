@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 
 from xla_amp import config, interrupts
 from xla_amp import policy as policies
-from xla_amp.backends import devices
+from xla_amp.backends import devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy
-from xla_amp.pytorch.autocast import decorate, native, native_dispatch
+from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -91,6 +91,10 @@ class autocast:
         *,
         policy: str | os.PathLike[str] | Policy | None = None,
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._arguments = (device, dtype, enabled, cache_enabled, policy)
+            self._compiled: list[Any] = []
+            return
         self.device = devices.device_type(device)
         self.dtype = dtype
         self.enabled = enabled
@@ -117,17 +121,29 @@ class autocast:
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
     def __enter__(self) -> autocast:
+        if torch.compiler.is_dynamo_compiling():
+            region = compiled.region(_region_of_torch, *self._arguments)
+            self._compiled.append(region)
+            region.__enter__()
+            return self
         _open.stack.append(self._enter_xla() if self._is_xla else self._enter_native())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._compiled.pop().__exit__(None, None, None)
+            return
         _leave(self)
 
     def __call__(self, function: _Function) -> _Function:
-        decorated: _Function = decorate.inside(self, function)
+        decorated: _Function = decorate.inside(self, function, self._again)
         return decorated
+
+    def _again(self) -> autocast:
+        """A new region like this one: Dynamo knows only those that it sees made."""
+        return autocast(self.device, self.dtype, self.enabled, self.cache_enabled, policy=self.policy)
 
     def _rules(self, engine: Engine) -> Policy:
         """The effective policy: the chosen or default one, with file, environment and overrides on top."""
@@ -173,6 +189,30 @@ class autocast:
 
 
 interrupts.uninterruptible(autocast.__enter__, autocast.__exit__)
+for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
+    dynamo.skip(_method)
+
+
+@dynamo.constant
+def _region_of_torch(
+    device: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any
+) -> tuple[str, torch.dtype | None, bool, bool | None] | None:
+    """Arguments of the `torch.autocast` with the casts of ``autocast(device, ...)``; None if there is none."""
+    made = autocast(device, dtype, enabled, cache_enabled)
+    region = policies.current(made.device)
+    around = None if region is None else region.policy
+    if policy is not None:
+        return None
+    if not made._is_xla:
+        changed = native_dispatch.rules(made.device, None)
+        plain = changed is None or changed is policies.load(made.device)
+        return (made.device, dtype, enabled, cache_enabled) if plain and around in (None, changed) else None
+    engine = devices.engine()
+    engine.device()
+    rules = made._rules(engine)
+    if around not in (None, rules):
+        return None
+    return made.device, made._low(rules) if enabled else getattr(torch, rules.low), enabled, cache_enabled
 
 
 def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtype) -> autocast:

@@ -15,6 +15,7 @@ import torch
 
 from xla_amp import events
 from xla_amp import policy as policies
+from xla_amp.backends import dynamo
 from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting, decision_events, module_paths
 from xla_amp.types import Cast
@@ -111,7 +112,7 @@ def make(
         finally:
             exclude(dispatch_key, False)
 
-    return kernel
+    return dynamo.skip(kernel)
 
 
 def _default_kernel(

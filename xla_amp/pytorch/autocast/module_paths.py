@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from xla_amp.backends import dynamo
+
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -84,16 +86,24 @@ def release(token: Token) -> None:
 
 
 def _enter(module: torch.nn.Module, _args: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # a compiled graph has no modules
     stack = _thread.stack
     stack.append((module, _path(module, stack[-1][1]) if stack else _outermost(module)))
 
 
 def _leave(module: torch.nn.Module, _args: Any, _result: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return
     stack = _thread.stack
     for index in range(len(stack) - 1, -1, -1):
         if stack[index][0] is module:
             del stack[index:]
             return
+
+
+for _hook in (_enter, _leave):
+    dynamo.skip(_hook)
 
 
 def _path(module: torch.nn.Module, parent: str) -> str:
