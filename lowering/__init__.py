@@ -23,6 +23,7 @@ from xla_amp.lowering.nn import (
     activation,
     convolution,
     ctc,
+    detection,
     embedding_bag,
     fractional_pooling,
     loss,

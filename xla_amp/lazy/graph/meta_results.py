@@ -13,6 +13,8 @@ import torch
 aten = torch.ops.aten
 SHAPES: dict[Any, Callable[..., Any]] = {}
 """Operator -> its meta function; `shape_inference.results` looks here first."""
+OTHER_LIBRARIES: dict[str, Callable[..., Any]] = {}
+"""The same by name, for operators of libraries that may not be imported."""
 
 
 def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -295,3 +297,51 @@ def _grouped_mm(
     groups: tuple[int, ...] = () if offs is None or 3 in dims else (offs.shape[0],)
     batch = left.shape[:1] if dims == (3, 3) else groups
     return left.new_empty((*batch, left.shape[-2], right.shape[-1]), dtype=out_dtype)
+
+
+# -- torchvision: its meta kernel of nms has a size that depends on data, and those of older versions are missing ------
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(message)
+
+
+def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
+    given = f"got {list(dets.shape)} and {list(scores.shape)}"
+    _require(dets.dim() == 2 and dets.shape[1] == 4, f"nms expects boxes [N, 4] and scores [N], {given}")
+    _require(scores.shape == dets.shape[:1], f"nms expects boxes [N, 4] and scores [N], {given}")
+    dtypes = f"got {dets.dtype} and {scores.dtype}"
+    _require(dets.dtype is scores.dtype and dets.is_floating_point(), f"nms expects one floating dtype, {dtypes}")
+    return scores.new_empty(scores.shape, dtype=torch.int64)
+
+
+def _roi_align(x: torch.Tensor, rois: torch.Tensor, scale: float, height: int, width: int, *_: Any) -> torch.Tensor:
+    given = f"got {list(x.shape)} and {list(rois.shape)}"
+    fits = x.dim() == 4 and rois.dim() == 2 and rois.shape[1] == 5
+    _require(fits, f"roi_align expects input [N, C, H, W] and rois [K, 5], {given}")
+    dtypes = f"got {x.dtype} and {rois.dtype}"
+    _require(x.dtype is rois.dtype and x.is_floating_point(), f"roi_align expects one floating dtype, {dtypes}")
+    return x.new_empty((rois.shape[0], x.shape[1], height, width))
+
+
+def _roi_align_backward(
+    grad: torch.Tensor,
+    rois: torch.Tensor,
+    spatial_scale: float,
+    pooled_height: int,
+    pooled_width: int,
+    batch_size: int,
+    channels: int,
+    height: int,
+    width: int,
+    *_: Any,
+) -> torch.Tensor:
+    return grad.new_empty((batch_size, channels, height, width))
+
+
+OTHER_LIBRARIES |= {
+    "torchvision::_roi_align_backward": _roi_align_backward,
+    "torchvision::nms": _nms,
+    "torchvision::roi_align": _roi_align,
+}

@@ -109,6 +109,16 @@ def expand_masks(index: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     return indexed
 
 
+def without_padding(kernel: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    """`kernel`, which returns indices and then negative numbers, without these."""
+
+    def indices(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = _to_host(kernel(*args, **kwargs), name)
+        return transfer.to_device(found[found >= 0])
+
+    return indices
+
+
 def find_length(repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """The ``repeat_interleave.Tensor`` kernel `repeat`, with the length of the result read from the data by default."""
 

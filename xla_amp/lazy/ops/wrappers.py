@@ -307,6 +307,7 @@ LOWERING_WRAPPERS: dict[str, Wrapper] = {
     "linalg_lstsq": _least_squares,
     "linalg_lu_factor_ex": _checked("torch.linalg.lu_factor_ex"),
     "repeat_interleave.Tensor": lambda kernel, lowering, operator: dynamic_shape.find_length(kernel),
+    "torchvision::nms": lambda kernel, lowering, operator: dynamic_shape.without_padding(kernel, lowering.name),
 }
 """Name of the lowering -> wrapper of its functional kernel."""
 

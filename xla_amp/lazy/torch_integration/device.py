@@ -17,7 +17,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, wrappers
+from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, torchvision, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
 from xla_amp.lazy.runtime import execute, forks, generator, mesh, pjrt
 from xla_amp.lazy.runtime.execute import sync
@@ -219,6 +219,8 @@ def _install_kernels() -> None:
         if f"aten::{name}" not in _installed:
             _implement("aten", name, kernel)  # where autograd is off (inference mode)
         _implement("aten", name, kernel, "AutogradPrivateUse1")
+    for name, kernel in torchvision.AUTOCAST_KERNELS.items():
+        _implement("torchvision", name, kernel, "AutocastPrivateUse1")
     for name, kernel in c10d_stubs.KERNELS.items():
         if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
             _implement("c10d", name, kernel)
@@ -248,14 +250,19 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
 
 
 def _install(lowering: Lowering) -> None:
-    """Installs the kernels of one lowering: the operation itself, its in-place and its ``out=`` form."""
+    """Installs the kernels of one lowering: the operation itself, its in-place and its ``out=`` form.
+
+    Of an operator of a library that is not imported yet, the kernel is made at its first call.
+    """
     namespace, _, name = lowering.name.rpartition("::")
     namespace = namespace or "aten"
     base, _, overload = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), base, None)
     operator = getattr(packet, overload or "default", None) if packet is not None else None
     if operator is None:
-        return  # an operation of another torch version, or of a library that is not imported
+        if namespace != "aten":  # else an operation of another torch version
+            _implement(namespace, name, _later(lowering))
+        return
     kernel = make_kernel(lowering, operator, "functional")
     _implement(namespace, name, wrappers.wrap(kernel, lowering, operator))
     if not lowering.mutates:
@@ -265,6 +272,21 @@ def _install(lowering: Lowering) -> None:
                 target_base, _, target_overload = derived.partition(".")
                 target = getattr(getattr(getattr(torch.ops, namespace), target_base), target_overload or "default")
                 _implement(namespace, derived, make_kernel(lowering, target, form))
+
+
+def _later(lowering: Lowering) -> Any:
+    kernel: Any = None
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        nonlocal kernel
+        if kernel is None:
+            namespace, _, name = lowering.name.rpartition("::")
+            base, _, overload = name.partition(".")
+            operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+            kernel = wrappers.wrap(make_kernel(lowering, operator, "functional"), lowering, operator)
+        return kernel(*args, **kwargs)
+
+    return first
 
 
 def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Form, str]]:
