@@ -145,7 +145,7 @@ def location(eqn: Any | None) -> str:
 
 
 def in_numerical_library(eqn: Any) -> bool:
-    """Whether JAX's linear algebra or samplers wrote an equation, in a function or in the rule of a derivative."""
+    """Whether JAX's linear algebra, special functions or samplers wrote an equation, or their derivatives' rules."""
     return eqn is not None and _written_in(eqn, _NUMERICAL)
 
 
@@ -165,7 +165,14 @@ def _paths(root: tuple[str, ...], *paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(os.path.join(*root, *path) for path in paths)
 
 
-_NUMERICAL = _paths(("jax", "_src"), ("lax", "linalg.py"), ("random", "core.py"), ("random.py",))
+_NUMERICAL = _paths(
+    ("jax", "_src"),
+    ("lax", "linalg.py"),
+    ("random", "core.py"),
+    ("random.py",),
+    ("scipy", "linalg.py"),
+    ("scipy", "special.py"),
+)
 _LOWERINGS = (
     *_paths(("lowering",), ("linalg", "contraction.py"), ("linalg", "grouped.py"), ("nn", "convolution.py")),
     *_paths(("xla_amp", "lazy", "interop"), ("functional.py",)),
