@@ -40,7 +40,9 @@ LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling"})
 
 # Modules that load others by name when they are asked to: engines are selected at run time.
 LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
-    "xla_amp.backends.autoload": frozenset({"xla_amp.pytorch.distributed.xla_model"}),
+    "xla_amp.backends.autoload": frozenset(
+        {"xla_amp.integrations.huggingface", "xla_amp.pytorch.distributed.xla_model"}
+    ),
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
 }
 

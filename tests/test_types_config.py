@@ -71,6 +71,9 @@ def test_values_are_read_at_call_time(monkeypatch):
         assert config.program_memory() == (size, 1)
     monkeypatch.setenv("XLA_AMP_EAGER", "1")
     assert config.eager()
+    assert not config.huggingface()
+    monkeypatch.setenv("XLA_AMP_HUGGINGFACE", "1")
+    assert config.huggingface()
     monkeypatch.setenv("XLA_AMP_COMPILER_OPTIONS", "--xla_one=true xla_two=a,b  xla_three=")
     assert config.compiler_options() == {"xla_one": "True", "xla_two": "a,b", "xla_three": ""}
     monkeypatch.setenv("XLA_FLAGS", "--xla_one=true  --xla_two")
@@ -108,6 +111,7 @@ def test_platform(monkeypatch, ours, pjrt, expected):
         ("XLA_AMP_PLATFORM", "cuda", config.platform, "'cuda': expected one of cpu, gpu, tpu"),
         ("XLA_AMP_TAPE_LIMIT", "many", config.tape_limit, "'many': expected a positive whole number"),
         ("XLA_AMP_EAGER", "yes", config.eager, "'yes': expected one of 0, 1"),
+        ("XLA_AMP_HUGGINGFACE", "yes", config.huggingface, "'yes': expected one of 0, 1"),
         ("XLA_AMP_TAPE_LIMIT", "0", config.tape_limit, "'0': expected a positive whole number"),
         ("XLA_AMP_COMPILER_OPTIONS", "xla_one", config.compiler_options, "'xla_one': expected name=value"),
         (

@@ -33,6 +33,7 @@ COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 DEBUG: Final = "XLA_AMP_DEBUG"
 PROGRAM_MEMORY: Final = "XLA_AMP_PROGRAM_MEMORY"
+HUGGINGFACE: Final = "XLA_AMP_HUGGINGFACE"
 
 TAPE_LIMIT_DEFAULT: Final = 100_000
 TIMEOUT_DEFAULT: Final = 300
@@ -128,6 +129,15 @@ def eager() -> bool:
         PolicyError: another value.
     """
     return _choice(EAGER, ("0", "1"), "0") == "1"
+
+
+def huggingface() -> bool:
+    """``XLA_AMP_HUGGINGFACE``: ``1`` enables `xla_amp.integrations.huggingface` at ``import torch``; ``0`` (default).
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(HUGGINGFACE, ("0", "1"), "0") == "1"
 
 
 def cache() -> Path | None:

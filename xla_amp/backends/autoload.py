@@ -1,5 +1,7 @@
 """What torch loads at ``import torch`` (entry point group ``torch.backends``): checkpoints of the lazy device.
 
+With ``XLA_AMP_HUGGINGFACE=1`` it also prepares Accelerate and transformers for the device.
+
 `torch.load` then puts the tensors of a checkpoint back on the lazy device, in a process that has not used xla_amp.
 Nothing more is registered here.  With the name ``jax`` taken, `torch.accelerator` would be the lazy device in every
 process of this environment, also in those that use CUDA, and torch's one slot for an out-of-tree device would be
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from xla_amp import config
 from xla_amp.backends import base
 
 _PRIORITY = 5
@@ -20,11 +23,13 @@ _PRIORITY = 5
 
 
 def register() -> None:
-    """Registers the lazy device's location in checkpoints; starts no device and loads no JAX."""
+    """Registers the lazy device's location in checkpoints; starts no device and, unless asked, loads no JAX."""
     from torch import serialization
 
     if not any(tag is _tag for _, tag, _ in serialization._package_registry):
         serialization.register_package(_PRIORITY, _tag, _restore)
+    if config.huggingface():
+        importlib.import_module("xla_amp.integrations.huggingface").enable()
 
 
 def _tag(storage: Any) -> str | None:

@@ -1,0 +1,524 @@
+"""Accelerate and transformers' Trainer train on the lazy device with their own loops, callbacks and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever fetched
+pytest.importorskip("accelerate", reason="the extra `huggingface`")
+transformers = pytest.importorskip("transformers", reason="the extra `huggingface`")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+from transformers.trainer_pt_utils import EvalLoopContainer  # noqa: E402
+
+import xla_amp  # noqa: E402
+from xla_amp.errors import DeviceError, PolicyError  # noqa: E402
+from xla_amp.integrations import huggingface as ours  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about deprecated names
+
+
+def replace(patch: ours.Patch, value: Any) -> None:
+    owner = sys.modules[patch.module]
+    setattr(getattr(owner, patch.owner) if patch.owner else owner, patch.name, value)
+
+
+@contextlib.contextmanager
+def without(*names: str) -> Iterator[None]:
+    """The framework without the patches of these names; without all, if there are none."""
+    removed = {p: value for p, value in ours._installed.items() if not names or p.name in names}
+    assert len(removed) == len(names or ours.PATCHES)
+    for patch, original in removed.items():
+        replace(patch, original)
+    try:
+        yield
+    finally:
+        for patch, original in removed.items():
+            replace(patch, patch.replace(original))
+        AcceleratorState._reset_state(True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _enabled() -> Iterator[None]:
+    ours.enable()
+    transformers.logging.set_verbosity_error()
+    yield
+    for patch, original in ours._installed.items():
+        replace(patch, original)
+    ours._installed.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ours._Finder)]
+
+
+@pytest.fixture(autouse=True)
+def _no_state() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+    ours.enable()  # the default policy
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
+
+
+class Training:
+    """A loop as Accelerate's examples have it."""
+
+    def __init__(self, dropout: float = 0.0, **options: Any) -> None:
+        AcceleratorState._reset_state(True)
+        self.accelerator = Accelerator(**options)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+        prepared = self.accelerator.prepare(model, optimizer, schedule, loader)
+        self.model, self.optimizer, self.schedule, self.loader = prepared
+        self.counts: list[tuple[int, int]] = []
+
+    def epochs(self, count: int) -> torch.Tensor:
+        found = []
+        for _ in range(count):
+            xla_amp.metrics.reset()
+            for x, y in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = F.cross_entropy(self.model(x), y)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.schedule.step()
+                    self.optimizer.zero_grad()
+                found.append(loss.detach())
+            if self.accelerator.device.type == "jax":
+                xla_amp.sync()
+            counts = xla_amp.metrics()
+            self.counts.append((counts["executions"], counts["host_syncs"]))
+        return torch.stack(found).float().cpu()
+
+
+@pytest.mark.parametrize(
+    ("precision", "accumulated", "tolerance"),
+    [("no", 1, 1e-5), ("bf16", 1, 3e-2), ("fp16", 1, 5e-3), ("fp16", 2, 5e-3)],
+)
+def test_a_loop_of_accelerate_trains_as_on_the_cpu(precision: Any, accumulated: int, tolerance: float) -> None:
+    expected = Training(cpu=True, gradient_accumulation_steps=accumulated).epochs(3)
+    run = Training(mixed_precision=precision, gradient_accumulation_steps=accumulated)
+    found = run.epochs(3)
+    assert run.accelerator.device.type == next(run.model.parameters()).device.type == "jax"
+    assert (found - expected).abs().max() < tolerance
+    assert run.counts[1:] == [(8 // accumulated, 0)] * 2
+    if precision != "no":
+        assert (found - expected).abs().max() > 0
+    assert isinstance(run.accelerator.scaler, xla_amp.GradScaler) == (precision == "fp16")
+
+
+def test_options_of_the_scaler_and_of_autocast_act() -> None:
+    from accelerate.utils import AutocastKwargs, GradScalerKwargs
+
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    assert accelerator.scaler.get_scale() == 8
+    x = torch.ones(2, 2, device=accelerator.device)
+    with accelerator.autocast():
+        assert (x @ x).dtype is torch.float16
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert (x @ x).dtype is torch.float32
+
+
+def test_saved_state_resumes_bitwise(tmp_path: Path) -> None:
+    whole = Training(dropout=0.5, mixed_precision="fp16")
+    whole.epochs(1)
+    whole.accelerator.scaler.update(128.0)
+    whole.accelerator.save_state(tmp_path)
+    expected = whole.epochs(1)
+    resumed = Training(dropout=0.5, mixed_precision="fp16")
+    torch.manual_seed(5)
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.accelerator.scaler.get_scale() == 128
+    assert torch.equal(resumed.epochs(1), expected)
+
+
+def test_metrics_are_gathered_and_models_unwrapped() -> None:
+    run = Training(mixed_precision="bf16")
+    run.epochs(1)
+    with torch.no_grad():
+        found = [run.accelerator.gather_for_metrics((run.model(x).argmax(-1), y)) for x, y in run.loader]
+    assert sum(len(prediction) for prediction, _ in found) == 32
+    assert type(run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)) is nn.Sequential
+    assert run.model(X.to(run.accelerator.device)).dtype is torch.float32
+
+
+def test_the_policy_decides(tmp_path: Path) -> None:
+    rules = tmp_path / "mine.toml"
+    rules.write_text('extends = "tpu"\n[[rule]]\noperations = ["mm"]\ncast = "fp32"\nwhy = "a test"\n')
+    accelerator = Accelerator(mixed_precision="bf16")
+    x = torch.ones(2, 2, device=accelerator.device)
+    dtypes = []
+    for policy in (None, rules):
+        ours.enable(policy=policy)
+        with accelerator.autocast():
+            dtypes.append(torch.mm(x, x).dtype)
+    assert dtypes == [torch.bfloat16, torch.float32]
+    with pytest.raises(PolicyError, match="unheard"):
+        ours.enable(policy="unheard")
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match="one process"):
+        Accelerator()
+
+
+# ---- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Counts(TrainerCallback):
+    """Executions, host syncs and compilations of each epoch's steps."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, int, int]] = []
+
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        xla_amp.sync(wait=True)
+        xla_amp.metrics.reset()
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        xla_amp.sync()
+        counts = xla_amp.metrics()
+        self.found.append((counts["executions"], counts["host_syncs"], counts["compilations"]))
+
+
+ROWS = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
+
+
+def trainer(model: Any, folder: Path, rows: Any = ROWS, kind: Any = Trainer, **options: Any) -> Any:
+    callbacks = options.pop("callbacks", [])
+    metrics = options.pop("compute_metrics", None)
+    arguments = options.pop("arguments", TrainingArguments)(
+        folder,
+        **{
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "num_train_epochs": 3,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            **options,
+        },
+    )
+    rest = {"train_dataset": rows, "eval_dataset": rows[:22], "callbacks": callbacks, "compute_metrics": metrics}
+    return kind(model, arguments, **rest)
+
+
+def net(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def logged(made: Any, name: str = "loss") -> list[float]:
+    return [row[name] for row in made.state.log_history if name in row]
+
+
+def difference(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The Trainer's run on the CPU in float32."""
+    made = trainer(net(), tmp_path_factory.mktemp("cpu"), use_cpu=True)
+    made.train()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({}, 1e-5), ({"bf16": True}, 3e-2), ({"fp16": True}, 5e-3)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_the_trainer_trains_as_on_the_cpu(
+    options: dict[str, Any], tolerance: float, on_cpu: Any, tmp_path: Path
+) -> None:
+    made = trainer(net(), tmp_path, **options)
+    made.train()
+    assert on_cpu.args.device.type == "cpu"
+    assert next(made.model.parameters()).device.type == "jax"
+    assert difference(logged(made), logged(on_cpu)) < tolerance
+    assert difference(logged(made, "grad_norm"), logged(on_cpu, "grad_norm")) < 10 * tolerance
+    if options:
+        assert difference(logged(made), logged(on_cpu)) > 0
+    assert len(logged(made, "loss_scale")) == (24 if "fp16" in options else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "executions"),
+    [({"bf16": True}, 8), ({"fp16": True, "gradient_accumulation_steps": 2}, 4)],
+    ids=["bf16", "fp16-accumulated"],
+)
+def test_a_step_of_the_trainer_is_one_executable_without_syncs(
+    options: dict[str, Any], executions: int, tmp_path: Path
+) -> None:
+    counts = Counts()
+    made = trainer(net(0.1), tmp_path, logging_steps=100, callbacks=[counts], **options)
+    assert made.args.logging_nan_inf_filter
+    made.train()
+    assert [found[:2] for found in counts.found] == [(executions, 0)] * 3
+    assert counts.found[0][2] <= 2
+    assert [found[2] for found in counts.found[1:]] == [0, 0]
+
+
+def test_without_its_patch_the_filter_waits_in_each_step(tmp_path: Path) -> None:
+    counts = Counts()
+    with without("_run_epoch"):
+        trainer(net(), tmp_path, logging_steps=100, callbacks=[counts], num_train_epochs=1).train()
+    assert counts.found[0][1] >= 8
+
+
+def test_logging_compiles_no_further_step(tmp_path: Path) -> None:
+    counts = Counts()
+    trainer(net(), tmp_path, bf16=True, logging_steps=3, callbacks=[counts]).train()
+    assert sum(compiled for _, _, compiled in counts.found) <= 4  # two steps, the mean of the losses, their reset
+
+
+class Overflows(Trainer):
+    """The loss of the third step is infinite."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * float("inf") if self.state.global_step == 2 else loss
+
+
+class Weights(TrainerCallback):
+    def __init__(self) -> None:
+        self.after: list[torch.Tensor] = []
+
+    def on_step_end(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        self.after.append(model.body[0].weight.detach().clone())
+
+
+def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> None:
+    weights = Weights()
+    made = trainer(net(), tmp_path, kind=Overflows, fp16=True, max_steps=5, callbacks=[weights])
+    made.train()
+    assert logged(made, "loss_scale") == [65536, 65536, 32768, 32768, 32768]
+    assert torch.equal(weights.after[1].cpu(), weights.after[2].cpu())
+    assert not torch.equal(weights.after[2].cpu(), weights.after[3].cpu())
+    assert logged(made)[2] == 0  # the filter takes the mean of the losses since the last log
+    assert made.args.logging_nan_inf_filter is True
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path) -> None:
+    options = {precision: True, "save_strategy": "steps", "save_steps": 11}
+    whole = trainer(net(0.5), tmp_path, **options)
+    whole.train()
+    torch.manual_seed(5)
+    resumed = trainer(Net(0.5), tmp_path, **options)
+    resumed.train(resume_from_checkpoint=tmp_path / "checkpoint-11")
+    assert logged(resumed) == logged(whole)
+    assert all(map(torch.equal, *([p.cpu() for p in made.model.parameters()] for made in (whole, resumed))))
+    state = torch.load(tmp_path / "checkpoint-11" / "optimizer.pt", map_location="cpu", weights_only=True)
+    assert state["state"][0]["exp_avg"].device.type == "cpu"
+
+
+def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: Any, tmp_path: Path) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions.argmax(-1) == prediction.label_ids
+        return {"accuracy": float(right.mean()), "rows": len(right)}
+
+    on_cpu.compute_metrics = accuracy
+    made = trainer(net(), tmp_path, compute_metrics=accuracy)
+    made.model.load_state_dict(on_cpu.model.state_dict())
+    expected, found = on_cpu.evaluate(), made.evaluate()
+    assert found["eval_rows"] == 22
+    assert found["eval_accuracy"] == expected["eval_accuracy"]
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)
+    xla_amp.metrics.reset()
+    made.evaluate(ROWS)
+    assert xla_amp.metrics()["compilations"] <= 3  # eight batches; one program and its ends
+
+
+def test_batches_of_an_evaluation_wait_in_a_list() -> None:
+    shapes: dict[bool, int] = {}
+    device = xla_amp.xla_device()
+    for patched in (True, False):
+        with contextlib.nullcontext() if patched else without("add", "to_cpu_and_numpy"):
+            container = EvalLoopContainer()
+            xla_amp.sync(wait=True)
+            xla_amp.metrics.reset()
+            for width in (3, 3, 4, 3):
+                container.add((torch.full((2, width), float(width), device=device), torch.ones(2, device=device)))
+            shapes[patched] = xla_amp.metrics()["compilations"]
+            wide, flat = container.get_arrays()
+            shapes[patched] = xla_amp.metrics()["operations"]
+            assert wide.shape == (8, 4)
+            assert wide[0].tolist() == [3, 3, 3, -100]
+            assert flat.tolist() == [1.0] * 8
+    assert shapes[True] < shapes[False]
+
+
+# ---- models of transformers ------------------------------------------------------------------------------------------
+
+TOKENS = torch.randint(3, 32, (16, 8), generator=torch.Generator().manual_seed(1))
+TEXT = [{"input_ids": row, "labels": row} for row in TOKENS]
+
+
+def gpt() -> Any:
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special, **dropouts))
+
+
+@pytest.fixture(scope="module")
+def text_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of GPT-2 on the CPU in float32, with smoothed labels."""
+    made = trainer(gpt(), tmp_path_factory.mktemp("cpu"), TEXT, use_cpu=True, label_smoothing_factor=0.1)
+    made.train()
+    return logged(made)
+
+
+def test_gradient_checkpointing_and_label_smoothing(text_losses: list[float], tmp_path: Path) -> None:
+    options = {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}
+    counts = Counts()
+    made = trainer(gpt(), tmp_path, TEXT, callbacks=[counts], **options)
+    made.train()
+    assert difference(logged(made), text_losses) < 3e-2
+    assert sum(compiled for _, _, compiled in counts.found) <= 5  # two steps; the count, the mean, the reset
+    made.save_model(tmp_path / "saved")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved", device_map="jax")
+    assert again.device.type == "jax"
+    assert all(map(torch.equal, *([p.cpu() for p in m.parameters()] for m in (made.model, again))))
+
+
+def test_lora_trains_adapters_only(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="LoRA")
+    losses = {}
+    for use_cpu in (True, False):
+        lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(gpt(), lora)
+        made = trainer(model, tmp_path, TEXT, use_cpu=use_cpu, bf16=not use_cpu, learning_rate=0.1)
+        made.train()
+        losses[use_cpu] = logged(made)
+    assert difference(losses[True], losses[False]) < 3e-2
+    assert losses[False][-1] < losses[False][0]
+    made.save_model(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(gpt(), tmp_path / "adapter")
+    weights = {name: value.cpu() for name, value in peft.get_peft_model_state_dict(model).items()}
+    assert all(torch.equal(value, weights[name]) for name, value in peft.get_peft_model_state_dict(loaded).items())
+
+
+def test_text_is_generated_during_evaluation(tmp_path: Path) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    options = {"arguments": Seq2SeqTrainingArguments, "kind": Seq2SeqTrainer, "predict_with_generate": True}
+    config = transformers.T5Config(
+        vocab_size=32,
+        d_model=8,
+        d_kv=4,
+        d_ff=8,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        initializer_factor=5.0,
+    )
+    found = []
+    for use_cpu in (True, False):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(config)
+        made = trainer(model, tmp_path, TEXT[:4], use_cpu=use_cpu, generation_max_length=4, **options)
+        found.append(made.predict(TEXT[:4]).predictions.tolist())
+    assert found[0] == found[1]
+    assert len({token for row in found[0] for token in row}) > 3
+
+
+# ---- enabling --------------------------------------------------------------------------------------------------------
+
+
+def test_without_enable_nothing_is_different(tmp_path: Path) -> None:
+    with without():
+        assert Accelerator().device.type == "cpu"
+        assert TrainingArguments(tmp_path, report_to=[]).device.type == "cpu"
+        with pytest.raises(ValueError, match="bf16"):
+            TrainingArguments(tmp_path, bf16=True, report_to=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "wrong"),
+    [
+        ("default_device", {}, "cpu"),
+        ("mixed_precision", {"mixed_precision": "fp16"}, "requires a device in"),
+        ("__init__", {"mixed_precision": "fp16"}, "requires a device in"),
+    ],
+)
+def test_accelerate_needs_its_patches(name: str, options: dict[str, Any], wrong: str) -> None:
+    with without(name):
+        try:
+            found = Accelerator(**options).device.type
+        except ValueError as error:
+            found = str(error)
+    assert wrong in found
+
+
+def test_the_trainer_needs_its_patches(tmp_path: Path) -> None:
+    with without("_setup_devices"):
+        assert TrainingArguments(tmp_path, report_to=[]).device.type == "cpu"
+    with without("is_torch_bf16_gpu_available"), pytest.raises(ValueError, match="bf16"):
+        TrainingArguments(tmp_path, bf16=True, report_to=[])
+
+
+def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from accelerate import Accelerator\n"
+        "accelerator = Accelerator()\n"
+        "print(accelerator.device.type, accelerator.mixed_precision, type(accelerator.scaler).__module__)\n"
+        "from transformers import TrainingArguments\n"
+        "print(TrainingArguments('folder', bf16=True, report_to=[]).device.type)\n"
+        "from transformers import Trainer\n"
+        "print(Trainer.log.__code__.co_filename)\n"
+    )
+    # Accelerate's launcher starts the script with its choices in such variables.
+    environment = {**os.environ, "XLA_AMP_HUGGINGFACE": "1", "ACCELERATE_MIXED_PRECISION": "fp16"}
+    command = [sys.executable, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first == "jax fp16 xla_amp.pytorch.optim.grad_scaler"
+    assert second == "jax"
+    assert third == ours.__file__
+
+
+def test_every_patch_names_its_reason() -> None:
+    assert len(ours.PATCHES) == 13
+    assert all(patch.reason for patch in ours.PATCHES)

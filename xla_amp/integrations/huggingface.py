@@ -1,0 +1,436 @@
+"""Accelerate and transformers' Trainer on the XLA device, with ``mixed_precision="bf16"`` or ``"fp16"``.
+
+    import xla_amp.integrations.huggingface
+
+    xla_amp.integrations.huggingface.enable()
+    accelerator = Accelerator(mixed_precision="bf16")  # or Trainer(model, TrainingArguments(..., bf16=True))
+
+``XLA_AMP_HUGGINGFACE=1`` does the same for a script that does not name this package, as under ``accelerate launch``.
+
+`enable` replaces the attributes of `PATCHES`, at once or when their module is imported, and starts no device.  A
+training step is one XLA executable.  The host waits only where a value is logged or saved.
+
+Sources: https://huggingface.co/docs/accelerate/package_reference/accelerator,
+https://huggingface.co/docs/transformers/main_classes/trainer
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from xla_amp import config
+from xla_amp import policy as policies
+from xla_amp.backends import base, devices
+from xla_amp.errors import DeviceError, PolicyError
+from xla_amp.policy import Policy
+from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.distributed import xla_model
+from xla_amp.pytorch.optim.grad_scaler import GradScaler
+
+_LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Mixed precision -> its low dtype."""
+
+_RANDOM_STATE = "rng_state_xla.pth"
+"""File of a checkpoint: the state of the device's random generator."""
+
+_policy: Policy | None = None
+_hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
+
+
+def _ours(device: torch.device) -> bool:
+    return devices.is_xla(device.type)
+
+
+# ---- device and precision --------------------------------------------------------------------------------------------
+
+
+def _default_device(original: property) -> property:
+    def default_device(self: Any) -> torch.device:
+        if config.process() is not None:
+            raise DeviceError(
+                "xla_amp.integrations.huggingface trains with one process, but WORLD_SIZE says that there are several: "
+                "start one (accelerate launch --num_processes 1), or use xla_amp.launch or SPMD without Accelerate"
+            )
+        return xla_model.xla_device()
+
+    return property(default_device, doc=original.__doc__)
+
+
+def _trainers_device(original: Any) -> functools.cached_property[torch.device]:
+    def _setup_devices(self: Any) -> torch.device:
+        chosen: torch.device = original.func(self)
+        _apply()
+        state = self.distributed_state
+        if self.use_cpu or state is None or not _ours(state.device):
+            return chosen
+        self._n_gpu = 0
+        device: torch.device = state.device
+        return device
+
+    made = functools.cached_property(_setup_devices)
+    made.__set_name__(object, "_setup_devices")
+    return made
+
+
+def _without_fp16(original: property) -> property:
+    def mixed_precision(self: Any) -> Any:
+        value = original.__get__(self)
+        return "no" if value == "fp16" and _hide_fp16.get() and _ours(self.device) else value
+
+    return property(mixed_precision, doc=original.__doc__)
+
+
+def _construct(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        token = _hide_fp16.set(True)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _hide_fp16.reset(token)
+        if not _ours(self.device):
+            return
+        if self.mixed_precision not in (*_LOW, "no"):
+            raise PolicyError(
+                f"mixed_precision={self.mixed_precision!r} on the XLA device: expected 'bf16', 'fp16' or 'no'; for "
+                "other rules pass policy= to xla_amp.integrations.huggingface.enable"
+            )
+        self.native_amp = self.mixed_precision in _LOW
+        if self.mixed_precision == "fp16":
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = GradScaler(devices.XLA, **options)
+        self.register_save_state_pre_hook(lambda models, weights, folder: _save_random_state(folder))
+        self.register_load_state_pre_hook(lambda models, folder: _load_random_state(folder))
+
+    return __init__
+
+
+def _region(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_mixed_precision_context_manager(native_amp: bool = False, autocast_kwargs: Any = None) -> Any:
+        from accelerate.state import AcceleratorState
+
+        state = AcceleratorState()
+        if not (native_amp and _ours(state.device)):
+            return original(native_amp, autocast_kwargs)
+        options = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
+        return autocast(devices.XLA, dtype=_LOW[state.mixed_precision], policy=_policy, **options)
+
+    return get_mixed_precision_context_manager
+
+
+def _true(original: Callable[[], bool]) -> Callable[[], bool]:
+    return lambda: True
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+class _NotNow:
+    """Stands for ``logging_nan_inf_filter=True`` where the Trainer reads it for one loss: it says no, once."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+
+    def __bool__(self) -> bool:
+        self.args.logging_nan_inf_filter = True
+        return False
+
+
+def _filter_on_device(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _run_epoch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not (self.args.logging_nan_inf_filter and _ours(self.args.device)):
+            return original(self, *args, **kwargs)
+        step = self.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = step(*args, **kwargs)
+            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            self.args.logging_nan_inf_filter = _NotNow(self.args)
+            return torch.where(torch.isfinite(loss), loss, mean)
+
+        self.training_step = training_step
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            del self.training_step
+            self.args.logging_nan_inf_filter = True
+
+    return _run_epoch
+
+
+def _end_step(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _ours(self.args.device):
+            devices.engine().step_begins()
+        original(self, *args, **kwargs)
+
+    return _maybe_log_save_evaluate
+
+
+def _log_scale(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and _ours(self.args.device):
+            scaler = self.accelerator.scaler
+            if isinstance(scaler, GradScaler):
+                logs = {**logs, "loss_scale": scaler.get_scale()}
+            devices.engine().sync(False)  # the sum of losses is zero again, in a program of its own
+        original(self, logs, *args, **kwargs)
+
+    return log
+
+
+def _keep_list(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def add(self: Any, tensors: Any) -> None:
+        waiting = self.__dict__.setdefault("_xla_amp_waiting", [])
+        found = tree_leaves(tensors)
+        if found and all(isinstance(x, torch.Tensor) and _ours(x.device) for x in found):
+            waiting.append(tensors)
+        else:
+            original(self, tensors)
+
+    return add
+
+
+def _concatenate_on_host(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def to_cpu_and_numpy(self: Any) -> None:
+        for tensors in self.__dict__.pop("_xla_amp_waiting", ()):
+            self.add(tree_map(torch.Tensor.cpu, tensors))
+        original(self)
+
+    return to_cpu_and_numpy
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _save_random_state(folder: str | os.PathLike[str]) -> None:
+    torch.save(xla_model.get_rng_state(), Path(folder) / _RANDOM_STATE)
+
+
+def _load_random_state(folder: str | os.PathLike[str]) -> None:
+    path = Path(folder) / _RANDOM_STATE
+    if path.is_file():  # not in a checkpoint of another device
+        xla_model.set_rng_state(torch.load(path, weights_only=True))
+
+
+def _also_save_random_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _save_rng_state(self: Any, output_dir: str) -> None:
+        original(self, output_dir)
+        if _ours(self.args.device):
+            _save_random_state(output_dir)
+
+    return _save_rng_state
+
+
+def _also_load_random_state(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        original(self, checkpoint)
+        if checkpoint is not None and _ours(self.args.device):
+            _load_random_state(checkpoint)
+
+    return _load_rng_state
+
+
+# ---- patches ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One attribute of Accelerate or transformers that `enable` replaces."""
+
+    module: str
+    owner: str
+    """Class in the module; empty for a function of the module."""
+    name: str
+    reason: str
+    replace: Callable[[Any], Any]
+    """Makes the new attribute from the old one."""
+
+
+PATCHES = (
+    Patch(
+        module="accelerate.state",
+        owner="PartialState",
+        name="default_device",
+        reason="Asks a fixed list of devices. ACCELERATE_TORCH_DEVICE would win over cpu=True.",
+        replace=_default_device,
+    ),
+    Patch(
+        module="accelerate.state",
+        owner="AcceleratorState",
+        name="mixed_precision",
+        reason="Accelerator.__init__ compares the device with a fixed list when it reads 'fp16' here.",
+        replace=_without_fp16,
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        owner="Accelerator",
+        name="__init__",
+        reason="Makes torch's GradScaler for CUDA; the device's random state is no part of a checkpoint.",
+        replace=_construct,
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        owner="",
+        name="get_mixed_precision_context_manager",
+        reason="Opens torch.autocast, which takes no policy.",
+        replace=_region,
+    ),
+    Patch(
+        module="transformers.training_args",
+        owner="TrainingArguments",
+        name="_setup_devices",
+        reason="Asks a fixed list of devices, not Accelerate.",
+        replace=_trainers_device,
+    ),
+    Patch(
+        module="transformers.training_args",
+        owner="",
+        name="is_torch_bf16_gpu_available",
+        reason="bf16=True is refused for devices that are not in a fixed list.",
+        replace=_true,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="_run_epoch",
+        reason="logging_nan_inf_filter reads each loss on the host.",
+        replace=_filter_on_device,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="_maybe_log_save_evaluate",
+        reason="What is logged, and the next batch's count of labels, would make the step another program.",
+        replace=_end_step,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="log",
+        reason="The loss scale is not logged; callbacks see the values after they were stored.",
+        replace=_log_scale,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="_save_rng_state",
+        reason="Saves the random states of a fixed list of devices.",
+        replace=_also_save_random_state,
+    ),
+    Patch(
+        module="transformers.trainer",
+        owner="Trainer",
+        name="_load_rng_state",
+        reason="Loads the random states of a fixed list of devices.",
+        replace=_also_load_random_state,
+    ),
+    Patch(
+        module="transformers.trainer_pt_utils",
+        owner="EvalLoopContainer",
+        name="add",
+        reason="Concatenates all batches so far in each step of an evaluation: another shape, another program.",
+        replace=_keep_list,
+    ),
+    Patch(
+        module="transformers.trainer_pt_utils",
+        owner="EvalLoopContainer",
+        name="to_cpu_and_numpy",
+        reason="Concatenates what `add` kept, on the host.",
+        replace=_concatenate_on_host,
+    ),
+)
+"""Each does what the framework does unless the device is the XLA device."""
+
+_installed: dict[Patch, Any] = {}
+"""Patch -> the attribute that it replaced."""
+
+
+def _apply() -> None:
+    """Installs the patches whose attributes exist by now."""
+    for patch in PATCHES:
+        owner: Any = sys.modules.get(patch.module)
+        if owner is not None and patch.owner:
+            owner = owner.__dict__.get(patch.owner)
+        if owner is None or patch in _installed or patch.name not in owner.__dict__:
+            continue
+        _installed[patch] = inspect.getattr_static(owner, patch.name)
+        setattr(owner, patch.name, patch.replace(_installed[patch]))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `_apply` around the imports of the two packages.
+
+    Before each, because a module that imported torch, which enabled this, may still have been at its beginning then.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in _PACKAGES:
+            return None
+        _apply()
+        if name not in {patch.module for patch in PATCHES}:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _apply()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_PACKAGES = ("accelerate", "transformers")
+
+
+def enable(policy: Policy | str | Path | None = None) -> None:
+    """Makes Accelerate and transformers' Trainer use the XLA device; call it before their first object is made.
+
+    ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.
+
+    Args:
+        policy: the rules for ``"bf16"`` and ``"fp16"``, as for `xla_amp.autocast`; None is the device's default.  A
+            second call sets it for regions that are made from then on.
+
+    Raises:
+        ImportError: Accelerate is not installed.
+        PolicyError: `policy` cannot be loaded.
+        DeviceError: the engine in use is torch_xla, which Accelerate finds by itself.
+    """
+    global _policy
+    if importlib.util.find_spec("accelerate") is None:
+        raise ImportError(
+            "xla_amp.integrations.huggingface needs the package `accelerate`: pip install 'xla-amp[huggingface]'"
+        )
+    base.require_lazy("xla_amp.integrations.huggingface.enable()", "Accelerate's own support of torch_xla")
+    _policy = None if policy is None else policies.load(policy)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _apply()
