@@ -32,6 +32,7 @@ COMPILER_OPTIONS: Final = "XLA_AMP_COMPILER_OPTIONS"
 COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
 DEBUG: Final = "XLA_AMP_DEBUG"
+CPU_TRAINING: Final = "XLA_AMP_CPU_TRAINING"
 PROGRAM_MEMORY: Final = "XLA_AMP_PROGRAM_MEMORY"
 HUGGINGFACE: Final = "XLA_AMP_HUGGINGFACE"
 
@@ -153,6 +154,15 @@ def progress() -> Progress:
         PolicyError: another value.
     """
     return _choice(PROGRESS, _PROGRESS, "auto")
+
+
+def warns_of_cpu_training() -> bool:
+    """``XLA_AMP_CPU_TRAINING``: ``warn`` (default) of a model that trains on the CPU beside the device, or ``allow``.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(CPU_TRAINING, ("warn", "allow"), "warn") == "warn"
 
 
 def debug() -> frozenset[Debug]:

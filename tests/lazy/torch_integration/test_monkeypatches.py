@@ -30,6 +30,7 @@ CLASSES = {
     "torch.UntypedStorage": torch.UntypedStorage, "torch.TypedStorage": torch.TypedStorage,
     "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
     "torch.jit.RecursiveScriptModule": torch.jit.RecursiveScriptModule,
+    "torch.amp.GradScaler": torch.amp.GradScaler,
     "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
 }
 

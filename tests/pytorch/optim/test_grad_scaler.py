@@ -139,15 +139,26 @@ def test_nothing_waits_for_the_device(library, name, options):
     assert after["executions"] - before["executions"] == 6
 
 
-def test_torchs_scaler_waits_there():
-    # The twin of the test above.
+@pytest.mark.parametrize("bad", [(), (1,)], ids=str)
+def test_torchs_scaler_does_not_wait_either(bad):
     device = xla_amp.xla_device()
-    params = parameters(device)
-    optimizer = torch.optim.SGD(params, lr=0.05)
-    scaler = torch.amp.GradScaler(device.type)
+    params, kwargs = parameters(device), {"init_scale": 64.0, "growth_interval": 2}
+    _, expected = reference("Adam", {}, bad, **kwargs)
+    optimizer = torch.optim.Adam(params, lr=0.05)
+    scaler = torch.amp.GradScaler(device.type, **kwargs)
     before = xla_amp.metrics()["host_syncs"]
-    set_gradients(params, scaler, 0)
-    scaler.step(optimizer)
+    for index in range(8):
+        set_gradients(params, scaler, index, index in bad)
+        scaler.step(optimizer)
+        scaler.update()
+    assert xla_amp.metrics()["host_syncs"] == before
+    assert_close(params, expected)
+
+
+def test_an_item_is_counted_as_a_wait():
+    # The twin of the tests above.
+    before = xla_amp.metrics()["host_syncs"]
+    (torch.ones(2, device=xla_amp.xla_device()).sum() * 2).item()
     assert xla_amp.metrics()["host_syncs"] == before + 1
 
 

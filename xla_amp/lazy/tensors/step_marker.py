@@ -25,7 +25,7 @@ from xla_amp.backends import dynamo
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.runtime import execute
 from xla_amp.lazy.runtime.execute import flush
-from xla_amp.lazy.tensors import undo
+from xla_amp.lazy.tensors import cpu_training, undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _armed = -1
@@ -86,9 +86,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _on_device(optimizer):
+        cpu_training.device_was_used()
         undo.end()
         if trace.code:
             _arm(optimizer)
+    else:
+        cpu_training.stepped(optimizer)
     interrupts.deliver_soon()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -286,6 +287,22 @@ def _replace_has_any_global_hook() -> None:
     nn_module._has_any_global_hook = has_any_global_hook
 
 
+def _replace_scaler_step() -> None:
+    original = torch.amp.GradScaler._maybe_opt_step
+
+    @functools.wraps(original)
+    def maybe_opt_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found = list(state["found_inf_per_device"].values())
+        if not all(flag.device.type == DEVICE_TYPE for flag in found):
+            return original(self, optimizer, state, *args, **kwargs)
+        # By name, because the front is above this layer.
+        skip = importlib.import_module("xla_amp.pytorch.optim.skip_step")
+        step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
+        return skip.step_where_finite(optimizer, sum(found[1:], found[0]), step)
+
+    torch.amp.GradScaler._maybe_opt_step = maybe_opt_step  # type: ignore[assignment,method-assign]
+
+
 PATCHES = (
     Patch(
         names=("torch.UntypedStorage._xla_amp",),
@@ -357,6 +374,12 @@ PATCHES = (
         reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
         "lazy device where a step begins (`step_marker`).",
         install=_replace_has_any_global_hook,
+    ),
+    Patch(
+        names=("torch.amp.GradScaler._maybe_opt_step",),
+        reason="torch's scaler reads whether a gradient overflowed before each step of an optimizer that is not fused: "
+        "a wait for the device and a second executable. Selecting old or new values needs neither.",
+        install=_replace_scaler_step,
     ),
     Patch(
         names=("torch.Generator",),
