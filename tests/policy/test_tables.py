@@ -276,6 +276,15 @@ def test_other_vocabularies_point_to_operations_of_the_same_class():
     assert equivalent("stablehlo", "custom_call") is None
 
 
+def test_operations_that_other_vocabularies_write_alike():
+    written = {*catalogue().jaxpr.values(), *catalogue().stablehlo.values()}
+    assert list(catalogue().same) == sorted(catalogue().same)
+    for operation, others in catalogue().same.items():
+        assert operation in written, "no operation of jaxpr or StableHLO has this name"
+        assert list(others) == sorted(set(others) - {operation})
+        assert set(others) <= catalogue().classes.keys()
+
+
 def test_names_of_primitives_are_jax_names():
     primitives = pytest.importorskip("jax.extend.core.primitives")
     known = {getattr(primitives, name).name for name in dir(primitives) if name.endswith("_p")}

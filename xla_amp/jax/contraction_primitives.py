@@ -105,7 +105,8 @@ _originals: dict[Any, Any] = {}
 
 
 def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> str | None:
-    """ATen name of a ``dot_general`` that is no matrix product: without a contracted axis, or without a free one.
+    """ATen name of a ``dot_general`` that is no plain matrix product: without a contracted axis, without a free one, or
+    with a batch axis.
 
     Args:
         primitive: a contraction.
@@ -119,7 +120,9 @@ def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
     if not contracted:
         return "outer"
     shared = len(contracted) + len(batch)
-    return "dot" if left.ndim == right.ndim == shared else None
+    if left.ndim == right.ndim == shared:
+        return "dot"
+    return "bmm" if batch else None
 
 
 def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> tuple[frozenset[int], frozenset[int]]:

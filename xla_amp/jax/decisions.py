@@ -15,7 +15,7 @@ from xla_amp import policy as policies
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES, PrimitiveInfo
-from xla_amp.policy import Decision, Policy, PolicyLike
+from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
 from xla_amp.types import LOW_DTYPES
 
 Carry: TypeAlias = Literal["keep", "low"]
@@ -45,8 +45,8 @@ def decide(policy: Policy, primitive: str, aten: str | None = None) -> tuple[Dec
         primitive: its name.
         aten: name of the ATen operation that it is here, if it stands for several.
     """
-    operation = aten or policies.equivalent("jaxpr", primitive)
-    decision = policy.decide(operation or primitive)
+    operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
+    decision = policy.decide(operation, None, tuple(same))
     return decision, PRIMITIVES.get(primitive)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from xla_amp.jax import compat
+from xla_amp.jax.contraction_primitives import aten_product
 from xla_amp.jax.decisions import F32, decide, dtype_of
 from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
 from xla_amp.jax.program_request import asked_precision
@@ -156,8 +157,12 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
     if policy not in cache:
         reads: set[Any] = set()
         for eqn in reversed(jaxpr.eqns):
-            decision, info = decide(policy, eqn.primitive.name)
+            info = PRIMITIVES.get(eqn.primitive.name)
             kind = info.kind if info else None
+            product = None
+            if kind == "contraction":
+                product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
+            decision, _ = decide(policy, eqn.primitive.name, product)
             if kind == "contraction" and decision.cast == "low" and not asked_precision(eqn.params, eqn):
                 reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
             elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):

@@ -16,7 +16,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
 from xla_amp.types import OPERATION_CLASSES, OperationClass
@@ -39,6 +39,9 @@ class Catalogue(NamedTuple):
     """Primitive name -> ATen name whose rule decides it."""
     stablehlo: Mapping[str, str]
     """StableHLO operation, without the dialect -> ATen name whose rule decides it."""
+    same: Mapping[str, tuple[str, ...]]
+    """ATen name -> ATen names that jaxpr and StableHLO write as the same operation: a user's rule for one of them
+    reaches it there, too."""
     spellings: Mapping[str, tuple[str, ...]]
     """Name in Python or in documentation -> ATen names."""
     no_rule: frozenset[str]
@@ -75,6 +78,7 @@ def catalogue() -> Catalogue:
         why=MappingProxyType(why),
         jaxpr=MappingProxyType(jaxpr),
         stablehlo=MappingProxyType(stablehlo),
+        same=MappingProxyType({operation: tuple(names) for operation, names in data["same"].items()}),
         spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
         no_rule=frozenset(data["no_rule"]["operations"]),
         no_rule_why=data["no_rule"]["why"],
@@ -110,6 +114,45 @@ def equivalent(vocabulary: Vocabulary, name: str) -> str | None:
     """
     table = catalogue().jaxpr if vocabulary == "jaxpr" else catalogue().stablehlo
     return table.get(name)
+
+
+def meanings(vocabulary: Vocabulary, name: str) -> tuple[str, ...]:
+    """ATen names that an operation of another vocabulary stands for; the first is `equivalent`'s.
+
+    Example:
+        >>> meanings("stablehlo", "logistic")
+        ('sigmoid', 'special_expit')
+    """
+    found = equivalent(vocabulary, name)
+    return () if found is None else same_as(found)
+
+
+def same_as(operation: str) -> tuple[str, ...]:
+    """An ATen operation, and those that jaxpr and StableHLO write as the same operation."""
+    return (operation, *catalogue().same.get(operation, ()))
+
+
+@functools.lru_cache(maxsize=1024)
+def native(name: str) -> tuple[str, ...]:
+    """ATen names that a name of jaxpr or StableHLO (``dot_general``, ``stablehlo.exponential``) stands for in a rule.
+
+    A name that is also an ATen name means the ATen operation, with what it stands for elsewhere if that is the same
+    operation: ``convolution`` means ``conv2d`` as well, but ``max``, jaxpr's elementwise maximum, is ATen's reduction.
+    """
+    found = [each for each in _meant(name) if packet(each) not in catalogue().no_rule]
+    if name in _by_packet(frozenset()):
+        return tuple(found) if found and found[0] == name else ()
+    return tuple(found)
+
+
+def _meant(name: str) -> list[str]:
+    bare = name.removeprefix("stablehlo.")
+    found: list[str] = []
+    for vocabulary in get_args(Vocabulary):
+        table = catalogue().jaxpr if vocabulary == "jaxpr" else catalogue().stablehlo
+        narrowed = [other for other in table if other == bare or other.startswith(f"{bare}.")]
+        found += (each for other in narrowed for each in meanings(vocabulary, other))
+    return list(dict.fromkeys(found))
 
 
 def packet(operation: str) -> str:
@@ -209,12 +252,13 @@ def matching(pattern: str) -> tuple[str, ...]:
     Args:
         pattern: an exact name (``softmax.int``), a packet (``softmax``: all its overloads), a glob or a class
             (``linalg_*``, ``class:reduction``: the catalogue's operations only) or a namespaced name of another
-            library (``mylib::attention``: itself, unchecked).
+            library (``mylib::attention``: itself, unchecked); or a name of jaxpr or StableHLO (`native`).
     """
     found = _matching(pattern)
-    if not found and _ask_providers():
+    if not found and not native(pattern) and _ask_providers():
         found = _matching(pattern)
-    return found
+    also = () if is_glob(pattern) else native(pattern)
+    return tuple(sorted({*found, *also})) if also else found
 
 
 def catalogued(name: str) -> tuple[str, ...]:
@@ -244,11 +288,16 @@ def unknown(pattern: str) -> str:
         return f"unknown operation class {pattern!r}{hint} Classes: {', '.join(OPERATION_CLASSES)}"
     if spelled := catalogued.spellings.get(pattern):
         return f"unknown operation {pattern!r}: its ATen name is {' or '.join(spelled)}"
-    if packet(pattern) in catalogued.no_rule:
+    if packet(pattern) in catalogued.no_rule or (_meant(pattern) and not native(pattern)):
         return f"operation {pattern!r} takes no rule: {catalogued.no_rule_why}. Name the operation that computes"
     if not is_glob(pattern) and not _may_autocast(pattern):
         return f"operation {pattern!r} never autocasts: only out-of-place forward operations do, e.g. 'add'"
-    names = known_operations().union(map(packet, known_operations()), catalogued.spellings)
+    names = known_operations().union(
+        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo
+    )
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
     hint = f"; nearest: {', '.join(close)}" if close else ""
-    return f"unknown operation {pattern!r}{hint} (ATen names, e.g. 'softmax', 'pow.Tensor_Scalar', 'linalg_*')"
+    return (
+        f"unknown operation {pattern!r}{hint} (ATen names, e.g. 'softmax', 'pow.Tensor_Scalar', 'linalg_*', or names "
+        "of JAX and StableHLO, e.g. 'dot_general')"
+    )

@@ -37,6 +37,10 @@ class Rule:
         return classes.pop() if len(classes) == 1 else None
 
 
+_matched: set[Reach] = set()
+"""Users' rules that have reached an operation in this process, by value: a policy may be resolved several times."""
+
+
 def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     return kind(**fields)
 
@@ -60,9 +64,21 @@ class Decision(NamedTuple):
         return self.rule.why if self.rule else "no rule: it runs in the dtypes of its operands"
 
     @property
+    def from_user(self) -> bool:
+        """Whether a rule of the user's decides, in a file, the environment, an override or a context."""
+        return self.rule is not None and self.layer != "builtin"
+
+    @property
     def origin(self) -> str:
         """Where the rule is written; empty without one."""
         return self.rule.origin if self.rule else ""
+
+
+class Reach(NamedTuple):
+    """A rule, and the one of its patterns that reaches an operation."""
+
+    pattern: str
+    rule: Rule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,12 +89,14 @@ class RuleLayer:
     origin: str
     rules: tuple[Rule, ...]
     _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
-    _globs: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
-    _module_patterns: tuple[tuple[str, Rule], ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _native: Mapping[str, tuple[Reach, ...]] = dataclasses.field(init=False, repr=False, compare=False)
+    """ATen name -> rules that name it by a name of jaxpr or StableHLO."""
+    _globs: tuple[Reach, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _module_patterns: tuple[Reach, ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        pairs = [(operation, rule) for rule in self.rules for operation in rule.operations]
+        pairs = [Reach(operation, rule) for rule in self.rules for operation in rule.operations]
         exact: dict[str, Rule] = {}
         for operation, rule in pairs:
             if operation in exact:
@@ -88,9 +106,16 @@ class RuleLayer:
                 )
             exact[operation] = rule
         object.__setattr__(self, "_exact", exact)
-        for_modules = tuple(pair for pair in pairs if module_patterns.is_module_pattern(pair[0]))
+        for_modules = tuple(pair for pair in pairs if module_patterns.is_module_pattern(pair.pattern))
         object.__setattr__(self, "_module_patterns", for_modules)
-        object.__setattr__(self, "_globs", tuple(p for p in pairs if p not in for_modules and op_catalog.is_glob(p[0])))
+        globs = tuple(p for p in pairs if p not in for_modules and op_catalog.is_glob(p.pattern))
+        object.__setattr__(self, "_globs", globs)
+        native: dict[str, tuple[Reach, ...]] = {}
+        for pair in () if self.layer == "builtin" else pairs:
+            if pair not in globs and pair not in for_modules:
+                for name in op_catalog.native(pair.pattern):
+                    native[name] = (*native.get(name, ()), pair)
+        object.__setattr__(self, "_native", native)
         object.__setattr__(self, "_hash", hash((self.layer, self.origin, self.rules)))
 
     def __hash__(self) -> int:
@@ -99,27 +124,41 @@ class RuleLayer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
 
-    def find(self, operation: str, path: str | None = None) -> Rule | None:
-        """The rule for `operation`, if this layer has one; a rule for the module at `path` wins over the others.
+    def find(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> tuple[Reach, ...]:
+        """The rules for `operation` in this layer, which agree; a rule for the module at `path` wins over the others.
+
+        Args:
+            operation: exact ATen name.
+            path: of the module.
+            same: ATen names that the front cannot tell from `operation`: a user's rule for them counts.
 
         Raises:
             PolicyError: two rules reach it with different casts.
         """
+        if self.layer == "builtin":
+            found = self._exact.get(operation)
+            return () if found is None else (Reach(operation, found),)
+        names = (operation, *same)
         if path is not None and self._module_patterns:
             matches = [
-                rule for pattern, rule in self._module_patterns if module_patterns.reaches(pattern, operation, path)
+                pair
+                for pair in self._module_patterns
+                if any(module_patterns.reaches(pair.pattern, name, path) for name in names)
             ]
             if matches:
-                return _agreed_rule(matches, f"operation {operation!r} in module {path!r}")
-        if self.layer == "builtin":
-            return self._exact.get(operation)
+                return _agreed(matches, names, f" in module {path!r}")
+        reached = [pair for name in names for pair in self._reaching(name)]
+        return _agreed(reached, names) if reached else ()
+
+    def _reaching(self, operation: str) -> list[Reach]:
         bare = op_catalog.packet(operation)
         if bare in op_catalog.catalogue().no_rule:
-            return None
-        reached = [self._exact[name] for name in dict.fromkeys((operation, bare)) if name in self._exact]
+            return []
+        reached = [Reach(name, self._exact[name]) for name in dict.fromkeys((operation, bare)) if name in self._exact]
+        reached += self._native.get(operation, ())
         if operation in op_catalog.catalogue().classes:
-            reached += [rule for pattern, rule in self._globs if op_catalog.fits(pattern, operation)]
-        return _agreed_rule(reached, f"operation {operation!r}") if reached else None
+            reached += [pair for pair in self._globs if op_catalog.fits(pair.pattern, operation)]
+        return reached
 
     def reach(self) -> frozenset[str]:
         """Known operations that its rules reach, wherever they run."""
@@ -130,17 +169,19 @@ class RuleLayer:
 
     def reach_in_modules(self) -> frozenset[str]:
         """Operations that its rules for modules reach inside these."""
-        return frozenset(name for pattern, _ in self._module_patterns for name in module_patterns.operations(pattern))
+        return frozenset(n for pair in self._module_patterns for n in module_patterns.operations(pair.pattern))
 
 
-def _agreed_rule(rules: list[Rule], reached: str) -> Rule:
+def _agreed(reached: list[Reach], names: tuple[str, ...], where: str = "") -> tuple[Reach, ...]:
+    rules = dict.fromkeys(pair.rule for pair in reached)
     if len({rule.cast for rule in rules}) > 1:
-        listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in dict.fromkeys(rules))
+        listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in rules)
+        alike = f", which here is the same as {', '.join(names[1:])}," if len(names) > 1 else ""
         raise PolicyError(
-            f"{reached} is reached by rules of one layer that disagree: {listed}. Name it in one of them, or put the "
-            "exception in a later layer, e.g. policy.override"
+            f"operation {names[0]!r}{alike}{where} is reached by rules of one layer that disagree: {listed}. Name it "
+            "in one of them, or put the exception in a later layer, e.g. policy.override"
         )
-    return rules[0]
+    return tuple(reached)
 
 
 def _short(rule: Rule) -> str:
@@ -169,12 +210,11 @@ class Policy:
     _hash: int = dataclasses.field(init=False, compare=False)
     by_module: bool = dataclasses.field(init=False, compare=False)
     """Whether a rule depends on the module; if none does, modules need not be followed."""
-    _decisions: dict[str | tuple[str, str], Decision] = dataclasses.field(init=False, compare=False)
-    _matched: set[Rule] = dataclasses.field(init=False, compare=False)
+    _decisions: dict[Any, Decision] = dataclasses.field(init=False, compare=False)
     _reach: dict[frozenset[str], Mapping[str, Cast]] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        fields: dict[str, Any] = {"_decisions": {}, "_matched": set(), "_reach": {}}
+        fields: dict[str, Any] = {"_decisions": {}, "_reach": {}}
         fields["by_module"] = any(layer._module_patterns for layer in self.layers)
         fields["_hash"] = hash((self.name, self.low, self.dtypes, self.layers))
         for name, value in fields.items():
@@ -195,12 +235,14 @@ class Policy:
         """The rules of all layers, lowest rank first."""
         return tuple(rule for layer in self.layers for rule in layer.rules)
 
-    def decide(self, operation: str, path: str | None = None) -> Decision:
+    def decide(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> Decision:
         """The cast of `operation`; cached, so asking again costs one dict lookup.
 
         Args:
             operation: ATen name with overload, as torch dispatches it: ``"mm"``, ``"softmax.int"``.
             path: path of the module that it runs in, as in ``named_modules``; None outside modules.
+            same: further ATen names that it may stand for, in a front with another vocabulary
+                (`xla_amp.policy.op_catalog.meanings`): a user's rule for one of them decides, too.
 
         Returns:
             The decision of the highest layer that has a rule; without one, ``keep``.
@@ -213,23 +255,29 @@ class Policy:
             >>> load("tpu").decide("mm").cast
             'low'
         """
-        key = operation if path is None or not self.by_module else (operation, path)
+        key: Any = operation if (path is None or not self.by_module) and not same else (operation, path, same)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decide(operation, path, mark=True)
+            decision = self._decide(operation, path, same, mark=True)
             self._decisions[key] = decision
         return decision
 
-    def _decide(self, operation: str, path: str | None = None, *, mark: bool) -> Decision:
+    def reaching(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> frozenset[Reach]:
+        """The user's rules that reach `operation`, those that a later layer outranks included."""
+        return frozenset(
+            pair for layer in self.layers if layer.layer != "builtin" for pair in layer.find(operation, path, same)
+        )
+
+    def _decide(self, operation: str, path: str | None = None, same: tuple[str, ...] = (), *, mark: bool) -> Decision:
         winner: Decision | None = None
         for layer in reversed(self.layers):
-            rule = layer.find(operation, path)
-            if rule is None:
+            found = layer.find(operation, path, same)
+            if not found:
                 continue
-            if mark:
-                self._matched.add(rule)
+            if mark and layer.layer != "builtin":
+                _matched.update(found)
             if winner is None:
-                winner = Decision(operation, rule.cast, layer.layer, rule)
+                winner = Decision(operation, found[0].rule.cast, layer.layer, found[0].rule)
         return winner or Decision(operation, "keep", "builtin", None)
 
     def casts(self) -> Mapping[str, Cast]:

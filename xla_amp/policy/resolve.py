@@ -17,7 +17,7 @@ from xla_amp import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import gaudi, module_patterns, op_catalog, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
-from xla_amp.policy.policy import Policy, Rule, RuleLayer
+from xla_amp.policy.policy import Policy, Reach, Rule, RuleLayer, _matched
 from xla_amp.types import Cast, Layer
 
 
@@ -238,6 +238,14 @@ def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:
     Built-in rules are left out.  A rule that matched but was outranked counts as used.  Rules of an override are
     included while it is open.
     """
-    effective = resolve(policy)
-    rules = (row for layer in effective.layers if layer.layer != "builtin" for row in layer.rules)
-    return tuple(row for row in rules if row not in effective._matched)
+    return tuple(dict.fromkeys(pair.rule for pair in reaches(policy) if not _used(pair.rule)))
+
+
+def reaches(policy: PolicyLike) -> tuple[Reach, ...]:
+    """The patterns of the user's rules in force with their rules: of file, environment, overrides and context."""
+    layers = (layer for layer in resolve(policy).layers if layer.layer != "builtin")
+    return tuple(Reach(pattern, row) for layer in layers for row in layer.rules for pattern in row.operations)
+
+
+def _used(row: Rule) -> bool:
+    return any(Reach(pattern, row) in _matched for pattern in row.operations)
