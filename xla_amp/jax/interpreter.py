@@ -134,7 +134,7 @@ class Interpreter:
         if kind == "contraction" and decision.cast == "low" and not kept:
             used, outs = self._contract(primitive, operands, params, avals or operands, any(f32_outputs))
         elif kind == "contraction":
-            used, params = self._written(operands, params, avals, weak)
+            used, params = self._written(decision, operands, params, avals, weak, kept)
             outs = compat.bind(primitive, used, params)
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
@@ -166,13 +166,22 @@ class Interpreter:
         return ""
 
     def _written(
-        self, operands: list[Any], params: dict[str, Any], avals: Sequence[Any] | None, weak: Sequence[bool]
+        self,
+        decision: Decision,
+        operands: list[Any],
+        params: dict[str, Any],
+        avals: Sequence[Any] | None,
+        weak: Sequence[bool],
+        kept: str,
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Operands and parameters of a contraction that runs as it was written."""
+        """Operands and parameters of a contraction that runs as it was written, or as a rule of the user says."""
+        if decision.from_user and not kept:
+            used = self.table.cast_operands(decision.cast, operands, weak, exact=True)
+            return used, _result_like(used[0], params, avals or operands)
         if avals is not None:
             return self.cast_to_avals(operands, avals), params
         if not asked_precision(params, None):
-            return self.table.promote(operands, weak), params
+            return self.table.cast_operands("promote", operands, weak), params
         wanted = params.get("preferred_element_type")
         if is_castable(wanted):  # computed from operands that this region has rounded
             params = {**params, "preferred_element_type": F32}
@@ -213,16 +222,13 @@ class Interpreter:
     ) -> tuple[list[Any], dict[str, Any]]:
         if kind in ("fixed_dtype", "kernel") or (kind is None and compat.sub_jaxprs(params)):
             return self.cast_to_avals(operands, _avals(eqn)), params
-        if kind in ("data_movement", "conversion"):
+        if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
             return operands, params
-        if decision.cast == "low":
-            used = [self.table.cast(value, self.settings.low) for value in operands]
-        elif decision.cast in ("fp32", "fp32_out", "fp32_append"):
-            used = [self.table.cast(value, F32) for value in operands]
-        elif kind == "independent":
+        exact = decision.from_user
+        if kind == "independent" and decision.cast in ("keep", "promote"):
             used = operands
         else:
-            used = self.table.promote(operands, weak)
+            used = self.table.cast_operands(decision.cast, operands, weak, exact=exact)
         name = DTYPE_PARAMETER.get(primitive.name)
         if name is not None and is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)
@@ -283,6 +289,20 @@ class HigherOrderCall:
 
 HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Any]]
 HigherOrderRules: TypeAlias = Mapping[str | None, HigherOrderRule]
+
+
+def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -> dict[str, Any]:
+    """Parameters of a contraction whose result has the dtype of its operands, unless the program asks for a wider one.
+
+    Args:
+        operand: one of the two, as the contraction reads it.
+        params: its parameters.
+        written: the operands, or their types, as the program was written.
+    """
+    wanted = params.get("preferred_element_type")
+    if not is_castable(wanted) or (wanted == F32 and all(dtype_of(each) != F32 for each in written[:2])):
+        return params
+    return {**params, "preferred_element_type": dtype_of(operand)}
 
 
 def _avals(eqn: Any) -> list[Any] | None:

@@ -21,6 +21,8 @@ from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.primitives import AXIS_ORDER, CAST_BEFORE
+from xla_amp.policy.cast_dtypes import cast_dtypes
+from xla_amp.types import Cast
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,8 +189,9 @@ class ValueTable:
             return np.asarray(value).astype(dtype)
         return lax.convert_element_type(value, dtype)
 
-    def adopts_dtype(self, value: Any, weak: bool) -> bool:
-        """Whether `value` adopts the dtype of the other operands: a constant in range, or a broadcast weight."""
+    def adopts_dtype(self, value: Any, weak: bool, *, exact: bool = False) -> bool:
+        """Whether `value` adopts the dtype of the other operands: a number in range, or, unless `exact`, a broadcast
+        weight."""
         if weak:
             return True
         found = self._infos.get(id(value))
@@ -197,33 +200,44 @@ class ValueTable:
             return constant is not None and self._in_range(constant)
         if found.constant is not None:
             return self._in_range(found.constant)
-        return found.weight and found.broadcast
+        return found.weight and found.broadcast and not exact
 
     def _in_range(self, constant: float) -> bool:
         # Subnormal numbers count as out of range: several devices flush them to zero.
         limits = jnp.finfo(self._low)
         return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
 
-    def promote(self, values: Sequence[Any], weak: Sequence[bool]) -> list[Any]:
-        """`values` with all floats in the widest dtype of those that do not adopt another."""
-        dtypes = {dtype_of(value) for value in values if is_castable(dtype_of(value))}
-        if len(dtypes) < 2:
+    def cast_operands(
+        self, cast: Cast, values: Sequence[Any], weak: Sequence[bool], *, exact: bool = False
+    ) -> list[Any]:
+        """`values` in the dtypes that a primitive computes in under a cast; a primitive takes one floating dtype.
+
+        Args:
+            cast: the policy's.
+            values: the operands.
+            weak: which of them are weakly typed.
+            exact: whether a rule of the user gives the cast: then only numbers adopt the dtype of other operands,
+                otherwise also a bias, as torch's ``linear`` casts it with its product.
+        """
+        given = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in values)
+        if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
             return list(values)
-        product = next((value for value in values if self._features(value)), None)
+        product = None if exact else next((value for value in values if self._features(value)), None)
         biases = [product is not None and self._is_bias(value, product) for value in values]
-        candidates = {
-            dtype_of(value)
-            for value, is_weak, is_bias in zip(values, weak, biases, strict=True)
-            if is_castable(dtype_of(value)) and not is_bias and not self.adopts_dtype(value, is_weak)
-        } or dtypes
-        target = candidates.pop() if len(candidates) == 1 else F32
+        carried = tuple(
+            None if is_bias or self.adopts_dtype(value, is_weak, exact=exact) else dtype
+            for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
+        )
+        of = given if all(dtype is None for dtype in carried) else carried
+        used = cast_dtypes(cast, of, self._low, F32, mixed=False, asks_result=False).operands
+        target = next((dtype for dtype in used if dtype is not None), None)
         promoted = list(values)
         for index, is_bias in enumerate(biases):
             if is_bias and target == self._low:
                 # Spread before the cast, so that the gradient of the bias adds up in float32.
                 shape: tuple[int, ...] = np.shape(product)  # type: ignore[arg-type]
                 promoted[index] = lax.broadcast_in_dim(values[index], shape, tuple(range(len(shape))))
-        return [self.cast(value, target) for value in promoted]
+        return promoted if target is None else [self.cast(value, target) for value in promoted]
 
     def _features(self, value: Any) -> tuple[frozenset[int], ...]:
         found = self._infos.get(id(value))

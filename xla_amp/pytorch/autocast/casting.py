@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from xla_amp.errors import PolicyError
+from xla_amp.policy.cast_dtypes import CastDtypes, cast_dtypes
 from xla_amp.types import Cast
 
 Arguments: TypeAlias = Sequence[Any]
@@ -94,17 +95,17 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
     Raises:
         PolicyError: the operation has no ``dtype`` argument or overload that the cast needs.
     """
-    if cast in ("low", "fp32"):
-        return _to(operands, device_type, cast)
-    if cast == "promote":
-        return _promote(operands, device_type)
-    if cast == "fp32_out":
-        return _fp32_out(operands, device_type)
-    if cast == "fp32_append":
-        return _fp32_append(operands, device_type)
     if cast == "ban":
         return _ban(operands)
-    return _keep(operands)
+    if cast == "fp32_append":
+        return _fp32_append(operands, device_type)
+    if cast == "fp32_out":
+        return _fp32_out(operands, device_type)
+    if cast == "promote":
+        return _promote(operands, device_type)
+    if cast == "keep":
+        return _keep(operands)
+    return _to(operands, device_type, cast)
 
 
 def _keep(operands: Operands) -> Prepare:
@@ -125,16 +126,24 @@ def _ban(operands: Operands) -> Prepare:
     return prepare
 
 
+def dtypes_after(cast: Cast, dtypes: tuple[torch.dtype | None, ...], device_type: str) -> CastDtypes[torch.dtype]:
+    """The dtypes of an operation on torch: it promotes mixed operands itself, and takes an argument ``dtype``.
+
+    The low dtype is read from torch each time, because a `torch.autocast` inside our region may have changed it.
+    """
+    return cast_dtypes(cast, dtypes, torch.get_autocast_dtype(device_type), torch.float32)
+
+
 def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
-    """Casts to float32 or to the low dtype.  The low dtype is read from torch each time, because a `torch.autocast`
-    inside our region may have changed it."""
-    fixed = None if kind == "low" else torch.float32
+    """Casts to one dtype, whatever the operands have."""
     call = _entry(operands.operator)
     cast = _caster(operands, device_type)
     low = torch.get_autocast_dtype
+    one = (torch.float32,)
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
-        return call, *cast(arguments, keywords, low(device_type) if fixed is None else fixed)
+        target: Any = cast_dtypes(kind, one, low(device_type), torch.float32).operands[0]
+        return call, *cast(arguments, keywords, target)
 
     return prepare
 
@@ -156,8 +165,8 @@ def _promote(operands: Operands, device_type: str) -> Prepare:
                 continue
             if dtype in ELIGIBLE and value.device.type == device_type:
                 if first is not None:
-                    # Two eligible dtypes: float32 is the narrowest that holds both, bfloat16 with float16 included.
-                    return call, *cast(arguments, keywords, torch.float32)
+                    target: Any = dtypes_after("promote", (first, dtype), device_type).operands[0]
+                    return call, *cast(arguments, keywords, target)
                 first = dtype
         return call, arguments, keywords
 
@@ -173,15 +182,16 @@ def _fp32_out(operands: Operands, device_type: str) -> Prepare:
             "give it 'fp32'"
         )
     position, keyword_only = dtype_arguments[0]
+    wide = dtypes_after("fp32_out", (torch.float32,), device_type).result
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         if not _eligible(arguments[0], device_type) or keywords.get("dtype") is not None:
             return call, arguments, keywords
         if keyword_only or len(arguments) <= position:
-            return call, arguments, {**keywords, "dtype": torch.float32}
+            return call, arguments, {**keywords, "dtype": wide}
         if arguments[position] is not None:
             return call, arguments, keywords
-        return call, [*arguments[:position], torch.float32, *arguments[position + 1 :]], keywords
+        return call, [*arguments[:position], wide, *arguments[position + 1 :]], keywords
 
     return prepare
 
@@ -198,12 +208,13 @@ def _fp32_append(operands: Operands, device_type: str) -> Prepare:
             "give it 'fp32'"
         )
     sibling = _entry(matching[0])
+    wide = dtypes_after("fp32_append", (torch.float32,), device_type).result
     defaults = [argument.default_value if argument.has_default_value() else None for argument in operands.arguments]
 
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         if not _eligible(arguments[0], device_type):
             return call, arguments, keywords
-        return sibling, [*arguments, *defaults[len(arguments) :]], {**keywords, "dtype": torch.float32}
+        return sibling, [*arguments, *defaults[len(arguments) :]], {**keywords, "dtype": wide}
 
     return prepare
 

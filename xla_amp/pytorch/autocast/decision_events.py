@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -54,13 +53,10 @@ def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
 
 def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tuple[str, ...]:
     """dtypes of `tensors` after `cast`, for torch's kernels, which do not report them."""
-    eligible = [t.dtype in casting.ELIGIBLE and t.device.type == device_type for t in tensors]
-    target: torch.dtype | None = None
-    if cast == "low":
-        target = torch.get_autocast_dtype(device_type)
-    elif cast == "fp32" or (cast == "promote" and len({t.dtype for t in itertools.compress(tensors, eligible)}) > 1):
-        target = torch.float32
-    if target is None:
+    if cast == "ban":
         return dtypes(tensors)
-    name = str(target).removeprefix("torch.")
-    return tuple(name if e else n for n, e in zip(dtypes(tensors), eligible, strict=True))
+    eligible = [t.dtype in casting.ELIGIBLE and t.device.type == device_type for t in tensors]
+    given = tuple(t.dtype if e else None for t, e in zip(tensors, eligible, strict=True))
+    used = casting.dtypes_after(cast, given, device_type).operands
+    names = (t.dtype if u is None else u for t, u in zip(tensors, used, strict=True))
+    return tuple(str(name).removeprefix("torch.") for name in names)

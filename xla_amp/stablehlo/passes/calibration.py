@@ -104,7 +104,7 @@ def keep_reasons(
 
 
 def _measurable(propagation: Propagation, node: Node) -> bool:
-    rounds = node.colour in ("allow", "infer") and node.structure in ("op", "contraction")
+    rounds = node.colour in ("allow", "widest", "infer") and node.structure in ("op", "contraction")
     return node.low and rounds and len(node.outputs) == 1 and len(node.operation.results) == 1
 
 

@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import equivalent
+from xla_amp.policy.cast_dtypes import cast_dtypes
+from xla_amp.policy.op_catalog import meanings
 from xla_amp.policy.policy import Decision, Policy
 from xla_amp.stablehlo import ir
 from xla_amp.types import Cast
 
-Colour: TypeAlias = Literal["allow", "infer", "clear", "deny"]
+Colour: TypeAlias = Literal["allow", "widest", "infer", "clear", "deny"]
 """``allow``  runs in the low dtype
+``widest`` runs in the widest dtype of its operands, numbers excluded: a rule of the user says promote or keep
 ``infer``  follows its neighbours
 ``clear``  does not round, so either dtype gives the same values
 ``deny``   stays float32"""
@@ -32,7 +34,6 @@ Structure: TypeAlias = Literal[
 
 _TABLE: Final = "operations.toml"
 _DIALECT: Final = "stablehlo."
-_WIDE: Final[frozenset[Cast]] = frozenset({"fp32", "fp32_out", "fp32_append"})
 
 
 class Row(NamedTuple):
@@ -113,21 +114,39 @@ class Classifier:
 
     def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
-        aten = equivalent("stablehlo", name) or equivalent("stablehlo", _base(name))
-        decision = self.policy.decide(aten, module_path) if aten else None
+        aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
+        decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
         cast: Cast = decision.cast if decision else "keep"
         colour: Colour = "deny" if row.colour == "fixed" else row.colour
         why = row.why
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
-        if row.colour != "fixed":
-            if cast == "low":
-                colour = "allow"
-            elif cast in _WIDE:
-                colour = "deny"
-            if decision and colour != row.colour:
+        if row.colour != "fixed" and decision is not None and decision.rule is not None:
+            colour = _colour(decision, colour)
+            if colour != row.colour:
                 why = decision.why
-        return OpClass(name, colour, row.structure, row.upstream, why, decision)
+        shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
+        return OpClass(shown, colour, row.structure, row.upstream, why, decision)
+
+
+_PRODUCTS: Final = ("dot_general",)
+"""Operations that `_product` narrows for the policy only: the table has one row, and reports show one name."""
+
+
+def _colour(decision: Decision, default: Colour) -> Colour:
+    """The colour of an operation by its rule; `default` where the rule leaves it the dtype of its operands."""
+    found: set[str] = set()
+    for given in _OPERANDS:
+        used = cast_dtypes(decision.cast, given, "low", "float32", mixed=False, asks_result=False).operands
+        found.update(dtype for dtype in used if dtype is not None)
+    if len(found) == 1:
+        return "allow" if found == {"low"} else "deny"
+    # Moving and selecting round nothing, so a cast before or behind them gives the same values.
+    return "widest" if decision.from_user and default != "clear" else default
+
+
+_OPERANDS: Final = (("low",), ("float32",))
+"""Operands to ask a cast about: if both give the same dtype, it does not depend on them."""
 
 
 def _base(name: str) -> str:
@@ -168,9 +187,24 @@ def _request(operation: Any) -> str:
     attributes = operation.attributes
     if "algorithm" in attributes:
         return "requested"
-    if "precision_config" not in attributes or "HIGH" not in str(attributes["precision_config"]):
-        return ""
-    return "" if _LOWERINGS in str(operation.location) else "requested"
+    asks = "precision_config" in attributes and "HIGH" in str(attributes["precision_config"])
+    if asks and _LOWERINGS not in str(operation.location):
+        return "requested"
+    return _product(operation) if "dot_dimension_numbers" in attributes else ""
+
+
+def _product(operation: Any) -> str:
+    """What a dot_general is that is no plain matrix product: without a contracted axis, without a free one, or with a
+    batch axis."""
+    numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    contracted = len(numbers.lhs_contracting_dimensions)
+    if not contracted:
+        return "outer"
+    ranks = {len(kind.shape) for kind in map(ir.tensor_type, (value.type for value in operation.operands)) if kind}
+    batch = len(numbers.lhs_batching_dimensions)
+    if ranks == {contracted + batch}:
+        return "inner"
+    return "batched" if batch else ""
 
 
 _LOWERINGS: Final = "xla_amp/lowering/"

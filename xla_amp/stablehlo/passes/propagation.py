@@ -26,7 +26,8 @@ import numpy as np
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 
-_UNDECIDED: Final = ("infer", "clear")
+_UNDECIDED: Final = ("widest", "infer", "clear")
+_ROUNDS: Final = ("widest", "infer")
 
 
 class ConstantRange:
@@ -65,6 +66,8 @@ class Propagation:
         self.keep_io = keep_io
         self.constant: dict[int, bool] = {}
         """Slots computed from constants only -> whether narrowing them is exact."""
+        self.numbers: set[int] = set()
+        """Slots of `constant` whose elements are all equal."""
         self.wide: set[int] = set()
         """Results that low contractions give in float32."""
         for node in self.nodes:
@@ -83,8 +86,12 @@ class Propagation:
         self._running_sums()
         self._spread = self._spread_arguments()
         down = self._reach(allowed, forward=True)
-        up = self._reach(allowed, forward=False)
-        self._make_low(down & up, "between two low operations", exact=False)
+        widest = {number for number in down if self.nodes[number].colour == "widest"}
+        up = self._reach([*allowed, *widest], forward=False)
+        self._make_low(down & (up | widest), "between two low operations", exact=False)
+        for node in map(self.nodes.__getitem__, widest):
+            if node.low and node.op_class:
+                node.why = node.op_class.why
         self._hoist_casts()
         self._accumulator_results(allowed)
         lows = (n for n, node in enumerate(self.nodes) if any(map(self.is_low, node.outputs)))
@@ -119,9 +126,13 @@ class Propagation:
                 values = ir.constant_array(node.operation.attributes["value"])
                 node.keep_reason = node.keep_reason or self.range.problem(values)
                 self.constant[node.outputs[0]] = values is not None and self.range.exact(values)
+                if values is not None and (values.size < 2 or np.ptp(values) == 0):
+                    self.numbers.add(node.outputs[0])
             elif node.inputs and node.colour == "clear" and all(slot in self.constant for slot in node.inputs):
                 exact = all(self.constant[slot] for slot in node.inputs)
                 self.constant.update((slot, exact) for slot in node.outputs)
+                if self.numbers.issuperset(node.inputs):
+                    self.numbers.update(node.outputs)
         # Operations that read a constant out of range cannot be low, nor can those that read it through clear nodes.
         todo = deque(
             (slot, node.keep_reason)
@@ -149,12 +160,12 @@ class Propagation:
         before = self._reach(ends, forward=False, through=("clear",))
         for number in reached:
             node = self.nodes[number]
-            if self._free(node) and (node.colour == "infer" or number in before):
+            if self._free(node) and (node.colour in _ROUNDS or number in before):
                 node.keep_reason = node.why = "follows an operation that stays float32"
 
     def _denies(self, number: int, reached: set[int]) -> bool:
         node = self.nodes[number]
-        return node.colour == "deny" or (node.colour == "infer" and number in reached)
+        return node.colour == "deny" or (node.colour in _ROUNDS and number in reached)
 
     def _reach(self, sources: Iterable[int], *, forward: bool, through: tuple[str, ...] = _UNDECIDED) -> set[int]:
         """Free nodes reachable from `sources` forward (backward) through free nodes of the colours `through`."""
@@ -178,7 +189,7 @@ class Propagation:
     def _running_sums(self) -> None:
         for cycle in _cycles(self.nodes, self.users):
             members = [self.nodes[number] for number in cycle]
-            if any(node.colour in ("infer", "deny") for node in members):
+            if any(node.colour in (*_ROUNDS, "deny") for node in members):
                 for node in members:
                     if self._free(node):
                         node.keep_reason = node.why = "a running sum in a loop: small terms would be lost"
@@ -233,6 +244,9 @@ class Propagation:
         if source in chosen or self.is_low(slot) or slot in self.graph.exact:
             return True
         if slot in self.constant:
+            # To a rule of the user's a table of constants is a tensor, which has a dtype; only numbers have none.
+            if node.colour == "widest" and slot not in self.numbers:
+                return False
             return not self.nodes[source].keep_reason and (self.constant[slot] or not exact)
         return node.colour == "infer" and slot in self._spread
 
@@ -289,7 +303,7 @@ class Propagation:
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
             if self._free(node) and not node.boundary:
-                if node.colour == "infer":
+                if node.colour in _ROUNDS:
                     node.why = "an operand is float32" if number in between else "not between two low operations"
                 elif node.structure != "constant":
                     node.why = "its operands or its users are float32"
