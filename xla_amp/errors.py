@@ -46,6 +46,10 @@ class RecompileWarning(UserWarning):
     """A line of the program that leads to one compilation after the other."""
 
 
+class RuleWarning(UserWarning):
+    """A rule of the user's that has no effect on a program."""
+
+
 class ModuleError(XlaAmpError, ValueError):
     """A StableHLO module that cannot be read, is invalid, or cannot be compiled or run."""
 

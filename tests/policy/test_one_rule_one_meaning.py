@@ -211,15 +211,23 @@ def test_one_operation_has_names_in_three_vocabularies(names: Any, vocabulary: A
 
 
 def test_a_product_with_batch_axes_is_no_linear() -> None:
+    def both(x: Any) -> Any:
+        return lax.batch_matmul(x, x), lax.dot(x[0], x[1])
+
     x = jnp.full((2, 4, 4), 0.5)
-    products = lax.batch_matmul, lambda x, y: lax.dot(x[0], y[0])
-    with policy.override({"linear": "fp32", "bmm": "keep"}):
-        batched, plain = (jax.make_jaxpr(autocast(product))(x, x) for product in products)
-    with policy.override({"linear": "fp32"}):
-        low = jax.make_jaxpr(autocast(products[0]))(x, x)
-    assert "bf16" not in str(batched)
-    assert "bf16" not in str(plain)
-    assert "bf16" in str(low)
+    lowered = jax.jit(both).lower(x)
+    for rules, batched, plain in (
+        ({"linear": "fp32"}, LOW, WIDE),
+        ({"bmm": "fp32"}, WIDE, LOW),
+        ({"linear": "fp32", "bmm": "keep"}, WIDE, WIDE),
+        ({"matmul": "fp32"}, WIDE, WIDE),
+    ):
+        report = stablehlo.autocast(lowered, rules=rules).report
+        assert [each.after for each in report.operations if each.operation == "dot_general"] == [batched, plain]
+        with policy.override(rules), xla_amp.explain() as records:
+            jax.make_jaxpr(autocast(both))(x)
+        products = [each for each in records.records if each.operation in ("bmm", "matmul")]
+        assert [each.used[0] for each in products] == [batched, plain]
 
 
 def test_names_that_a_front_cannot_tell_apart_must_agree() -> None:

@@ -46,7 +46,7 @@ def test_every_layer_wins_over_those_before_it(monkeypatch, tmp_path):
     assert "rules.toml:1 (rule 1)" in decided[1].origin
     assert config.RULES in decided[2].origin
     assert "policy.override" in decided[3].origin
-    assert decided[4].origin.startswith("autocast(policy=...)")
+    assert decided[4].origin.startswith("autocast(rules=...)")
     assert resolve("tpu").decide("log").layer == "environment", "the override is gone"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from xla_amp.cli import arguments as common
+from xla_amp.errors import RuleWarning
 from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
@@ -40,6 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="OP=CAST",
         help=f"a rule on top of the policy, e.g. tanh=fp32; casts: {', '.join(CASTS)}; may be repeated",
     )
+    parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
         "--keep-io", dest="keep_io", action="store_true", default=True, help="keep the signature (default)"
@@ -84,15 +88,20 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     program = io.load(arguments.source)
     kind = io.check_format(program, arguments.output, arguments.format)
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
-    converted = autocast.autocast(
-        program,
-        policy=arguments.policy,
-        dtype=arguments.dtype,
-        rules=dict(arguments.override) or None,
-        keep_io=arguments.keep_io,
-        sample_inputs=[tuple(each) for each in given] or None,
-        **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuleWarning)
+        converted = autocast.autocast(
+            program,
+            policy=arguments.policy,
+            dtype=arguments.dtype,
+            rules=dict(arguments.override) or None,
+            keep_io=arguments.keep_io,
+            strict=arguments.strict,
+            sample_inputs=[tuple(each) for each in given] or None,
+            **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
+        )
+    for each in caught:
+        sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     document = _document(arguments, converted, states, program.format, kind)
     page = common.report_page(arguments, document, converted.module, html_report.reasons(converted.report))

@@ -38,14 +38,14 @@ import numpy as np
 
 from xla_amp import events
 from xla_amp.errors import PolicyError
-from xla_amp.jax import compat, nnx_state
+from xla_amp.jax import compat, nnx_state, override_scope
 from xla_amp.jax.decisions import F32, Carry, Settings, dtype_of, is_castable, resolve_settings
 from xla_amp.jax.higher_order.common import cast
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward, has_kernels
 from xla_amp.jax.trace_driver import AutocastTrace
-from xla_amp.policy import PolicyLike
+from xla_amp.policy import PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
 
@@ -69,6 +69,7 @@ _REQUESTED: Final = "you asked for it"
 _DISABLED: Final = Choice("none", "enabled=False")
 _KERNELS: Final = "the function calls kernels, which only a trace in the low dtype reaches"
 _KERNELS_WIDE: Final = "the function's kernels run in float32, since they cannot be built for the low dtype"
+_OVERRIDES: Final = "the function opens an override, whose rules act only while it runs"
 _CONCRETE: Final = "the function looks at values while it runs"
 _TRACEABLE: Final = "it can be traced as a whole"
 
@@ -103,12 +104,22 @@ class AutocastContext:
     It is reentrant and thread-safe.
     """
 
-    def __init__(self, *, policy: PolicyLike | None, dtype: Any, enabled: bool, driver: Driver, carry: Carry) -> None:
+    def __init__(
+        self,
+        *,
+        policy: PolicyLike | None,
+        dtype: Any,
+        enabled: bool,
+        driver: Driver,
+        carry: Carry,
+        strict: bool = False,
+    ) -> None:
         self.policy = policy
         self.dtype = dtype
         self.enabled = enabled
         self.driver = driver
         self.carry = carry
+        self.strict = strict
         self._open = threading.local()
 
     def settings(self) -> Settings:
@@ -154,7 +165,7 @@ def _open_region(settings: Settings | None) -> Iterator[None]:
     scope = jax.named_scope(compat.REGION_SCOPE) if nested else contextlib.nullcontext()
     # Dtypes that the region mixes are none of the program's, so a strict program must not refuse them.
     promotion = contextlib.nullcontext() if settings is None else compat.standard_promotion()
-    with scope, promotion, compat.set_current_trace(trace):
+    with scope, promotion, compat.set_current_trace(trace), override_scope.traced_here():
         yield
 
 
@@ -167,6 +178,7 @@ def autocast(
     enabled: bool = True,
     driver: Driver = "auto",
     carry: Carry = "keep",
+    strict: bool = False,
 ) -> AutocastContext: ...
 
 
@@ -179,6 +191,7 @@ def autocast(
     enabled: bool = True,
     driver: Driver = "auto",
     carry: Carry = "keep",
+    strict: bool = False,
 ) -> AutocastFunction[_P, _R]: ...
 
 
@@ -190,6 +203,7 @@ def autocast(
     enabled: bool = True,
     driver: Driver = "auto",
     carry: Carry = "keep",
+    strict: bool = False,
 ) -> AutocastContext | AutocastFunction[..., Any]:
     """Mixed precision for a JAX function, as a transformation, a decorator, or a context manager.
 
@@ -204,6 +218,8 @@ def autocast(
             looks at values; ``autocast(f).choice(*args)`` tells which and why.
         carry: ``"keep"``: loops carry the dtypes that they were written with; ``"low"``: float32 arrays that the body
             computes in the low dtype are carried in it.
+        strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.  A block,
+            ``with autocast():``, is a part of a program and reports nothing: `xla_amp.policy.unused_rules` does.
 
     Returns:
         The function under autocast, with the attributes ``choice(*args, **kwargs)``, ``report(*args, **kwargs)`` and
@@ -226,7 +242,7 @@ def autocast(
             raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, legal))}")
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
-    region = AutocastContext(policy=policy, dtype=dtype, enabled=enabled, driver=driver, carry=carry)
+    region = AutocastContext(policy=policy, dtype=dtype, enabled=enabled, driver=driver, carry=carry, strict=strict)
     if enabled and (policy is not None or dtype is not None):
         region.settings()
     return region if function is None else region(function)
@@ -247,7 +263,7 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
             with region:
                 return function(*args, **kwargs)
         run = eager.find(args, kwargs) if eager is not None else None
-        return run() if run is not None else _choose_driver(region, function, args, kwargs, refused)[1]()
+        return run() if run is not None else _reporting(region, function, args, kwargs, refused)
 
     def choice(*args: Any, **kwargs: Any) -> Choice:
         """The driver for a call with these arguments, and the reason; traces the function."""
@@ -270,6 +286,17 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
     call.choice = choice  # type: ignore[attr-defined]
     call.region = region  # type: ignore[attr-defined]
     return call
+
+
+def _reporting(region: AutocastContext, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]) -> Any:
+    """Calls a function under autocast and reports the user's rules that had no effect on it."""
+    policy = region.settings().current_policy()
+    if all(layer.layer == "builtin" for layer in policy.layers):
+        return _choose_driver(region, function, args, kwargs, refused)[1]()
+    with effects.collect() as found:
+        result = _choose_driver(region, function, args, kwargs, refused)[1]()
+    effects.report(policy, found, "jaxpr", strict=region.strict)
+    return result
 
 
 def _is_dtype(value: Any) -> bool:
@@ -309,6 +336,13 @@ def _choose_driver(
     jaxpr = program.closed.jaxpr
     if region.driver == "trace":
         return Choice("trace", _REQUESTED), run_traced
+    if program.opens_override:
+        if region.driver == "jaxpr":
+            raise PolicyError(
+                "autocast(driver='jaxpr'): the function opens a policy.override, whose rules act only while it runs; "
+                "leave driver= out, or open the override around the call"
+            )
+        return Choice("trace", _OVERRIDES), run_traced
     why = _REQUESTED if region.driver == "jaxpr" else _TRACEABLE
     if region.driver == "auto" and has_kernels(jaxpr) and not has_backward(jaxpr):
         key = (program.types(), settings)
@@ -374,7 +408,8 @@ class _EagerCalls:
             return None
         if not known:
             # JAX would ignore what a function that is called by another asks of the compiler, and donated arguments.
-            plain = compat.is_plain_jit(self._function, args, kwargs, sum(dynamic))
+            with override_scope.traced_here():
+                plain = compat.is_plain_jit(self._function, args, kwargs, sum(dynamic))
             self._compiled[key] = self._compile(tree, static, dynamic) if plain else None
         compiled = self._compiled[key]
         return None if compiled is None else functools.partial(compiled, *itertools.compress(leaves, dynamic))
@@ -385,7 +420,7 @@ class _EagerCalls:
             rest = iter(values)
             filled = [next(rest) if is_dynamic else leaf for leaf, is_dynamic in zip(static, dynamic, strict=True)]
             args, kwargs = jax.tree.unflatten(tree, filled)
-            return _choose_driver(self._region, self._function, args, kwargs, {})[1]()
+            return _reporting(self._region, self._function, args, kwargs, {})
 
         return run
 
@@ -416,6 +451,8 @@ class _Program:
         self._indices = [index for index, leaf in enumerate(self._leaves) if compat.is_array(leaf)]
         self._values = [self._leaves[index] for index in self._indices]
         self._avals = [compat.typeof(value) for value in self._values]
+        self.opens_override = False
+        """Whether the function opens an override, whose rules act only while it runs."""
         self._static_outs: list[Any] = []
         """Results that are no arrays; None for those that are."""
         self.closed = compat.trace(self._flat_function, self._avals, self._debug_info)
@@ -425,7 +462,9 @@ class _Program:
         for index, value in zip(self._indices, values, strict=True):
             filled[index] = value
         positional, named = jax.tree.unflatten(self._tree, filled)
-        outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
+        with override_scope.traced_here() as scope:
+            outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
+        self.opens_override = self.opens_override or scope.opened
         self._static_outs = [None if compat.is_array(out) else out for out in outs]
         return [out for out in outs if compat.is_array(out)]
 

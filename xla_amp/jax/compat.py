@@ -111,6 +111,13 @@ def name_stack(eqn: Any) -> tuple[Any, ...]:
     return tuple(eqn.source_info.name_stack.stack)
 
 
+def scopes(eqn: Any | None) -> tuple[str, ...]:
+    """Name scopes around an equation, or around the running code if `eqn` is None, without transformations."""
+    stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
+    found = (str(scope.name) for scope in stack if not isinstance(scope, source_info_util.Transform))
+    return tuple(name for name in found if name != REGION_SCOPE)
+
+
 def is_region_scope(scope: Any) -> bool:
     """Whether a name scope marks primitives that an inner region has decided."""
     return bool(scope.name == REGION_SCOPE)

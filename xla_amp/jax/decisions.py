@@ -14,8 +14,9 @@ from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
-from xla_amp.jax.primitives import PRIMITIVES, PrimitiveInfo
+from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
+from xla_amp.policy.policy import Reach
 from xla_amp.types import LOW_DTYPES
 
 Carry: TypeAlias = Literal["keep", "low"]
@@ -37,17 +38,21 @@ def is_castable(dtype: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=8192)
-def decide(policy: Policy, primitive: str, aten: str | None = None) -> tuple[Decision, PrimitiveInfo | None]:
-    """The policy's decision for a primitive, by its ATen name, or by its own name if it has no ATen counterpart.
+def decide(
+    policy: Policy, primitive: str, aten: str | None = None, path: str | None = None
+) -> tuple[Decision, frozenset[Reach]]:
+    """The policy's decision for a primitive, and the user's rules that reach it.
+
+    It is decided by its ATen name, or by its own name if it has no ATen counterpart.
 
     Args:
         policy: with overrides.
         primitive: its name.
         aten: name of the ATen operation that it is here, if it stands for several.
+        path: of the module that it runs in, for policies with rules for modules.
     """
     operation, *same = op_catalog.same_as(aten) if aten else op_catalog.meanings("jaxpr", primitive) or (primitive,)
-    decision = policy.decide(operation, None, tuple(same))
-    return decision, PRIMITIVES.get(primitive)
+    return policy.decide(operation, path, tuple(same)), policy.reaching(operation, path, tuple(same))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

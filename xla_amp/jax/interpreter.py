@@ -19,10 +19,10 @@ from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, contract_low, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
-from xla_amp.jax.primitives import DTYPE_PARAMETER
+from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import asked_precision, request
 from xla_amp.jax.value_info import ValueTable
-from xla_amp.policy import Decision
+from xla_amp.policy import Decision, effects
 
 
 class Interpreter:
@@ -33,6 +33,7 @@ class Interpreter:
         rules: kind of higher-order primitive (`xla_amp.jax.primitives.Kind`) -> rule.
         backward: whether the program belongs to a backward pass that JAX's own differentiation has made.
         outer: name scope and ``file:line`` of the primitive that contains the program, for reports.
+        scopes: its name scopes, for rules for modules.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Interpreter:
         *,
         backward: bool = False,
         outer: tuple[str, str] = ("", ""),
+        scopes: tuple[str, ...] = (),
     ) -> None:
         self.settings = settings
         self.rules = rules
         self.table = ValueTable(settings.low)
         self.backward = backward
         self.outer = outer
+        self.scopes = scopes
         self.residuals: frozenset[Any] = frozenset()
         """Results of sharded functions that only a backward pass reads."""
 
@@ -115,19 +118,22 @@ class Interpreter:
         if eqn is not None and any(map(compat.is_region_scope, compat.name_stack(eqn))):
             return compat.bind(primitive, self.cast_to_avals(operands, _avals(eqn)), params)
         policy = self.settings.current_policy()
-        decision, info = decide(policy, primitive.name)
+        info = PRIMITIVES.get(primitive.name)
         kind = info.kind if info else None
         avals = _avals(eqn)
         if kind in self.rules:
             call = HigherOrderCall(primitive, operands, params, avals, eqn, list(f32_outputs), self, after_gradients)
             return self.rules[kind](call)
         kept = ""
+        product = None
         if kind == "contraction":
             types = avals or operands
             product = aten_product(primitive, params, types[0], types[1])
-            if product is not None:
-                decision, _ = decide(policy, primitive.name, product)
             kept = self._kept(operands, params, types, eqn, after_gradients)
+        path = ".".join((*self.scopes, *compat.scopes(eqn))) if policy.by_module else None
+        decision, reached = decide(policy, primitive.name, product, path)
+        if reached:
+            effects.note(reached, kept or _why_fixed(kind, decision, info))
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
@@ -267,7 +273,8 @@ class HigherOrderCall:
         settings = outer.settings
         if self.after_gradients != settings.after_gradients:
             settings = dataclasses.replace(settings, after_gradients=self.after_gradients)
-        return Interpreter(settings, outer.rules, backward=backward, outer=place)
+        scopes = (*outer.scopes, *compat.scopes(self.eqn)) if settings.policy.by_module else ()
+        return Interpreter(settings, outer.rules, backward=backward, outer=place, scopes=scopes)
 
     def is_weight(self, index: int) -> bool:
         """Whether an operand comes from outside the program and is float32."""
@@ -303,6 +310,12 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
     if not is_castable(wanted) or (wanted == F32 and all(dtype_of(each) != F32 for each in written[:2])):
         return params
     return {**params, "preferred_element_type": dtype_of(operand)}
+
+
+def _why_fixed(kind: str | None, decision: Decision, info: PrimitiveInfo | None) -> str:
+    """Why a primitive cannot follow a rule; empty if it can."""
+    fixed = kind in ("conversion", "fixed_dtype", "kernel") and decision.cast not in ("ban", "keep")
+    return f"it runs as it was written: {info.why}" if fixed and info is not None else ""
 
 
 def _avals(eqn: Any) -> list[Any] | None:

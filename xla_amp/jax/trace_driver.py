@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_amp.errors import DriverError
-from xla_amp.jax import compat
+from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import Settings, dtype_of
 from xla_amp.jax.higher_order.common import cast, evaluate_rule
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
@@ -112,7 +112,8 @@ class AutocastTrace(compat.Trace):
         """`function` with this region open on the trace that is current when it is called."""
 
         def run(*values: Any) -> Any:
-            with compat.set_current_trace(AutocastTrace(compat.current_trace(), self.settings)):
+            trace = AutocastTrace(compat.current_trace(), self.settings)
+            with compat.set_current_trace(trace), override_scope.traced_here():
                 return function(*values)
 
         return run

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from xla_amp import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import gaudi, module_patterns, op_catalog, regions
+from xla_amp.policy import effects, gaudi, module_patterns, op_catalog, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Reach, Rule, RuleLayer, _matched
 from xla_amp.types import Cast, Layer
@@ -96,7 +96,7 @@ def _items(rules: Mapping[str, Cast]) -> tuple[tuple[str, Cast], ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _mapping_layer(layer: Layer, items: tuple[tuple[str, Cast], ...]) -> RuleLayer:
-    origin = "policy.override" if layer == "override" else "autocast(policy=...)"
+    origin = "policy.override" if layer == "override" else "autocast(rules=...)"
     rules: list[Rule] = []
     for operation, cast in items:
         where = f"{origin}, {operation!r}"
@@ -142,6 +142,8 @@ class override:
             (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
         hlo_class: operation class (``"reduction"``, see `xla_amp.types.OperationClass`); gets `cast`.
         cast: the cast of `module` and of `hlo_class`.
+        strict: a rule that has matched no operation when the block ends is an error instead of a `RuleWarning`, if the
+            block ran operations under autocast.
         **casts: casts by operation, for names that are Python identifiers.
 
     Raises:
@@ -162,6 +164,7 @@ class override:
         module: str | None = None,
         hlo_class: str | None = None,
         cast: Cast | None = None,
+        strict: bool = False,
         **casts: Cast,
     ) -> None:
         given: Mapping[str, Any] = {} if rules is None else rules
@@ -173,6 +176,7 @@ class override:
         if not given and not named:
             _no_rules()
         self._layer = _mapping_layer("override", _items({**given, **named}))
+        self._strict = strict
         self._entries = _Entries()
 
     def __enter__(self) -> None:
@@ -195,6 +199,8 @@ class override:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
+        if kind is None and self not in _overrides.stack:
+            effects.report_unmatched(self._layer, strict=self._strict)
 
     def _close(self) -> None:
         for token in reversed(self._entries.tokens.pop()):

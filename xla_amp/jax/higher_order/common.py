@@ -15,11 +15,15 @@ from xla_amp.jax import compat
 from xla_amp.jax.decisions import dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
 from xla_amp.jax.value_info import magnitude
+from xla_amp.policy import effects
+from xla_amp.policy.effects import Effects
 
-_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[compat.ClosedJaxpr, list[Any]]]] = weakref.WeakKeyDictionary()
+_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[compat.ClosedJaxpr, list[Any], Effects]]] = (
+    weakref.WeakKeyDictionary()
+)
 """Jaxpr -> settings and argument types -> result, so that a function that is called again is compiled once.
 
-The result is kept with the constants of the jaxpr, by whose ``id`` it is found.
+The result is kept with the constants of the jaxpr, by whose ``id`` it is found, and the rules that it follows.
 """
 
 
@@ -54,6 +58,7 @@ def retrace(
     settings_key = (interpreter.settings, interpreter.settings.current_policy(), interpreter.backward)
     key = (
         *settings_key,
+        interpreter.scopes,
         tuple(avals),
         weights,
         adopting,
@@ -63,7 +68,9 @@ def retrace(
         tuple(map(id, closed.consts)),
     )
     cache = _retraced.setdefault(closed.jaxpr, {})
-    traced, _ = cache.get(key, (None, None))
+    traced, _, known = cache.get(key, (None, None, None))
+    if known is not None and not events.sinks:
+        effects.repeat(known)
     if traced is None or events.sinks:
 
         def evaluate(*arguments: Any) -> list[Any]:
@@ -77,8 +84,9 @@ def retrace(
                 outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
             return outs
 
-        traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
-        cache[key] = (traced, closed.consts)
+        with effects.collect() as found:
+            traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
+        cache[key] = (traced, closed.consts, found)
     return traced
 
 

@@ -16,7 +16,7 @@ import torch
 from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import dynamo
-from xla_amp.policy import Decision, Policy
+from xla_amp.policy import Decision, Policy, effects
 from xla_amp.pytorch.autocast import casting, decision_events, module_paths
 from xla_amp.types import Cast
 
@@ -70,6 +70,7 @@ def make(
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)
+        effects.asked(policy)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return policy, decision, None
         prepare = made.get(decision.cast)

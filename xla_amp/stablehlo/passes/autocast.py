@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import PolicyLike, resolve
+from xla_amp.policy import PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
@@ -64,6 +64,7 @@ def autocast(
     keep_io: bool = True,
     sample_inputs: Sequence[Any] | None = None,
     max_error: float | None = None,
+    strict: bool = False,
 ) -> Converted:
     """Puts a StableHLO module into mixed precision.
 
@@ -83,10 +84,12 @@ def autocast(
             operations whose values overflow or lose too much in the low dtype stay float32.
         max_error: with `sample_inputs`, the largest accepted error of one operation, relative to its largest result;
             default 1/32.
+        strict: a rule of yours without an effect on the module is an error instead of a `RuleWarning`.
 
     Raises:
         ModuleError: the module cannot be read, or is not valid.
-        PolicyError: the policy cannot be loaded, or bans an operation.
+        PolicyError: the policy cannot be loaded, or bans an operation; a rule of `rules` or of an override names an
+            operation that StableHLO programs do not contain.
         UnsupportedDtypeError: the policy does not offer `dtype`.
 
     Example:
@@ -121,9 +124,24 @@ def autocast(
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
+    if any(layer.layer != "builtin" for layer in effective.layers):
+        effects.report(effective, _effects(graph), "stablehlo", strict=strict)
     report = Report(policy=effective.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
     emit_events(report)
     return Converted(program=program.with_module(copied), report=report)
+
+
+def _effects(graph: CastGraph) -> effects.Effects:
+    """The user's rules that the nodes of `graph` follow."""
+    found = effects.Effects()
+    for node in graph.nodes:
+        each = node.op_class
+        if each is None or not each.reached or each.decision is None or node.in_opaque:
+            continue
+        stays = each.fixed and each.decision.cast in ("low", "promote", "keep")
+        lost = each.colour == "allow" and not node.low
+        found.add(each.reached, f"{each.name} stays float32: {node.why}" if stays or lost else "")
+    return found
 
 
 def as_program(module: Any) -> Program:

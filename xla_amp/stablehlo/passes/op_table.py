@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
-from xla_amp.policy.policy import Decision, Policy
+from xla_amp.policy.policy import Decision, Policy, Reach
 from xla_amp.stablehlo import ir
 from xla_amp.types import Cast
 
@@ -58,6 +58,10 @@ class OpClass(NamedTuple):
     why: str
     decision: Decision | None
     """The policy's decision about the corresponding ATen operation, if there is one."""
+    reached: frozenset[Reach]
+    """The user's rules that reach it."""
+    fixed: bool
+    """Whether its row lets no rule make it low."""
 
 
 class Table(NamedTuple):
@@ -116,6 +120,7 @@ class Classifier:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
         aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
         decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
+        reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Reach]()
         cast: Cast = decision.cast if decision else "keep"
         colour: Colour = "deny" if row.colour == "fixed" else row.colour
         why = row.why
@@ -126,7 +131,7 @@ class Classifier:
             if colour != row.colour:
                 why = decision.why
         shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
-        return OpClass(shown, colour, row.structure, row.upstream, why, decision)
+        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, row.colour == "fixed")
 
 
 _PRODUCTS: Final = ("dot_general",)

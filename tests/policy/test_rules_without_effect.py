@@ -1,0 +1,232 @@
+"""Rules that have no effect are reported, on every front; overrides around and inside functions of `jax.jit`."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import policy, stablehlo
+from xla_amp.cli import main
+from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.jax import autocast
+
+X, W = jnp.full((4, 8), 0.1), jnp.full((8, 8), 0.3)
+
+
+def step(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w).sum(0)
+
+
+def in_jax(rules: Any, *, strict: bool = False) -> None:
+    with policy.override(rules):
+        jax.make_jaxpr(autocast(step, strict=strict))(X, W)
+
+
+def in_stablehlo(rules: Any, *, strict: bool = False) -> None:
+    stablehlo.autocast(jax.jit(step).lower(X, W), rules=rules, strict=strict)
+
+
+FRONTS = pytest.mark.parametrize("front", [in_jax, in_stablehlo])
+# Rules, and what the report says; empty where they act.
+ACTS = [{"mm": "fp32"}, {"linear": "fp32", "tanh": "low"}, {"class:contraction": "keep"}, {"reduce_sum": "fp32"}]
+NOTHING = [
+    ({"sin": "fp32"}, r"sin = fp32 .*it matched no operation of the program"),
+    ({"bmm": "fp32"}, r"bmm = fp32 .*it matched no operation"),
+    ({"conv2d": "fp32", "mm": "fp32"}, r"this rule has no effect.*\n  conv2d = fp32"),
+    ({"module:*head": "fp32"}, r"module:\*head = fp32 .*it matched no operation"),
+    ({"fft_*": "low"}, r"fft_\* = low"),
+]
+NEVER = [
+    ({"softmax": "low"}, r"softmax = low .*programs contain only its parts"),
+    ({"layer_norm": "fp32", "tanh": "low"}, r"layer_norm = fp32 .*programs contain only its parts"),
+    ({"mylib::attention": "low"}, r"mylib::attention = low .*operator of a torch library"),
+]
+
+
+@FRONTS
+@pytest.mark.parametrize("rules", ACTS)
+def test_rules_that_act_are_silent(front: Any, rules: Any) -> None:
+    front(rules)
+    front(rules, strict=True)
+
+
+@FRONTS
+@pytest.mark.parametrize(("rules", "words"), NOTHING)
+def test_rules_that_match_nothing_warn_or_with_strict_raise(front: Any, rules: Any, words: str) -> None:
+    with pytest.warns(RuleWarning, match=words) as caught:
+        front(rules)
+    assert {each.filename for each in caught} == {__file__}, "the line of the caller"
+    with pytest.raises(PolicyError, match=words):
+        front(rules, strict=True)
+
+
+@FRONTS
+@pytest.mark.parametrize(("rules", "words"), NEVER)
+def test_rules_that_a_front_can_never_follow_are_errors(front: Any, rules: Any, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        front(rules)
+
+
+@FRONTS
+def test_a_shared_file_may_name_what_a_front_does_not_see(
+    front: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rules.toml"
+    rows.write_text('[[rule]]\noperations = ["softmax", "mm", "gelu"]\ncast = "fp32"\n')
+    monkeypatch.setenv("XLA_AMP_POLICY", str(rows))
+    with pytest.warns(RuleWarning, match=r"these rules have(.|\n)*softmax = fp32(.|\n)*gelu = fp32"):
+        front({"tanh": "low"})
+
+
+def test_stablehlo_says_why_an_operation_does_not_follow_its_rule() -> None:
+    with pytest.warns(RuleWarning, match=r"sum = low .*reduce.add stays float32: a running sum"):
+        in_stablehlo({"sum": "low"})
+
+
+def test_jax_says_why_an_operation_does_not_follow_its_rule() -> None:
+    def scatter(x: Any) -> Any:
+        return x.at[0].add(1.0)
+
+    with policy.override({"scatter_add": "low"}), pytest.warns(RuleWarning, match="scatter_add = low .*as it was writ"):
+        jax.make_jaxpr(autocast(scatter))(X)
+
+
+def test_a_function_that_jax_has_traced_before_counts() -> None:
+    inner = jax.jit(jnp.tanh)
+    with policy.override({"tanh": "fp32"}):
+        for number in range(2):
+            jax.make_jaxpr(autocast(lambda x, n=number: inner(x) + n, strict=True))(X)
+
+
+def test_built_in_rules_never_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in policy.BUILTIN:
+            jax.make_jaxpr(autocast(step, policy=name))(X, W)
+            stablehlo.autocast(jax.jit(step).lower(X, W), policy=name)
+
+
+def test_convert_strict(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "in.mlir", tmp_path / "out.mlir"
+    source.write_text(jax.jit(step).lower(X, W).as_text())
+    arguments = ["convert", str(source), "-o", str(out), "--override", "sin=fp32"]
+    assert main(arguments) == 0
+    assert (
+        "xla-amp: warning: this rule has no effect on the StableHLO program:\n  sin = fp32" in capsys.readouterr().err
+    )
+    out.unlink()
+    assert main([*arguments, "--strict"]) != 0
+    assert "sin = fp32" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_an_override_around_torch_reports_when_it_closes(device: str) -> None:
+    place = xla_amp.xla_device() if device == "lazy" else torch.device(device)
+    x = torch.ones(2, 2, device=place)
+
+    def run(**rules: Any) -> None:
+        with policy.override(**rules), xla_amp.autocast(place, policy="tpu"):
+            torch.mm(x, x)
+
+    names = {"cpu": ("acosh", "asinh"), "lazy": ("atanh", "lgamma")}[device]
+    run(mm="fp32")
+    with pytest.warns(RuleWarning, match=rf"{names[0]} = fp32 .*has matched no operation"):
+        run(**{names[0]: "fp32", "mm": "low"})
+    with pytest.raises(PolicyError, match=rf"{names[1]} = fp32"):
+        run(**{names[1]: "fp32", "mm": "low"}, strict=True)
+    with contextlib.suppress(ValueError), policy.override(cosh="fp32"), xla_amp.autocast(place, policy="tpu"):
+        torch.mm(x, x)
+        raise ValueError("an error in the block is not followed by another")
+
+
+def in_torch(rules: Any) -> None:
+    with policy.override(rules), xla_amp.autocast("cpu", policy="tpu"):
+        torch.tanh(torch.mm(torch.ones(2, 2), torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(("front", "unused"), [(in_jax, "hypot"), (in_stablehlo, "fmax"), (in_torch, "fmin")])
+def test_unused_rules_of_every_front(front: Any, unused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_RULES", f"{unused}=fp32;mm=fp32;tanh=low")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuleWarning)
+        with contextlib.suppress(PolicyError):
+            front({"add": "keep"})
+    assert [rule.operations for rule in policy.unused_rules("tpu")] == [(unused,)]
+
+
+# Overrides and jax.jit.
+
+
+def low(function: Any) -> bool:
+    return "bf16" in str(jax.make_jaxpr(function)(X, W))
+
+
+def test_an_override_around_a_jitted_function_traces_it_again() -> None:
+    traced = []
+
+    def product(x: Any, w: Any) -> Any:
+        traced.append(1)
+        return x @ w
+
+    jitted = jax.jit(autocast(product))
+    before = jitted(X, W)
+    with policy.override(mm="fp32"):
+        exact = [jitted(X, W), jitted(X, W)]
+    after = jitted(X, W)
+    np.testing.assert_array_equal(before, after)
+    np.testing.assert_allclose(exact[0], X @ W, rtol=1e-6)
+    assert not np.allclose(before, exact[1], rtol=1e-5)
+    assert len(traced) == 2, "once for each set of rules"
+
+
+def inside(x: Any, w: Any) -> Any:
+    with policy.override(mm="fp32"):
+        return x @ w
+
+
+def test_an_override_inside_a_function_acts() -> None:
+    assert low(autocast(jnp.matmul))
+    assert not low(autocast(inside))
+    assert autocast(inside).choice(X, W).driver == "trace"
+    with pytest.raises(PolicyError, match=r"opens a policy\.override"):
+        autocast(inside, driver="jaxpr")(X, W)
+    with autocast():
+        assert inside(X, W).dtype == jnp.float32
+        assert (X @ W).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "scan"])
+def test_an_override_inside_a_transformed_function_raises(transform: str) -> None:
+    jitted = jax.jit(inside)
+    jitted(X, W)  # traced before, without autocast
+    functions = {
+        "jit": jitted,
+        "grad": jax.grad(lambda x, w: inside(x, w).sum()),
+        "scan": lambda x, w: jax.lax.scan(lambda carry, _: (inside(carry, w), None), x, None, length=2)[0],
+    }
+    for _ in range(2):
+        with pytest.raises(PolicyError, match=r"override\(mm=fp32\) opened inside a function that JAX transforms"):
+            autocast(functions[transform])(X, W)
+
+
+def test_rules_for_modules_reach_name_scopes_in_jax() -> None:
+    def model(x: Any, w: Any) -> Any:
+        with jax.named_scope("body"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return jax.jit(jnp.matmul)(x, w)
+
+    with policy.override(module="*.head", cast="fp32"):
+        text = str(jax.make_jaxpr(autocast(model, strict=True))(X, W))
+    assert text.count("low_dot_general") == 1
+    assert text.count(" dot_general[") == 1

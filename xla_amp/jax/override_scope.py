@@ -1,0 +1,80 @@
+"""`xla_amp.policy.override` around and inside functions that JAX traces.
+
+A function of `jax.jit` is traced once, and rules act while it is traced.  So an override around it is part of the
+key of JAX's caches.  An override inside a function under autocast acts with the trace driver; elsewhere it raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from xla_amp import policy as policies
+from xla_amp.errors import PolicyError
+from xla_amp.jax import compat
+from xla_amp.policy import RuleLayer
+
+_key = jax.make_user_context(())
+_under_autocast = jax.make_user_context(False)
+"""Whether autocast traces.  So a function of `jax.jit` that opens an override is traced, and refused, under autocast
+even if JAX has traced it before."""
+
+
+class Scope:
+    """Code under autocast that JAX traces at one level: overrides that open at another level cannot act."""
+
+    def __init__(self, trace: Any) -> None:
+        self.trace = trace
+        self.opened = False
+        """Whether it has opened an override."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open: list[tuple[RuleLayer, Any]] = []
+        self.scopes: list[Scope] = []
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def traced_here() -> Iterator[Scope]:
+    """The code inside is traced by the present trace, under autocast."""
+    scope = Scope(compat.current_trace())
+    _thread.scopes.append(scope)
+    try:
+        with _under_autocast(True):
+            yield scope
+    finally:
+        _thread.scopes.remove(scope)
+
+
+def _override(layer: RuleLayer, opens: bool) -> None:
+    if not opens:
+        index = next(i for i in reversed(range(len(_thread.open))) if _thread.open[i][0] is layer)
+        _thread.open.pop(index)[1].__exit__(None, None, None)
+        return
+    if _thread.scopes:
+        scope = _thread.scopes[-1]
+        if compat.current_trace() is not scope.trace:
+            raise PolicyError(
+                f"override({_shown(layer)}) opened inside a function that JAX transforms (jax.jit, jax.grad, lax.scan) "
+                "under autocast: the rules act when that function has been traced and the override is closed. Open it "
+                "around the call of the function under autocast"
+            )
+        scope.opened = True
+    context = _key((*(each for each, _ in _thread.open), layer))
+    context.__enter__()
+    _thread.open.append((layer, context))
+
+
+def _shown(layer: RuleLayer) -> str:
+    return ", ".join(f"{operation}={rule.cast}" for rule in layer.rules for operation in rule.operations)
+
+
+policies.on_override(_override)

@@ -1,0 +1,186 @@
+"""Which of the user's rules have an effect on a program, and the report of those that have none.
+
+A front that applies a policy to a whole program collects the rules that it follows (`collect`, `note`) and then calls
+`report`.  Built-in rules are not reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.policy import module_patterns, op_catalog
+from xla_amp.policy.op_catalog import Vocabulary
+from xla_amp.policy.policy import Policy, Reach, RuleLayer, _matched
+from xla_amp.types import Layer
+
+_FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO"}
+_FOR_THIS_CALL: Final[frozenset[Layer]] = frozenset({"override", "context"})
+"""Layers that are written for the code that they are around; files and the environment are shared by programs."""
+
+
+class Effects:
+    """The user's rules that reached operations of one program."""
+
+    def __init__(self) -> None:
+        self.followed: set[Reach] = set()
+        self.kept: dict[Reach, str] = {}
+        """Rules that an operation does not follow, and why."""
+
+    def add(self, reached: Iterable[Reach], why_kept: str = "") -> None:
+        """Notes the rules that reach one operation; `why_kept`: why it does not follow them, empty if it does."""
+        if why_kept:
+            for pair in reached:
+                self.kept.setdefault(pair, why_kept)
+        else:
+            self.followed.update(reached)
+
+    def merge(self, other: Effects) -> None:
+        """Adds the effects on a part of the program."""
+        self.followed |= other.followed
+        self.kept = {**other.kept, **self.kept}
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Effects] = []
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[Effects]:
+    """Collects what `note` gets on this thread; an outer block gets it as well."""
+    effects = Effects()
+    _thread.open.append(effects)
+    try:
+        yield effects
+    finally:
+        _thread.open.pop()
+        if _thread.open:
+            _thread.open[-1].merge(effects)
+
+
+def note(reached: Iterable[Reach], why_kept: str = "") -> None:
+    """`Effects.add` for the innermost `collect` of this thread, if there is one."""
+    if _thread.open:
+        _thread.open[-1].add(reached, why_kept)
+
+
+def repeat(effects: Effects) -> None:
+    """Notes the effects on a part of the program that has been collected before."""
+    if _thread.open:
+        _thread.open[-1].merge(effects)
+
+
+@functools.cache
+def _visible(vocabulary: Vocabulary) -> frozenset[str]:
+    catalogue = op_catalog.catalogue()
+    names = catalogue.jaxpr if vocabulary == "jaxpr" else catalogue.stablehlo
+    products = op_catalog.native("dot_general")
+    return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(products)
+
+
+def invisible(pattern: str, vocabulary: Vocabulary) -> str:
+    """Why no program in `vocabulary` has an operation that `pattern` reaches; empty if one may have."""
+    if module_patterns.is_module_pattern(pattern) or not _visible(vocabulary).isdisjoint(op_catalog.matching(pattern)):
+        return ""
+    front = _FRONTS[vocabulary]
+    if "::" in pattern:
+        return f"it is an operator of a torch library, which {front} programs do not contain"
+    return f"{front} programs contain only its parts, or write it in another way; name the parts"
+
+
+def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: bool) -> None:
+    """Reports the user's rules in `policy` that had no effect.
+
+    A warning, or with `strict` an error.  A rule of an override or of the call that no program of the front can follow
+    is always an error.
+
+    Raises:
+        PolicyError: see above.
+    """
+    _reported.update(Reach(name, rule) for layer in policy.layers for rule in layer.rules for name in rule.operations)
+    without: dict[str, None] = {}
+    never: dict[str, None] = {}
+    for layer in policy.layers:
+        for rule in () if layer.layer == "builtin" else layer.rules:
+            for pattern in rule.operations:
+                pair = Reach(pattern, rule)
+                if pair in effects.followed:
+                    continue
+                hidden = invisible(pattern, vocabulary)
+                why = hidden or effects.kept.get(pair) or "it matched no operation of the program"
+                line = f"{pattern} = {rule.cast} ({rule.origin}): {why}"
+                (never if hidden and layer.layer in _FOR_THIS_CALL else without)[line] = None
+    if never or (without and strict):
+        raise PolicyError(_text([*never, *(without if strict else ())], f"the {_FRONTS[vocabulary]} program"))
+    if without:
+        _warn(_text([*without], f"the {_FRONTS[vocabulary]} program"))
+
+
+_asked: set[RuleLayer] = set()
+"""Layers of policies that have decided an operation of torch."""
+
+
+def asked(policy: Policy) -> None:
+    """An operation of torch is decided by `policy`; for `report_unmatched`."""
+    _asked.update(policy.layers)
+
+
+_reported: set[Reach] = set()
+"""Users' rules that `report` has judged; `report_unmatched` leaves them out."""
+
+
+def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
+    """Reports the rules of an override that closes and have matched no operation in this process.
+
+    Nothing is reported if no operation has been decided with them: the block ran nothing under autocast.
+
+    Raises:
+        PolicyError: with `strict`, instead of a warning.
+    """
+    if layer not in _asked:
+        return
+    pairs = [Reach(pattern, rule) for rule in layer.rules for pattern in rule.operations]
+    lines = [
+        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation"
+        for pair in pairs
+        if pair not in _matched and pair not in _reported
+    ]
+    if lines and strict:
+        raise PolicyError(_text(lines, "what ran under autocast"))
+    if lines:
+        _warn(_text(lines, "what ran under autocast"))
+
+
+def _warn(text: str) -> None:
+    file, line = _caller()
+    warnings.warn_explicit(text, RuleWarning, file, line, registry=_shown)
+
+
+_shown: dict[Any, Any] = {}
+"""Warnings that have been shown, for the filter "default"."""
+
+
+def _caller() -> tuple[str, int]:
+    """File and line of the user's call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+_LIBRARIES: Final = frozenset({"contextlib", "equinox", "flax", "functools", "jax", "xla_amp"})
+
+
+def _text(lines: list[str], program: str) -> str:
+    many = "this rule has" if len(lines) == 1 else "these rules have"
+    return f"{many} no effect on {program}:\n  " + "\n  ".join(lines)
