@@ -46,8 +46,8 @@ NOTHING = [
     ({"fft_*": "low"}, r"fft_\* = low"),
 ]
 NEVER = [
-    ({"softmax": "low"}, r"softmax = low .*programs contain only its parts"),
-    ({"layer_norm": "fp32", "tanh": "low"}, r"layer_norm = fp32 .*programs contain only its parts"),
+    ({"mse_loss": "low"}, r"mse_loss = low .*programs contain only its parts"),
+    ({"upsample_*": "fp32", "tanh": "low"}, r"upsample_\* = fp32 .*programs contain only its parts"),
     ({"mylib::attention": "low"}, r"mylib::attention = low .*operator of a torch library"),
 ]
 
@@ -85,6 +85,11 @@ def test_a_shared_file_may_name_what_a_front_does_not_see(
     monkeypatch.setenv("XLA_AMP_POLICY", str(rows))
     with pytest.warns(RuleWarning, match=r"these rules have(.|\n)*softmax = fp32(.|\n)*gelu = fp32"):
         front({"tanh": "low"})
+
+
+def test_a_composite_is_an_error_in_stablehlo() -> None:
+    with pytest.raises(PolicyError, match=r"softmax = low .*StableHLO programs contain only its parts"):
+        in_stablehlo({"softmax": "low"})
 
 
 def test_stablehlo_says_why_an_operation_does_not_follow_its_rule() -> None:

@@ -118,6 +118,22 @@ def scopes(eqn: Any | None) -> tuple[str, ...]:
     return tuple(name for name in found if name != REGION_SCOPE)
 
 
+def frames(eqn: Any) -> tuple[tuple[str, str, int], ...]:
+    """File, function and line of the calls that wrote an equation, innermost first."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ()
+    return tuple((frame.file_name, frame.function_name, frame.line_num) for frame in traceback.frames)
+
+
+def called(eqn: Any) -> str:
+    """Name of the function that an equation calls: of ``jax.jit`` or with a custom derivative; otherwise empty."""
+    closed = eqn.params.get("call_jaxpr")
+    if eqn.primitive.name.startswith("custom_") and isinstance(closed, ClosedJaxpr):
+        return str(closed.jaxpr.debug_info.func_name)
+    return str(eqn.params.get("name", "")) if eqn.primitive.name in ("jit", "pjit") else ""
+
+
 def is_region_scope(scope: Any) -> bool:
     """Whether a name scope marks primitives that an inner region has decided."""
     return bool(scope.name == REGION_SCOPE)

@@ -18,11 +18,13 @@ from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, contract_low, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
+from xla_amp.jax.higher_order import composites
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import asked_precision, request
 from xla_amp.jax.value_info import ValueTable
 from xla_amp.policy import Decision, effects
+from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
 class Interpreter:
@@ -84,7 +86,17 @@ class Interpreter:
         def read(atom: Any) -> Any:
             return _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
 
+        found = composites.runs(jaxpr, self.settings.current_policy())
+        decided: set[int] = set()
+        for run in found:
+            if self._composite_decision(jaxpr.eqns[run.start], run.operation).from_user:
+                decided.update(range(run.start, run.stop))
+        starts = {run.start: run for run in found if run.start in decided}
         for index, eqn in enumerate(jaxpr.eqns):
+            if index in decided:
+                if index in starts:
+                    self._eval_composite(jaxpr, starts[index], environment, gradients)
+                continue
             operands = [read(atom) for atom in eqn.invars]
             flags = [var in gradients for var in eqn.outvars]
             after = index in optimizer
@@ -94,6 +106,47 @@ class Interpreter:
                 )
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _path(self, eqn: Any) -> str | None:
+        """Path of the module of an equation, if the policy has rules for modules."""
+        return ".".join((*self.scopes, *compat.scopes(eqn))) if self.settings.current_policy().by_module else None
+
+    def _composite_decision(self, eqn: Any, operation: str) -> Decision:
+        return self.settings.current_policy().decide(operation, self._path(eqn))
+
+    def _eval_composite(
+        self, jaxpr: Any, run: composites.Run, environment: dict[Any, Any], gradients: frozenset[Any]
+    ) -> None:
+        """Evaluates the equations of a run, and adds their results to `environment`.
+
+        The values that enter it are cast by the rule; inside, they are computed as they were written.
+        """
+        first = jaxpr.eqns[run.start]
+        decision = self._composite_decision(first, run.operation)
+        if decision.cast == "ban":
+            raise ban_error(run.operation, decision)
+        policy = self.settings.current_policy()
+        effects.note(policy.reaching(run.operation, self._path(first)))
+        reads, leaving = composites.outside(jaxpr, run)
+        given = [environment[var] for var in reads]
+        dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
+        used, result = cast_dtypes(decision.cast, dtypes, self.settings.low, F32, mixed=False)
+        target = result or next((dtype for dtype in used if dtype is not None), F32)
+        cast = [value if to is None else self.table.cast(value, to) for value, to in zip(given, used, strict=True)]
+        inside = dict(zip(reads, cast, strict=True))
+        for eqn in jaxpr.eqns[run.start : run.stop]:
+            values = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
+            with compat.equation_context(eqn):
+                outs = compat.bind(eqn.primitive, self.cast_to_avals(values, _avals(eqn)), eqn.params)
+            inside.update(zip(eqn.outvars, outs, strict=True))
+        for var in leaving:
+            rounds = dtype_of(inside[var]) == F32 and var not in gradients
+            environment[var] = self.table.cast(inside[var], target) if rounds else inside[var]
+        if events.sinks:
+            outs = [
+                environment[var] for eqn in jaxpr.eqns[run.start : run.stop] for var in eqn.outvars if var in leaving
+            ]
+            emit_decision(policy, run.operation, decision, given, cast, outs, where(self.outer, first))
 
     def process_primitive(
         self,
@@ -130,8 +183,7 @@ class Interpreter:
             types = avals or operands
             product = aten_product(primitive, params, types[0], types[1])
             kept = self._kept(operands, params, types, eqn, after_gradients)
-        path = ".".join((*self.scopes, *compat.scopes(eqn))) if policy.by_module else None
-        decision, reached = decide(policy, primitive.name, product, path)
+        decision, reached = decide(policy, primitive.name, product, self._path(eqn))
         if reached:
             effects.note(reached, kept or _why_fixed(kind, decision, info))
         if decision.cast == "ban":

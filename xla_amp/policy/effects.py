@@ -80,12 +80,22 @@ def repeat(effects: Effects) -> None:
         _thread.open[-1].merge(effects)
 
 
+def _hint(pattern: str, vocabulary: Vocabulary) -> str:
+    """What else to know about a pattern that matched nothing."""
+    composites = {operation for operation, _ in op_catalog.catalogue().composites.values()}
+    if vocabulary == "jaxpr" and not composites.isdisjoint(op_catalog.matching(pattern)):
+        return "; functions such as jax.nn.softmax are found in whole programs only, with driver='jaxpr'"
+    return ""
+
+
 @functools.cache
 def _visible(vocabulary: Vocabulary) -> frozenset[str]:
     catalogue = op_catalog.catalogue()
     names = catalogue.jaxpr if vocabulary == "jaxpr" else catalogue.stablehlo
-    products = op_catalog.native("dot_general")
-    return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(products)
+    others = set(op_catalog.native("dot_general"))
+    if vocabulary == "jaxpr":
+        others.update(operation for operation, _ in catalogue.composites.values())
+    return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(others)
 
 
 def invisible(pattern: str, vocabulary: Vocabulary) -> str:
@@ -117,7 +127,8 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
                 if pair in effects.followed:
                     continue
                 hidden = invisible(pattern, vocabulary)
-                why = hidden or effects.kept.get(pair) or "it matched no operation of the program"
+                why = hidden or effects.kept.get(pair)
+                why = why or f"it matched no operation of the program{_hint(pattern, vocabulary)}"
                 line = f"{pattern} = {rule.cast} ({rule.origin}): {why}"
                 (never if hidden and layer.layer in _FOR_THIS_CALL else without)[line] = None
     if never or (without and strict):

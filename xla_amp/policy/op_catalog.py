@@ -42,6 +42,8 @@ class Catalogue(NamedTuple):
     same: Mapping[str, tuple[str, ...]]
     """ATen name -> ATen names that jaxpr and StableHLO write as the same operation: a user's rule for one of them
     reaches it there, too."""
+    composites: Mapping[str, tuple[str, str]]
+    """Function of JAX or of a library of layers -> ATen operation, and the file that it is in; empty for any."""
     spellings: Mapping[str, tuple[str, ...]]
     """Name in Python or in documentation -> ATen names."""
     no_rule: frozenset[str]
@@ -79,10 +81,20 @@ def catalogue() -> Catalogue:
         jaxpr=MappingProxyType(jaxpr),
         stablehlo=MappingProxyType(stablehlo),
         same=MappingProxyType({operation: tuple(names) for operation, names in data["same"].items()}),
+        composites=MappingProxyType(_functions(data["composites"])),
         spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
         no_rule=frozenset(data["no_rule"]["operations"]),
         no_rule_why=data["no_rule"]["why"],
     )
+
+
+def _functions(rows: Mapping[str, list[str]]) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    for operation, written in rows.items():
+        for each in written:
+            file, _, function = each.rpartition(":")
+            found[function] = (operation, file)
+    return found
 
 
 def operation_class(operation: str) -> OperationClass | None:

@@ -1,0 +1,73 @@
+"""Operations of torch that a jaxpr contains only in parts (``softmax``, ``layer_norm``), found by who wrote the parts.
+
+The tracebacks of equations name the function, also of their derivatives: ``jax.nn.softmax``, Flax's
+``LayerNorm.__call__`` (``[composites]`` in ``policy/tables/classes.toml``).  Consecutive equations of one call are a
+*run*.  A user's rule for the operation decides the run as torch's kernel does it: the operands are cast, the parts are
+computed as they were written, in float32, and the results get the dtype that the rule gives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from xla_amp.jax import compat
+from xla_amp.policy import Policy, op_catalog
+
+
+class Run(NamedTuple):
+    """Equations of one call of a function."""
+
+    operation: str
+    """ATen name."""
+    start: int
+    stop: int
+
+
+@functools.lru_cache(maxsize=256)
+def _ruled(policy: Policy) -> frozenset[str]:
+    """The composites that a rule of the user's may decide."""
+    names = {name for name, _ in op_catalog.catalogue().composites.values()}
+    return frozenset(name for name in names if policy.by_module or policy.decide(name).from_user)
+
+
+def runs(jaxpr: Any, policy: Policy) -> list[Run]:
+    """The runs of a jaxpr that the user's rules may decide, in order."""
+    ruled = _ruled(policy)
+    if not ruled:
+        return []
+    found: list[Run] = []
+    before: Any = None
+    for index, eqn in enumerate(jaxpr.eqns):
+        call = _call(eqn, ruled)
+        if call is not None and call == before:
+            found[-1] = found[-1]._replace(stop=index + 1)
+        elif call is not None:
+            found.append(Run(call[0], index, index + 1))
+        before = call
+    return found
+
+
+def _call(eqn: Any, ruled: frozenset[str]) -> tuple[Any, ...] | None:
+    """The operation that an equation is part of, and a key of the call; None if no rule is for it."""
+    composites = op_catalog.catalogue().composites
+    for index, (file, function, _) in enumerate(frames := compat.frames(eqn)):
+        operation, written_in = composites.get(function, ("", ""))
+        if operation in ruled and file.endswith(written_in):
+            return operation, frames[index + 1 :], str(compat.name_stack(eqn))
+    operation, _ = composites.get(compat.called(eqn), ("", ""))
+    return (operation, eqn) if operation in ruled else None
+
+
+def outside(jaxpr: Any, run: Run) -> tuple[list[Any], frozenset[Any]]:
+    """The variables that a run reads, and those of its results that are read after it."""
+    inside = jaxpr.eqns[run.start : run.stop]
+    made = {var for eqn in inside for var in eqn.outvars}
+    reads = dict.fromkeys(atom for eqn in inside for atom in _variables(eqn.invars) if atom not in made)
+    after = {atom for eqn in jaxpr.eqns[run.stop :] for atom in _variables(eqn.invars)}
+    return list(reads), frozenset(made & (after | set(_variables(jaxpr.outvars))))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
