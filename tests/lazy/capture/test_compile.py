@@ -221,7 +221,7 @@ def test_another_shape_mode_or_region_is_another_capture(device):
         assert product(matrix).dtype is torch.float32
     with xla_amp.autocast(device):
         assert product(matrix).dtype is torch.bfloat16
-        with xla_amp.policy.override(matmul="fp32", mm="fp32"):
+        with xla_amp.policy.override(matmul="fp32"):
             assert product(matrix).dtype is torch.float32
 
 

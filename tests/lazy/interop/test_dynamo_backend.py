@@ -250,9 +250,9 @@ def test_regions_inside(device, where):
 def test_rules_for_modules_are_refused(device):
     model = nn.Sequential(nn.Linear(4, 4)).to(device)
     with (
+        pytest.raises(Exception, match="rules for modules, and a compiled graph"),
         xla_amp.policy.override(module="0", cast="fp32"),
         xla_amp.autocast(device),
-        pytest.raises(Exception, match="rules for modules, and a compiled graph"),
     ):
         casts(device, compiled(lambda x: model(x)))
 
