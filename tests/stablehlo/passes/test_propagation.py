@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from xla_amp.errors import ModuleError, PolicyError, UnsupportedDtypeError
+from xla_amp.errors import ModuleError, PolicyError, RuleWarning, UnsupportedDtypeError
 from xla_amp.policy.op_catalog import catalogue
 from xla_amp.stablehlo import Converted, autocast, ir
 from xla_amp.stablehlo.passes.clone_functions import SMALL
@@ -120,8 +120,9 @@ def test_sums_stay_wide_whatever_the_policy_says() -> None:
       %s = stablehlo.reduce(%a init: %zero) applies stablehlo.add across dimensions = [1] : (tensor<4x4xf32>, tensor<f32>) -> tensor<4xf32>
       %b = stablehlo.broadcast_in_dim %s, dims = [0] : (tensor<4xf32>) -> tensor<4x4xf32>
       %out = stablehlo.dot_general %b, %w, {DOT}"""  # noqa: E501
-    for rules in (None, {"sum": "low"}):
-        converted = autocast(main(body), rules=rules)
+    with pytest.warns(RuleWarning, match="sum = low .*stays float32"):
+        told = autocast(main(body), rules={"sum": "low"})
+    for converted in (told, autocast(main(body))):
         assert runs_in(converted, "reduce.add") == ["float32"]
         assert "running sum" in why(converted, "reduce.add")
     converted = autocast(main(body.replace("stablehlo.add across", "stablehlo.maximum across")))
