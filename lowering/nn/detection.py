@@ -115,7 +115,7 @@ def _regions(rois: jax.Array, shape: Any, scale: Any, bins: Any, ratio: int, ali
 def _over_samples(rows: _Axis, columns: _Axis, add: Any, result: jax.Array) -> jax.Array:
     """``result = add(result, row indices, column indices, weights)`` for each neighbour of each sample."""
 
-    def sample(trip: Any, result: Any) -> jax.Array:
+    def sample(trip: Any, result: Any) -> Any:
         for row, row_weight in rows.corners(trip // columns.trips):
             for column, column_weight in columns.corners(trip % columns.trips):
                 weights = row_weight[:, :, None] * column_weight[:, None, :]
