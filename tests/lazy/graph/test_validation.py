@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
@@ -59,3 +63,35 @@ def test_batch_norm_names_the_argument_of_the_wrong_size(name):
     for context in (region(), torch.no_grad()):
         with context, pytest.raises(RuntimeError, match=f"{name} should contain 6 elements not 4"):
             norm(x)
+
+
+ONE = torch.ones(1, 1, 4, 4)
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "conv_dilation": lambda move: F.conv2d(move(ONE), move(ONE[..., :2, :2]), dilation=0),
+    "conv_kernel": lambda move: F.conv2d(move(ONE), move(ONE[..., :0, :2])),
+    "conv_output_padding": lambda move: F.conv_transpose2d(move(ONE), move(ONE), output_padding=1),
+    "conv_padding": lambda move: F.conv2d(move(ONE), move(ONE), padding=-1),
+    "conv_stride": lambda move: F.conv2d(move(ONE), move(ONE), stride=0),
+    "multinomial_none": lambda move: torch.multinomial(move(torch.ones(3)), 0),
+    "multinomial_rank": lambda move: torch.multinomial(move(ONE), 1),
+    "multinomial_too_many": lambda move: torch.multinomial(move(torch.ones(3)), 4),
+    "out_exact": lambda move: torch.amax(move(torch.ones(3)), 0, out=move(torch.ones((), dtype=torch.float64))),
+    "out_integer": lambda move: torch.add(move(torch.ones(3)), 1, out=move(torch.ones(3, dtype=torch.int64))),
+    "out_second": lambda move: torch.sort(move(torch.ones(3)), out=(move(torch.ones(3)), move(torch.ones(3)))),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_as_on_the_cpu(device: torch.device, name: str) -> None:
+    with pytest.raises(RuntimeError):
+        REFUSED[name](lambda tensor: tensor)
+    with pytest.raises(RuntimeError) as raised:
+        REFUSED[name](lambda tensor: tensor.to(device))
+    assert type(raised.value) is RuntimeError
+    assert torch.multinomial(torch.ones(3).to(device), 4, replacement=True).shape == (4,)
+
+
+def test_a_result_is_converted_to_the_dtype_of_out(device: torch.device) -> None:
+    out = torch.empty(3, dtype=torch.float64, device=device)
+    torch.add(torch.arange(3).to(device), 1, out=out)
+    assert out.tolist() == [1, 2, 3]

@@ -5,7 +5,7 @@ Without them an operation on the lazy device would compute something where every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,15 @@ DIMENSION: Mapping[str, str] = dict.fromkeys(
 """Operation -> tensor whose dimension is ``dim``; a 0-d tensor counts as one of one dimension."""
 
 
+EXACT_OUT = frozenset(
+    (
+        "addbmm", "addmm", "addmv", "amax", "amin", "aminmax", "baddbmm", "bmm", "gather", "index_select", "kthvalue",
+        "masked_select", "max", "min", "mm", "mode", "nonzero", "sort", "take", "topk", "where",
+    )
+)  # fmt: skip
+"""Operations whose ``out=`` tensors must have the dtypes of the results; others convert."""
+
+
 def check_dimension(dim: int, rank: int) -> None:
     """Raises torch's error for a dimension that a tensor of `rank` dimensions does not have.
 
@@ -89,6 +98,59 @@ def _check_window(name: str, arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _check_convolution(arguments: Mapping[str, Any]) -> None:
+    kernel = list(arguments["weight"].shape[2:])
+    stride, dilation, padding = (list(arguments[key]) for key in ("stride", "dilation", "padding"))
+    if min(padding, default=0) < 0:
+        raise RuntimeError(f"negative padding is not supported, but got {padding}")
+    if min(stride, default=1) <= 0:
+        raise RuntimeError(f"non-positive stride is not supported, but got {stride}")
+    if min(dilation, default=1) <= 0:
+        raise RuntimeError(f"dilation should be greater than zero, but got {dilation}")
+    if arguments["groups"] <= 0:
+        raise RuntimeError(f"non-positive groups is not supported, but got {arguments['groups']}")
+    if min(kernel, default=1) <= 0:
+        raise RuntimeError(f"kernel size should be greater than zero, but got {kernel}")
+    extra = list(arguments["output_padding"])
+    if arguments["transposed"] and any(e >= max(s, d) for e, s, d in zip(extra, stride, dilation, strict=False)):
+        raise RuntimeError(
+            f"output padding must be smaller than either stride or dilation, but got {extra}, {stride} and {dilation}"
+        )
+
+
+def _check_multinomial(arguments: Mapping[str, Any]) -> None:
+    weights, count = arguments["self"], arguments["num_samples"]
+    if not 1 <= weights.dim() <= 2:
+        raise RuntimeError(f"prob_dist must be 1 or 2 dim, but got {list(weights.shape)}")
+    if count <= 0:
+        raise RuntimeError(f"cannot sample n_sample <= 0 samples, but got {count}")
+    if not arguments.get("replacement") and count > weights.shape[-1]:
+        raise RuntimeError(
+            f"cannot sample n_sample > prob_dist.size(-1) samples without replacement, but got {count} and "
+            f"{weights.shape[-1]}"
+        )
+
+
+def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[torch.dtype]) -> None:
+    """Raises what torch raises for the dtypes of ``out=`` tensors.
+
+    Args:
+        operation: ATen name without overload.
+        results: dtypes of what the operation computes.
+        outs: dtypes of the tensors to store it in.
+
+    Raises:
+        RuntimeError: an operation of `EXACT_OUT` gets another dtype, or a result cannot be stored in a lower category.
+        TypeError: the same for ``cat``.
+    """
+    for result, out in zip(results, outs, strict=True):
+        if operation in EXACT_OUT and result is not out:
+            raise RuntimeError(f"{operation}: expected out tensor to have dtype {result}, but got {out} instead")
+        if not torch.can_cast(result, out):
+            kind = TypeError if operation == "cat" else RuntimeError
+            raise kind(f"{operation}: result type {result} can't be cast to the desired output type {out}")
+
+
 def check(operation: str, arguments: Mapping[str, Any]) -> None:
     """Raises what torch raises for these arguments.
 
@@ -105,6 +167,10 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         if len(set(dtypes.values())) > 1:
             found = ", ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
             raise RuntimeError(f"{operation}: expected {' and '.join(dtypes)} to have the same dtype, but {found}")
+    if name in ("convolution", "convolution_overrideable"):
+        _check_convolution(arguments)
+    if name == "multinomial":
+        _check_multinomial(arguments)
     if name in ("select_scatter", "slice_scatter"):
         _check_window(name, arguments)
     if name in FLOATING:

@@ -219,6 +219,11 @@ class _Operation:
 
         return emit
 
+    def check_out(self, instruction: Instruction, outs: Sequence[torch.Tensor]) -> None:
+        """Raises for ``out=`` tensors of a dtype that torch does not store the results in."""
+        results = [value_spec.dtype for value_spec in instruction.outs if value_spec is not None]
+        validation.check_out(self.name.partition(".")[0], results, [out.dtype for out in outs])
+
     # -- the fast path: the kernel's source ----------------------------------------------------------------------
 
     def kernel(self) -> Callable[..., Any]:
@@ -463,8 +468,12 @@ class _Source:
             f"_key = ({keys}{',' if keys else ''})",
             "_i = _cache.get(_key)",
             f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},))",
-            *self.lifts,
         ]
+        outs = [a.variable for a in self.operation.arguments if a.is_out] if self.operation.form == "out" else []
+        if outs:
+            differ = " or ".join(f"{name}.dtype is not _i.outs[{i}].dtype" for i, name in enumerate(outs))
+            self.lines.append(f"if {differ}: _operation.check_out(_i, ({', '.join(outs)},))")
+        self.lines += self.lifts
 
     def _append(self) -> None:
         head = "_i.id"
