@@ -196,6 +196,8 @@ def nan_to_num(
     """NaN becomes `nan` (0), infinities `posinf` and `neginf` (the dtype's largest and least finite value)."""
     if is_integral(x.dtype):
         return x
+    if jnp.issubdtype(x.dtype, np.complexfloating):
+        return lax.complex(nan_to_num(jnp.real(x), nan, posinf, neginf), nan_to_num(jnp.imag(x), nan, posinf, neginf))
     limits = jnp.finfo(x.dtype)
     x = jnp.where(jnp.isnan(x), as_dtype(0.0 if nan is None else nan, x.dtype), x)
     x = jnp.where(jnp.isposinf(x), as_dtype(limits.max if posinf is None else posinf, x.dtype), x)

@@ -96,19 +96,26 @@ def _between(start: Any, end: Any, count: int, dtype: Any) -> jax.Array:
     return jnp.where(index < count // 2, start + step * index, end - step * (count - 1 - index))
 
 
+def _whole(start: Any, end: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """The ends of a sequence of `dtype`: torch truncates them first if it is of integers."""
+    ends = as_dtype(start, jnp.float64), as_dtype(end, jnp.float64)
+    return ends if jnp.issubdtype(dtype, np.inexact) else (jnp.trunc(ends[0]), jnp.trunc(ends[1]))
+
+
 _POINTS = ("", ".Scalar_Tensor", ".Tensor_Scalar", ".Tensor_Tensor")
 
 
 @register(*(f"linspace{points}" for points in _POINTS))
 def linspace(start: Any, end: Any, steps: int, *, dtype: Any = None, out: Any) -> jax.Array:
     """`steps` numbers from `start` to `end`, both included."""
-    return _between(start, end, out.shape[0], jnp.float64)
+    return _between(*_whole(start, end, out.dtype), out.shape[0], jnp.float64)
 
 
 @register(*(f"logspace{points}" for points in _POINTS))
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, *, dtype: Any = None, out: Any) -> jax.Array:
     """base ** linspace(start, end)."""
-    return jnp.power(as_dtype(base, jnp.float64), _between(start, end, out.shape[0], jnp.float64))
+    exponents = _between(*_whole(start, end, out.dtype), out.shape[0], jnp.float64)
+    return jnp.power(as_dtype(base, jnp.float64), exponents)
 
 
 def _triangle_indices(keep: jax.Array, out: Any) -> jax.Array:

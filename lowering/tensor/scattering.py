@@ -63,6 +63,8 @@ def _combine(x: jax.Array, index: tuple[Any, ...], source: Any, mode: str, inclu
     """`x` with `source` combined into its elements at `index`; without `include_self` these start as the identity."""
     if mode == "set":
         return _WRITE[mode](x.at[index], as_dtype(source, x.dtype))
+    if x.dtype == np.bool_:  # a sum of booleans is true if one of them is
+        return _combine(as_dtype(x, np.int32), index, as_dtype(source, np.int32), mode, include_self) != 0
     x, original = up(x), x.dtype
     source = as_dtype(source, x.dtype)
     if not include_self:

@@ -72,6 +72,9 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "conv_output_padding": lambda move: F.conv_transpose2d(move(ONE), move(ONE), output_padding=1),
     "conv_padding": lambda move: F.conv2d(move(ONE), move(ONE), padding=-1),
     "conv_stride": lambda move: F.conv2d(move(ONE), move(ONE), stride=0),
+    "inplace_scalar": lambda move: move(torch.ones(3, dtype=torch.int64)).mul_(0.5),
+    "inplace_tensor": lambda move: move(torch.ones(3, dtype=torch.bool)).mul_(move(torch.ones(3))),
+    "inplace_unary": lambda move: move(torch.ones(3, dtype=torch.int64)).sqrt_(),
     "multinomial_none": lambda move: torch.multinomial(move(torch.ones(3)), 0),
     "multinomial_rank": lambda move: torch.multinomial(move(ONE), 1),
     "multinomial_too_many": lambda move: torch.multinomial(move(torch.ones(3)), 4),
@@ -89,6 +92,11 @@ def test_refused_as_on_the_cpu(device: torch.device, name: str) -> None:
         REFUSED[name](lambda tensor: tensor.to(device))
     assert type(raised.value) is RuntimeError
     assert torch.multinomial(torch.ones(3).to(device), 4, replacement=True).shape == (4,)
+
+
+def test_booleans_divide_by_numbers_rounding_down(device: torch.device) -> None:
+    assert torch.floor_divide(torch.ones(2, dtype=torch.bool).to(device), 0.5).tolist() == [2, 2]
+    assert torch.ones(2, dtype=torch.int64).to(device).eq_(1.5).tolist() == [0, 0]
 
 
 def test_a_result_is_converted_to_the_dtype_of_out(device: torch.device) -> None:

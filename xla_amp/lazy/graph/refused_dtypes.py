@@ -70,7 +70,7 @@ def computing_dtype(operator: Any, arguments: Mapping[str, Any]) -> torch.dtype 
     found = list(shape_inference.tensors(arguments.values()))
     if not found:
         return None
-    if torch.Tag.pointwise not in operator.tags:
+    if torch.Tag.pointwise not in operator.tags and "other" not in arguments:  # floor_divide has no tag
         return found[0].dtype
     return shape_inference.common_dtype([*found, *(arguments.get(name) for name in OPERANDS)])
 

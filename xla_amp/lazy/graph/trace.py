@@ -388,7 +388,9 @@ def rounding_cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
         if dtype.itemsize == 2 < x.dtype.itemsize and jax.numpy.issubdtype(dtype, np.floating):
             x = _round_to_half(jax.lax.convert_element_type(x, np.float32), dtype)  # float64 too goes by way of float32
         elif dtype.kind in "iu" and dtype.itemsize < 4:
-            # torch's small integers wrap around: XLA would saturate.
+            # torch's small integers wrap around, and what not even the wide type holds is 0: XLA would saturate.
+            x = x.astype(np.float32) if x.dtype.itemsize == 2 else x
+            x = jax.numpy.where(abs(x) < 2.0 ** (63 if dtype.kind == "u" else 31), x, 0)
             x = jax.lax.convert_element_type(x, np.int64 if dtype.kind == "u" else np.int32)
     return jax.lax.convert_element_type(x, dtype)
 

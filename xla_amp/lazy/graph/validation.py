@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from xla_amp.lazy.graph import shape_inference
+
 SAME_DTYPE: Mapping[str, tuple[str, ...]] = {
     "addbmm": ("self", "batch1", "batch2"),
     "addmm": ("self", "mat1", "mat2"),
@@ -149,6 +151,22 @@ def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[tor
         if not torch.can_cast(result, out):
             kind = TypeError if operation == "cat" else RuntimeError
             raise kind(f"{operation}: result type {result} can't be cast to the desired output type {out}")
+
+
+def check_inplace(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if the result of a pointwise operation cannot be stored in its first operand, as ``int.mul_(0.5)``.
+
+    Raises:
+        RuntimeError: the result's dtype is of a higher category.
+    """
+    schema = operator._schema
+    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].removesuffix("_"), None)
+    functional = getattr(packet, schema.overload_name or "default", None)
+    if functional is None:
+        return
+    (result,) = shape_inference.results(functional, args, kwargs)
+    if result is not None and not torch.can_cast(result.dtype, args[0].dtype):
+        raise RuntimeError(f"result type {result.dtype} can't be cast to the desired output type {args[0].dtype}")
 
 
 def check(operation: str, arguments: Mapping[str, Any]) -> None:

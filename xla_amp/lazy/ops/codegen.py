@@ -180,6 +180,8 @@ class _Operation:
                 shape_inference.results(
                     self.operator, positional, keywords
                 )  # raises torch's error for a bad shape or dtype
+            if self.form == "inplace" and torch.Tag.pointwise in self.operator.tags:
+                validation.check_inplace(self.operator, positional, keywords)
             return ()
         return shape_inference.results(self.operator, positional, keywords)
 
