@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,17 @@ def test_the_policy_decides(tmp_path: Path) -> None:
     assert dtypes == [torch.bfloat16, torch.float32]
     with pytest.raises(PolicyError, match="unheard"):
         ours.enable(policy="unheard")
+
+
+def test_a_device_that_was_chosen_before_is_told() -> None:
+    with without("default_device"):
+        Accelerator()
+        with pytest.warns(UserWarning, match="before the first Accelerator"):
+            ours.enable()
+    Accelerator(cpu=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.enable()
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ def register() -> None:
 
     if not any(tag is _tag for _, tag, _ in serialization._package_registry):
         serialization.register_package(_PRIORITY, _tag, _restore)
-    if config.huggingface():
-        importlib.import_module("xla_amp.integrations.huggingface").enable()
+        if config.huggingface():
+            importlib.import_module("xla_amp.integrations.huggingface").enable()
 
 
 def _tag(storage: Any) -> str | None:

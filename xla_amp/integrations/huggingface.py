@@ -25,6 +25,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -413,7 +414,8 @@ _PACKAGES = ("accelerate", "transformers")
 def enable(policy: Policy | str | Path | None = None) -> None:
     """Makes Accelerate and transformers' Trainer use the XLA device; call it before their first object is made.
 
-    ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.
+    ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.  Warns if Accelerate has chosen
+    another device already.
 
     Args:
         policy: the rules for ``"bf16"`` and ``"fp16"``, as for `xla_amp.autocast`; None is the device's default.  A
@@ -434,3 +436,17 @@ def enable(policy: Policy | str | Path | None = None) -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _apply()
+    _warn_of_chosen_device()
+
+
+def _warn_of_chosen_device() -> None:
+    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    chosen = {} if state is None else state._shared_state
+    device = chosen.get("device")
+    if device is not None and not chosen["_cpu"] and not _ours(device):
+        warnings.warn(
+            f"Accelerate chose the device {str(device)!r} before xla_amp.integrations.huggingface.enable() "
+            "was called, and keeps it: call enable() before the first Accelerator, or reset Accelerate's state with "
+            "accelerate.state.AcceleratorState._reset_state(True)",
+            stacklevel=3,
+        )
