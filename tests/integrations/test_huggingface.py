@@ -534,3 +534,12 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 def test_every_patch_names_its_reason() -> None:
     assert len(ours.PATCHES) == 13
     assert all(patch.reason for patch in ours.PATCHES)
+
+
+def test_a_version_without_a_replaced_attribute_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = ours.Patch(module="accelerate.state", owner="PartialState", name="gone", reason=".", replace=lambda x: x)
+    monkeypatch.setattr(ours, "PATCHES", (*ours.PATCHES, unknown))
+    ours._apply()
+    with pytest.raises(ImportError, match=r"accelerate [\d.]+ has no accelerate\.state\.PartialState\.gone"):
+        ours._require(sys.modules["accelerate.state"])
+    ours._require(sys.modules["accelerate.accelerator"])

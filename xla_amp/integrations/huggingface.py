@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -382,6 +383,18 @@ def _apply() -> None:
         setattr(owner, patch.name, patch.replace(_installed[patch]))
 
 
+def _require(module: ModuleType) -> None:
+    """Raises if a patch of an imported module found no attribute to replace: that version is not known here."""
+    for patch in PATCHES:
+        if patch.module == module.__name__ and patch not in _installed:
+            package = module.__name__.partition(".")[0]
+            replaced = ".".join(filter(None, (patch.module, patch.owner, patch.name)))
+            raise ImportError(
+                f"{package} {importlib.metadata.version(package)} has no {replaced}, which "
+                "xla_amp.integrations.huggingface replaces: install a version that docs/huggingface.md names"
+            )
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Calls `_apply` around the imports of the two packages.
 
@@ -403,6 +416,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 _apply()
+                _require(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
