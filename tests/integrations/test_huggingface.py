@@ -474,6 +474,51 @@ def test_text_is_generated_during_evaluation(tmp_path: Path) -> None:
     assert len({token for row in found[0] for token in row}) > 3
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"return_dict_in_generate": True}], ids=str)
+def test_generated_text_of_any_length_has_two_programs(options: dict[str, Any]) -> None:
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 20}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_hidden_layers=1)).eval()
+    ids = torch.tensor([[5, 6, 7, 8], [1, 1, 9, 3]])
+    options |= {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    options["attention_mask"] = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+
+    def tokens(device: Any) -> torch.Tensor:
+        moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        found = model.generate(ids.to(device), **moved)
+        return found if isinstance(found, torch.Tensor) else found.sequences
+
+    expected = tokens("cpu")
+    device = xla_amp.xla_device()
+    model.to(device)
+    xla_amp.sync()
+    xla_amp.metrics.reset()
+    found = tokens(device)
+    assert xla_amp.metrics()["compilations"] <= 2 + 2 * ("num_beams" in options)  # which order the cache anew
+    assert found.device.type == "jax"
+    assert found.tolist() == expected.tolist()
+    xla_amp.metrics.reset()
+    tokens(device)
+    assert xla_amp.metrics()["compilations"] <= ("num_beams" in options)
+
+
+def test_a_cache_that_the_user_chose_stays() -> None:
+    seen = []
+
+    class Model:
+        device = xla_amp.xla_device()
+        config = generation_config = transformers.GenerationConfig()
+
+    Model.config.is_encoder_decoder = False
+    generate = ours._grow_on_host(lambda self, *args, **kwargs: seen.append(kwargs.get("cache_implementation")))
+    generate(Model())
+    generate(Model(), cache_implementation="offloaded")
+    generate(Model(), None, transformers.GenerationConfig(cache_implementation="dynamic"))
+    generate(Model(), past_key_values=object())
+    generate(Model(), use_cache=False)
+    assert seen == ["static", "offloaded", None, None, None]
+
+
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +577,7 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 13
+    assert len(ours.PATCHES) == 14
     assert all(patch.reason for patch in ours.PATCHES)
 
 

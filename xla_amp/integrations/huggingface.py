@@ -223,6 +223,39 @@ def _concatenate_on_host(original: Callable[..., None]) -> Callable[..., None]:
     return to_cpu_and_numpy
 
 
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def _grow_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _ours(self.device) or self.config.is_encoder_decoder:
+            return original(self, *args, **kwargs)
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        asked = (kwargs, vars(given or self.generation_config))
+        if all(not options.get(name) for options in asked for name in _CACHE_CHOICES) and all(
+            options.get("use_cache") is not False for options in asked
+        ):
+            kwargs["cache_implementation"] = "static"
+        args, kwargs = tree_map(_integers_to_host, (args, kwargs))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*on a device type different than your model's device", UserWarning)
+            result = original(self, *args, **kwargs)
+        return tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, result)
+
+    return generate
+
+
+_CACHE_CHOICES = ("cache_implementation", "past_key_values", "assistant_model", "prompt_lookup_num_tokens")
+"""Arguments of ``generate`` that choose a cache, or need one that can be cut."""
+
+
+def _integers_to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and _ours(value.device) and not value.is_floating_point():
+        return value.cpu()
+    return value
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +382,13 @@ PATCHES = (
         name="_load_rng_state",
         reason="Loads the random states of a fixed list of devices.",
         replace=_also_load_random_state,
+    ),
+    Patch(
+        module="transformers.generation.utils",
+        owner="GenerationMixin",
+        name="generate",
+        reason="Token ids on the device, and the default cache, grow by a token: another shape, another program.",
+        replace=_grow_on_host,
     ),
     Patch(
         module="transformers.trainer_pt_utils",
