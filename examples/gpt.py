@@ -10,15 +10,14 @@ scaler and random state at the end, and resumes from the file if it exists.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import texts
 import torch
 import torch.nn.functional as F
 from absl import app, flags
@@ -55,23 +54,9 @@ HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def documentation() -> bytes:
-    """The documentation strings of the standard library's modules, classes and functions."""
-    found = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    found.append(text)
-    return "\n\n".join(found).encode()
-
-
 def load_text(path: str | None) -> Tensor:
     """The text as uint8 [bytes]."""
-    data = documentation() if path is None else Path(path).read_bytes()
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(texts.load(path)), dtype=torch.uint8)
 
 
 def batches(text: Tensor, device: torch.device, generator: torch.Generator) -> Iterator[Tensor]:

@@ -10,16 +10,15 @@ names a file, so nothing is downloaded.  One line puts the Trainer on the XLA de
 
 from __future__ import annotations
 
-import ast
 import csv
 import json
 import sys
-import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import texts
 import torch
 import transformers
 from absl import app, flags
@@ -51,19 +50,6 @@ JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on
 HEAD = 32
 HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 HELD_OUT_PIECES = 64
-
-
-def documentation() -> bytes:
-    """The documentation strings of the standard library's modules, classes and functions."""
-    found = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    found.append(text)
-    return "\n\n".join(found).encode()
 
 
 class Pieces(Dataset[dict[str, torch.Tensor]]):
@@ -160,7 +146,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
     if WIDTH.value % HEAD:
         raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
-    text = documentation() if TEXT.value is None else Path(TEXT.value).read_bytes()
+    text = texts.load(TEXT.value)
     least = 10 * BATCH.value * CONTEXT.value
     if len(text) < least:
         raise app.UsageError(f"the text has {len(text)} bytes; expected at least {least} for this batch and context")

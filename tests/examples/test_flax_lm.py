@@ -1,0 +1,48 @@
+"""The Flax example in a new process: the precisions learn alike, and it logs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from source_tree import ROOT
+
+pytest.importorskip("flax", reason="the extra `tests`")
+
+SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--log-steps=10", "--lr=0.01", "--json"]
+
+
+def run(*flags: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "examples" / "flax_lm.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_precisions_learn_alike(tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "fp16"):
+        flags = [f"--precision={precision}", "--steps=120", f"--log-dir={tmp_path / precision}"]
+        found[precision] = json.loads(run(*SMALL, *flags).splitlines()[-1])
+        assert found[precision]["held_out_loss"] < 3.3
+        with open(tmp_path / precision / "log.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows] == list(range(10, 121, 10))
+        assert list((tmp_path / precision).glob("events*"))
+    assert abs(found["fp32"]["held_out_loss"] - found["fp16"]["held_out_loss"]) < 0.01
+    assert found["fp32"]["low_products"] == 0
+    assert found["fp16"]["low_products"] >= 8  # four of attention, two of its products, two of the perceptron
+    assert found["fp16"]["loss_scale"] == 65536
+
+
+def test_wrong_flags_are_explained() -> None:
+    command = [sys.executable, ROOT / "examples" / "flax_lm.py", "--width=33"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "--width=33 must be a multiple of 32" in done.stdout + done.stderr
