@@ -1,0 +1,133 @@
+"""Fine-tune a small GPT-2 with LoRA (PEFT) under transformers' Trainer: only the adapters train and are saved.
+
+    python examples/lora.py --precision bf16
+    python examples/lora.py --precision fp16 --rank 8 --output adapter
+
+The base model has random weights, which it learns for `--base-steps` steps on one half of the text; the adapters then
+learn the other half.  The text is the documentation strings of Python's standard library unless `--text` names a file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from typing import Any
+
+import peft
+import texts
+import torch
+import transformers
+from absl import app, flags
+from rich.console import Console
+from rich.table import Table
+
+import xla_amp
+from xla_amp.integrations import huggingface
+
+PRECISION = flags.DEFINE_enum("precision", "bf16", ["fp32", "bf16", "fp16"], "what the forward pass computes in")
+TEXT = flags.DEFINE_string("text", None, "text to learn; default: the documentation strings of the standard library")
+BASE_STEPS = flags.DEFINE_integer("base-steps", 100, "steps of the base model", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 100, "steps of the adapters", lower_bound=1)
+RANK = flags.DEFINE_integer("rank", 4, "rank of the adapters", lower_bound=1)
+BATCH = flags.DEFINE_integer("batch-size", 16, "sequences per step", lower_bound=1)
+CONTEXT = flags.DEFINE_integer("context", 64, "bytes per sequence", lower_bound=8)
+WIDTH = flags.DEFINE_integer("width", 64, "channels; a multiple of 32, the size of a head", lower_bound=32)
+LR = flags.DEFINE_float("lr", 3e-3, "learning rate")
+OUTPUT = flags.DEFINE_string("output", None, "folder to save the adapters to")
+SEED = flags.DEFINE_integer("seed", 0, "seed of weights and batches")
+JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
+
+HEAD = 32
+
+
+def pieces(text: bytes) -> list[dict[str, torch.Tensor]]:
+    """Pieces of a text, each `CONTEXT` bytes, that do not overlap."""
+    count = len(text) // CONTEXT.value
+    rows = torch.frombuffer(bytearray(text[: count * CONTEXT.value]), dtype=torch.uint8).view(count, -1).long()
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, float]:
+    """Trains; returns the loss on the last tenth of the text, before and after."""
+    rows = pieces(text)
+    held_out = rows[-max(len(rows) // 10, BATCH.value) :][: 4 * BATCH.value]
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        bf16=PRECISION.value == "bf16",
+        fp16=PRECISION.value == "fp16",
+        max_steps=steps,
+        per_device_train_batch_size=BATCH.value,
+        per_device_eval_batch_size=BATCH.value,
+        learning_rate=LR.value,
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=JSON.value,
+        dataloader_drop_last=True,  # one shape, one program
+        report_to=[],
+        seed=SEED.value,
+    )
+    trainer = transformers.Trainer(
+        model=model, args=arguments, train_dataset=rows[: -len(held_out)], eval_dataset=held_out
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return before, trainer.evaluate()["eval_loss"]
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"expected flags only, got {argv[1:]}")
+    if WIDTH.value % HEAD:
+        raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
+    text = texts.load(TEXT.value)
+    half = len(text) // 2
+    least = 20 * BATCH.value * CONTEXT.value
+    if half < least:
+        raise app.UsageError(
+            f"the text has {len(text)} bytes; expected at least {2 * least} for this batch and context"
+        )
+    huggingface.enable()
+    transformers.set_seed(SEED.value)
+    config = transformers.GPT2Config(
+        vocab_size=256,
+        n_positions=CONTEXT.value,
+        n_embd=WIDTH.value,
+        n_layer=2,
+        n_head=WIDTH.value // HEAD,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    base = transformers.GPT2LMHeadModel(config)
+    with tempfile.TemporaryDirectory() as folder:
+        train(base, text[:half], BASE_STEPS.value, folder)
+        weights = {name: value.cpu() for name, value in base.state_dict().items()}
+        adapters = peft.LoraConfig(r=RANK.value, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+        model = peft.get_peft_model(base, adapters)
+        before, after = train(model, text[half:], STEPS.value, folder)
+    trained, every = model.get_nb_trainable_parameters()
+    plain = {name.replace(".base_layer", ""): value for name, value in model.get_base_model().state_dict().items()}
+    results = {
+        "precision": PRECISION.value,
+        "device": str(model.device),
+        "trained_parameters": trained,
+        "parameters": every,
+        "loss_before": before,
+        "loss_after": after,
+        "base_unchanged": all(torch.equal(value, plain[name].cpu()) for name, value in weights.items()),
+        "compilations": xla_amp.metrics()["compilations"],
+    }
+    if OUTPUT.value is not None:
+        model.save_pretrained(OUTPUT.value)
+    table = Table(title=f"LoRA of rank {RANK.value}, {STEPS.value} steps", show_header=False)
+    for name, value in results.items():
+        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if JSON.value:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
+    app.run(main)
