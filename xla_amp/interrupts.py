@@ -5,11 +5,12 @@ handler that raises there can leave half an operation behind.  `take_over` wraps
 wrapped handler runs at once, as before, unless the main thread
 
 * holds `lock`: then it runs when the lock is released;
-* runs code marked by `deferred` or `uninterruptible`, C++ code that an exception would abort (`in_native_code`), or a
-  finalizer, whose exceptions Python drops: then it runs at the first bytecode after it.
+* runs code marked by `deferred` or `uninterruptible`, or C++ code that an exception would abort (`in_native_code`):
+  then it runs at the first bytecode after it.
 
 So sleeping, waiting for a lock and reading from a socket end as they always do.  A handler that raises first calls
-`before_raising`, where an unfinished training step is undone.
+`before_raising`, where an unfinished training step is undone.  Python drops an exception in a finalizer (``__del__``, a
+callback of a weak reference); one of a handler is raised again after it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import functools
 import signal
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -81,6 +81,7 @@ class Handler:
         try:
             self.user(signum, frame)
         except BaseException as error:
+            error._xla_amp_of_handler = True  # type: ignore[attr-defined]
             with lock:
                 for listener in before_raising:
                     listener(error)
@@ -116,7 +117,7 @@ def _obstacle(frame: FrameType | None) -> Any:
     while frame is not None:
         if frame.f_code in _whole:
             return _whole
-        if frame.f_code in _short or frame.f_code.co_name == "__del__":
+        if frame.f_code in _short:
             found = _short
         frame = frame.f_back
     return found
@@ -147,18 +148,34 @@ def _call_between_bytecodes(call: _Call) -> None:
     _add_pending_call(_is_true, id(call))
 
 
-def _code_inside(function: Any) -> set[CodeType]:
-    """The code of the functions that `function` defines."""
-    return {constant for constant in function.__code__.co_consts if isinstance(constant, CodeType)}
+_dropped: list[BaseException] = []
+"""Exceptions of handlers that Python has dropped, to be raised again."""
 
 
-# Python prints and drops an exception in a callback of a weak reference, so a step would be undone and yet go on.
-_short.update(
-    _code_inside(weakref.WeakSet.__init__),
-    _code_inside(weakref.WeakKeyDictionary.__init__),
-    _code_inside(weakref.WeakValueDictionary.__init__),
-    {weakref.finalize.__call__.__code__},
-)
+def _raise_dropped() -> None:
+    if _obstacle(sys._getframe(1)) is not None:
+        _call_between_bytecodes(_raising)
+    elif _dropped:
+        raise _dropped.pop(0)
+
+
+_raising = _Call(_raise_dropped)
+
+
+def _keep_dropped(original: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], Any]:
+    """``sys.unraisablehook``, but for exceptions of handlers: the step is undone, so the program must not go on."""
+
+    @functools.wraps(original)
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if error is None or not hasattr(error, "_xla_amp_of_handler"):
+            original(unraisable)
+            return
+        _dropped.append(error)
+        _call_between_bytecodes(_raising)
+
+    uninterruptible(hook)
+    return hook
 
 
 def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -202,6 +219,7 @@ def take_over() -> None:
     install, get = _signal.signal, _signal.getsignal
     if hasattr(install, "__wrapped__"):
         return
+    sys.unraisablehook = _keep_dropped(sys.unraisablehook)
 
     @functools.wraps(install)
     def install_wrapped(*args: Any) -> Any:

@@ -14,11 +14,27 @@ from torch._dynamo.backends import registry
 from torch.utils.checkpoint import checkpoint
 
 import xla_amp
-from xla_amp.lazy.interop import dynamo_backend, recorded_graph
+from xla_amp.lazy.interop import recorded_graph
+from xla_amp.lazy.tensors import step_marker
+
+
+@pytest.fixture(autouse=True, scope="module")
+def hook():
+    """The backend leaves the module hook installed: not for the tests of other files."""
+    from xla_amp.lazy.interop import dynamo_backend  # noqa: F401
+
+    step_marker.keep_hook()
+    yield
+    step_marker._kept = False
+    if step_marker._forward_hook is not None:
+        step_marker._forward_hook.remove()
+        step_marker._forward_hook = None
 
 
 @pytest.fixture(autouse=True)
 def backend():
+    from xla_amp.lazy.interop import dynamo_backend
+
     torch._dynamo.reset()
     if "xla_amp" not in torch._dynamo.list_backends():  # an installation from before there was an entry point
         registry.register_backend(dynamo_backend.compile_graph, name="xla_amp")
@@ -46,6 +62,8 @@ def compiled(function, fullgraph=True):
 
 
 def test_the_entry_point_is_the_backend():
+    from xla_amp.lazy.interop import dynamo_backend
+
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     value = groups["torch_dynamo_backends"]["xla_amp"]
     assert EntryPoint("xla_amp", value, "torch_dynamo_backends").load() is dynamo_backend.compile_graph

@@ -134,17 +134,36 @@ class Sends:
         send()
 
 
-@pytest.mark.parametrize("finalizer", ["__del__", "weakref.finalize"])
+class Plain:
+    """Weak references to its instances can have callbacks."""
+
+
+@pytest.mark.parametrize("finalizer", ["__del__", "weakref.finalize", "weakref.ref"])
 def test_finalizers_lose_no_exception(device, finalizer):
     def drop():
-        dropped = Sends() if finalizer == "__del__" else torch.nn.ReLU()
+        dropped = Sends() if finalizer == "__del__" else Plain()
         weakref.finalize(dropped, send if finalizer == "weakref.finalize" else str)
+        held = weakref.ref(dropped, lambda _: send() if finalizer == "weakref.ref" else None)
         del dropped
         for _ in range(2):  # Python looks for signals when it jumps backward
             pass
+        return held
 
     with pytest.raises(Interrupted):
         drop()
+    assert not interrupts._dropped
+
+
+def test_other_exceptions_of_finalizers_are_printed(device, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", interrupts._keep_dropped(seen.append))
+
+    class Raises:
+        def __del__(self):
+            raise ValueError("of the user")
+
+    Raises()
+    assert [str(each.exc_value) for each in seen] == ["of the user"]
 
 
 def model_and_optimizer(device, kind=torch.optim.AdamW):

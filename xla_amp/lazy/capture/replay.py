@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from xla_amp import interrupts
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.observer import NotReplayableError, ObservedRun, Reference, first_difference
@@ -315,9 +314,6 @@ class Replay:
             if buffer is not None and isinstance(buffer.array, jax.Array) and buffer.array.is_deleted():
                 buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
         return StepFailedError(reason)
-
-
-interrupts.uninterruptible(Replay._buffer_freed)
 
 
 _array = attrgetter("array")
