@@ -25,6 +25,7 @@ LEFT_OUT: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "test_grad_scaler.py": {
             "test_devices": "names the lazy device",
             "test_counting_skips_costs_two_recorded_operations": "counts what the lazy device records",
+            "test_torchs_scaler_does_not_wait_either": "torch_xla's device does (test_what_the_stock_scaler_costs)",
         },
         "test_syncfree.py": {},
     }
