@@ -11,22 +11,18 @@ is the documentation strings of Python's standard library unless `--text` names 
 from __future__ import annotations
 
 import csv
-import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
-import texts
 from absl import app, flags
 from flax import linen as nn
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from xla_amp.jax import LossScale, autocast, skip_nonfinite, value_and_grad
@@ -167,20 +163,13 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
     if WIDTH.value % HEAD:
         raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
-    text = np.frombuffer(texts.load(TEXT.value), np.uint8)
+    text = np.frombuffer(common.load_text(TEXT.value), np.uint8)
     least = 10 * BATCH.value * CONTEXT.value
     if len(text) < least:
         raise app.UsageError(f"the text has {len(text)} bytes; expected at least {least} for this batch and context")
     results = {"precision": PRECISION.value, **train(text)}
-    table = Table(title=f"Flax on {len(text):,} bytes, {STEPS.value} steps", show_header=False)
-    for name, value in results.items():
-        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if JSON.value:
-        print(json.dumps(results))
+    common.show(f"Flax on {len(text):,} bytes, {STEPS.value} steps", results, JSON.value)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(main)
+    common.run(main)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import texts
+import common
 import torch
 import torch.nn.functional as F
 from absl import app, flags
@@ -56,7 +56,7 @@ HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 
 def load_text(path: str | None) -> Tensor:
     """The text as uint8 [bytes]."""
-    return torch.frombuffer(bytearray(texts.load(path)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(common.load_text(path)), dtype=torch.uint8)
 
 
 def batches(text: Tensor, device: torch.device, generator: torch.Generator) -> Iterator[Tensor]:
@@ -250,4 +250,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    common.run(main)

@@ -11,19 +11,15 @@ names a file, so nothing is downloaded.  One line puts the Trainer on the XLA de
 from __future__ import annotations
 
 import csv
-import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import texts
+import common
 import torch
 import transformers
 from absl import app, flags
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import Dataset
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -146,7 +142,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
     if WIDTH.value % HEAD:
         raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
-    text = texts.load(TEXT.value)
+    text = common.load_text(TEXT.value)
     least = 10 * BATCH.value * CONTEXT.value
     if len(text) < least:
         raise app.UsageError(f"the text has {len(text)} bytes; expected at least {least} for this batch and context")
@@ -154,15 +150,8 @@ def main(argv: list[str]) -> None:
     transformers.set_seed(SEED.value)
     with tempfile.TemporaryDirectory() as folder:
         results = {"precision": PRECISION.value, **train(text, OUTPUT.value or folder)}
-    table = Table(title=f"GPT-2 on {len(text):,} bytes, {STEPS.value} steps", show_header=False)
-    for name, value in results.items():
-        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if JSON.value:
-        print(json.dumps(results))
+    common.show(f"GPT-2 on {len(text):,} bytes, {STEPS.value} steps", results, JSON.value)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(main)
+    common.run(main)

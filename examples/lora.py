@@ -9,18 +9,14 @@ learn the other half.  The text is the documentation strings of Python's standar
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from typing import Any
 
+import common
 import peft
-import texts
 import torch
 import transformers
 from absl import app, flags
-from rich.console import Console
-from rich.table import Table
 
 import xla_amp
 from xla_amp.integrations import huggingface
@@ -80,7 +76,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
     if WIDTH.value % HEAD:
         raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
-    text = texts.load(TEXT.value)
+    text = common.load_text(TEXT.value)
     half = len(text) // 2
     least = 20 * BATCH.value * CONTEXT.value
     if half < least:
@@ -119,15 +115,8 @@ def main(argv: list[str]) -> None:
     }
     if OUTPUT.value is not None:
         model.save_pretrained(OUTPUT.value)
-    table = Table(title=f"LoRA of rank {RANK.value}, {STEPS.value} steps", show_header=False)
-    for name, value in results.items():
-        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if JSON.value:
-        print(json.dumps(results))
+    common.show(f"LoRA of rank {RANK.value}, {STEPS.value} steps", results, JSON.value)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(main)
+    common.run(main)

@@ -314,4 +314,6 @@ def train() -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):  # absl exits with an error
+        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
     app.run(main)

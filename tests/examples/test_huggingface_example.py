@@ -47,7 +47,3 @@ def test_it_learns_and_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert [resumed[name] for name in ("last_loss", "held_out_loss")] == [
         whole[name] for name in ("last_loss", "held_out_loss")
     ]
-
-
-def test_help_is_no_error() -> None:
-    assert "--log-dir" in run("--help").replace("log_dir", "log-dir")

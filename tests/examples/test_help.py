@@ -1,0 +1,21 @@
+"""Each example prints its flags for ``--help``, which is no error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from source_tree import ROOT
+
+
+def test_help_is_no_error() -> None:
+    paths = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name != "common.py"]
+    commands = [[sys.executable, path, "--help"] for path in paths]
+    runs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+    ]
+    assert len(runs) >= 6
+    for path, run in zip(paths, runs, strict=True):
+        out, error = run.communicate(timeout=280)
+        assert run.returncode == 0, (path, error)
+        assert "--[no]json" in out, path
