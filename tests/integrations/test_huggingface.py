@@ -494,7 +494,7 @@ def test_generated_text_of_any_length_has_two_programs(options: dict[str, Any]) 
     xla_amp.sync()
     xla_amp.metrics.reset()
     found = tokens(device)
-    assert xla_amp.metrics()["compilations"] <= 2 + 2 * ("num_beams" in options)  # which order the cache anew
+    assert xla_amp.metrics()["compilations"] <= 2 + 2 * ("num_beams" in options)  # these reorder the cache
     assert found.device.type == "jax"
     assert found.tolist() == expected.tolist()
     xla_amp.metrics.reset()

@@ -40,7 +40,7 @@ class Program(NamedTuple):
     torch: Callable[..., Any]
     jax: Callable[..., Any]
     stablehlo: str
-    """The operation in StableHLO; empty where it has none of its own."""
+    """Name in StableHLO; empty if StableHLO has no such operation."""
     operands: int = 2
 
 
@@ -136,7 +136,7 @@ def test_torch(cast: Cast, device: str) -> None:
 
 
 def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
-    """The programs as one function of JAX, each after a product of its own, and the argument."""
+    """(function, argument): a JAX function that runs each program on the result of a matrix product."""
 
     def function(x: Any) -> list[Any]:
         results = []

@@ -1,11 +1,10 @@
 """What torch loads at ``import torch`` (entry point group ``torch.backends``): checkpoints of the lazy device.
 
-With ``XLA_AMP_HUGGINGFACE=1`` it also prepares Accelerate and transformers for the device.
-
 `torch.load` then puts the tensors of a checkpoint back on the lazy device, in a process that has not used xla_amp.
 Nothing more is registered here.  With the name ``jax`` taken, `torch.accelerator` would be the lazy device in every
 process of this environment, also in those that use CUDA, and torch's one slot for an out-of-tree device would be
-occupied.  So ``torch.device("jax")`` exists after the first use of the device.
+occupied.  So ``torch.device("jax")`` exists after the first use of the device.  Only ``XLA_AMP_HUGGINGFACE=1`` asks for
+more: it prepares Accelerate and transformers.
 """
 
 from __future__ import annotations

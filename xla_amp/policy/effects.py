@@ -17,7 +17,7 @@ from typing import Any, Final
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
-from xla_amp.policy.policy import Policy, Reach, RuleLayer, _matched
+from xla_amp.policy.policy import Policy, Reach, RuleLayer, matched
 from xla_amp.types import Layer
 
 _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO"}
@@ -164,7 +164,7 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
     lines = [
         f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation"
         for pair in pairs
-        if pair not in _matched and pair not in _reported
+        if pair not in matched and pair not in _reported
     ]
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))

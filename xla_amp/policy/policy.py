@@ -37,7 +37,7 @@ class Rule:
         return classes.pop() if len(classes) == 1 else None
 
 
-_matched: set[Reach] = set()
+matched: set[Reach] = set()
 """Users' rules that have reached an operation in this process, by value: a policy may be resolved several times."""
 
 
@@ -275,7 +275,7 @@ class Policy:
             if not found:
                 continue
             if mark and layer.layer != "builtin":
-                _matched.update(found)
+                matched.update(found)
             if winner is None:
                 winner = Decision(operation, found[0].rule.cast, layer.layer, found[0].rule)
         return winner or Decision(operation, "keep", "builtin", None)

@@ -17,7 +17,7 @@ from xla_amp import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, gaudi, module_patterns, op_catalog, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
-from xla_amp.policy.policy import Policy, Reach, Rule, RuleLayer, _matched
+from xla_amp.policy.policy import Policy, Reach, Rule, RuleLayer, matched
 from xla_amp.types import Cast, Layer
 
 
@@ -254,4 +254,4 @@ def reaches(policy: PolicyLike) -> tuple[Reach, ...]:
 
 
 def _used(row: Rule) -> bool:
-    return any(Reach(pattern, row) in _matched for pattern in row.operations)
+    return any(Reach(pattern, row) in matched for pattern in row.operations)

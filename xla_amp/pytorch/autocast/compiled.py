@@ -1,7 +1,7 @@
 """Regions that are opened inside a function that `torch.compile` traces.
 
-Dynamo reads Python instead of running it, and knows `torch.autocast`.  There, a region of ours is one of torch with the
-low dtype of our rules: the device's autocast kernels follow the same rules under both.
+Dynamo reads Python instead of running it.  It knows `torch.autocast`, not ours, so it gets a `torch.autocast` with the
+low dtype of our rules.  The device's autocast kernels follow the same rules under both.
 """
 
 from __future__ import annotations
