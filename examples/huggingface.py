@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import common
-import torch
+import small_gpt2
 import transformers
 from absl import app, flags
-from torch.utils.data import Dataset
 from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -43,38 +42,8 @@ LOG_DIR = flags.DEFINE_string("log-dir", None, "write losses, learning rates and
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, batches and dropout")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
-HEAD = 32
 HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 HELD_OUT_PIECES = 64
-
-
-class Pieces(Dataset[dict[str, torch.Tensor]]):
-    """Pieces of a text, each `CONTEXT` bytes, that do not overlap."""
-
-    def __init__(self, text: bytes) -> None:
-        count = len(text) // CONTEXT.value
-        whole = torch.frombuffer(bytearray(text[: count * CONTEXT.value]), dtype=torch.uint8)
-        self.pieces = whole.view(count, CONTEXT.value).long()
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.pieces[index], "labels": self.pieces[index]}
-
-
-def build() -> transformers.GPT2LMHeadModel:
-    """GPT-2 over bytes, with random weights."""
-    config = transformers.GPT2Config(
-        vocab_size=256,
-        n_positions=CONTEXT.value,
-        n_embd=WIDTH.value,
-        n_layer=LAYERS.value,
-        n_head=WIDTH.value // HEAD,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
 
 
 def write_csv(folder: Path, rows: list[dict[str, float]]) -> None:
@@ -111,10 +80,10 @@ def train(text: bytes, output: str) -> dict[str, Any]:
         seed=SEED.value,
     )
     trainer = transformers.Trainer(
-        model=build(),
+        model=small_gpt2.build(CONTEXT.value, LAYERS.value, WIDTH.value),
         args=arguments,
-        train_dataset=Pieces(text[:split]),
-        eval_dataset=Pieces(text[split : split + HELD_OUT_PIECES * CONTEXT.value]),
+        train_dataset=small_gpt2.pieces(text[:split], CONTEXT.value),
+        eval_dataset=small_gpt2.pieces(text[split : split + HELD_OUT_PIECES * CONTEXT.value], CONTEXT.value),
         callbacks=callbacks,
     )
     checkpoint = get_last_checkpoint(output)
@@ -140,8 +109,8 @@ def train(text: bytes, output: str) -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
-    if WIDTH.value % HEAD:
-        raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
+    if WIDTH.value % small_gpt2.HEAD:
+        raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {small_gpt2.HEAD}, the size of a head")
     text = common.load_text(TEXT.value)
     least = 10 * BATCH.value * CONTEXT.value
     if len(text) < least:

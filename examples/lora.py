@@ -14,6 +14,7 @@ from typing import Any
 
 import common
 import peft
+import small_gpt2
 import torch
 import transformers
 from absl import app, flags
@@ -34,19 +35,10 @@ OUTPUT = flags.DEFINE_string("output", None, "folder to save the adapters to")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights and batches")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
-HEAD = 32
-
-
-def pieces(text: bytes) -> list[dict[str, torch.Tensor]]:
-    """Pieces of a text, each `CONTEXT` bytes, that do not overlap."""
-    count = len(text) // CONTEXT.value
-    rows = torch.frombuffer(bytearray(text[: count * CONTEXT.value]), dtype=torch.uint8).view(count, -1).long()
-    return [{"input_ids": row, "labels": row} for row in rows]
-
 
 def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, float]:
     """Trains; returns the loss on the last tenth of the text, before and after."""
-    rows = pieces(text)
+    rows = small_gpt2.pieces(text, CONTEXT.value)
     held_out = rows[-max(len(rows) // 10, BATCH.value) :][: 4 * BATCH.value]
     arguments = transformers.TrainingArguments(
         output_dir=folder,
@@ -74,8 +66,8 @@ def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, floa
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"expected flags only, got {argv[1:]}")
-    if WIDTH.value % HEAD:
-        raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {HEAD}, the size of a head")
+    if WIDTH.value % small_gpt2.HEAD:
+        raise app.UsageError(f"--width={WIDTH.value} must be a multiple of {small_gpt2.HEAD}, the size of a head")
     text = common.load_text(TEXT.value)
     half = len(text) // 2
     least = 20 * BATCH.value * CONTEXT.value
@@ -85,16 +77,7 @@ def main(argv: list[str]) -> None:
         )
     huggingface.enable()
     transformers.set_seed(SEED.value)
-    config = transformers.GPT2Config(
-        vocab_size=256,
-        n_positions=CONTEXT.value,
-        n_embd=WIDTH.value,
-        n_layer=2,
-        n_head=WIDTH.value // HEAD,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    base = transformers.GPT2LMHeadModel(config)
+    base = small_gpt2.build(CONTEXT.value, layers=2, width=WIDTH.value)
     with tempfile.TemporaryDirectory() as folder:
         train(base, text[:half], BASE_STEPS.value, folder)
         weights = {name: value.cpu() for name, value in base.state_dict().items()}

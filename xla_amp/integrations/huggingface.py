@@ -194,9 +194,7 @@ def _log_scale(original: Callable[..., None]) -> Callable[..., None]:
             scaler = self.accelerator.scaler
             if isinstance(scaler, GradScaler):
                 logs = {**logs, "loss_scale": scaler.get_scale()}
-            devices.engine().sync(
-                False
-            )  # runs the zeroing of the summed loss now, so that the next step stays the same
+            devices.engine().sync(False)  # zeroes the summed loss now: the next step stays the same
         original(self, logs, *args, **kwargs)
 
     return log
