@@ -5,7 +5,7 @@
 
 Each shape is one more program (with ``--evaluate`` two, and a read of the host), of which the newest are kept, up to
 ``XLA_AMP_PROGRAM_MEMORY``.  Resident memory after a hundred shapes and at the end should be the same within a few
-percent, once the limit is reached.
+percent, once the limit is reached: JAX's own caches, of 2,048 or 4,096 entries each, are full after some 300 shapes.
 """
 
 from __future__ import annotations

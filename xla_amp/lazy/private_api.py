@@ -137,6 +137,24 @@ def without_preemption_notice() -> Iterator[None]:
         jax.config.update(name, before)
 
 
+def drop_traces(limit: int) -> None:
+    """Drops the traces of JAX's own functions once JAX keeps more than `limit` of all functions.
+
+    ``jnp.where`` and many others are jitted.  JAX keeps a jaxpr for each shape that such a function was traced at, as
+    long as the function lives, which is forever (``trace_to_jaxpr`` has no limit; its other caches have).  Executables
+    do not depend on it, and traces of users' functions and of programs stay.
+    """
+    from jax._src.interpreters import partial_eval
+
+    cache = getattr(partial_eval, "trace_to_jaxpr", None)  # JAX 0.10.2 and later
+    if cache is None or cache.cache_info().currsize <= limit:
+        return
+    functions = {function for reference, *_ in cache.cache_keys() if (function := reference()) is not None}
+    for function in functions:
+        if (getattr(function, "__module__", None) or "").partition(".")[0] == "jax":
+            cache.evict_weakref(function)
+
+
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
     """`jax.device_put` of a small array in its own dtype, ten times faster.
 

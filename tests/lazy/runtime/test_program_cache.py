@@ -6,8 +6,10 @@ import gc
 import warnings
 
 import jax
+import jax.numpy as jnp
 import pytest
 import torch
+from jax._src.interpreters import partial_eval
 
 import xla_amp
 from tests.helpers.lazy_device import counted
@@ -64,6 +66,22 @@ def test_forty_shapes_stay_within_the_limit(device: torch.device, monkeypatch: p
     assert (7, 4) not in shapes
     assert (40, 4) in shapes
     torch.testing.assert_close(losses, train(torch.device("cpu"), range(1, 41)), rtol=1e-5, atol=1e-6)
+
+
+def test_traces_of_jaxs_own_functions_are_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = jax.jit(lambda x: jnp.where(x > 0, x, jnp.square(x)))
+    mine(jnp.ones(3))
+    train(device, range(1, 4))
+    monkeypatch.setattr(program_cache, "_TRACES", 100)
+    for shape in range(4, 12):
+        train(device, range(shape, shape + 1))
+        owners = [reference().__module__ for reference, *_ in partial_eval.trace_to_jaxpr.cache_keys() if reference()]
+        assert sum(owner.startswith("jax.") for owner in owners) <= 100
+    assert __name__ in owners
+    with counted() as counts, jax.no_tracing():  # what was compiled runs as before
+        mine(jnp.ones(3))
+        train(device, range(1, 4))
+    assert counts.compilations == 0
 
 
 def test_an_unused_instruction_is_made_again(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from xla_amp import config
+from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import trace as graph
 from xla_amp.lazy.runtime.compile import Key, Program, alive
 from xla_amp.lazy.runtime.metrics import metrics
@@ -29,6 +30,8 @@ PER_OPERATION = 80_000
 """Bytes of code for each recorded operation, in the same programs; for those whose size XLA does not tell."""
 _TRIM = 64 << 20
 """Bytes of dropped programs after which the C library is asked to return free memory to the system."""
+_TRACES = 2048
+"""Traces of jitted functions that JAX may keep before those of its own functions are dropped; 8 KiB each."""
 _LEAST_INSTRUCTIONS = 1024
 """Instructions below which unused ones are not looked for."""
 
@@ -67,6 +70,7 @@ def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.
     program.used = next(_clock)
     cache[key] = program
     _drop_beyond_limit()
+    private_api.drop_traces(_TRACES)
     _count()
 
 
