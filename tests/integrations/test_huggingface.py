@@ -502,6 +502,30 @@ def test_generated_text_of_any_length_has_two_programs(options: dict[str, Any]) 
     assert xla_amp.metrics()["compilations"] <= ("num_beams" in options)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generated_text_of_an_encoder_and_decoder_has_programs_for_any_length(beams: int) -> None:
+    torch.manual_seed(0)
+    size = {"d_model": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "vocab_size": 20, "max_position_embeddings": 32}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(**size, **layers, forced_eos_token_id=None, init_std=1.0)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids, mask = torch.tensor([[5, 6, 7, 8], [9, 3, 1, 1]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+
+    def tokens(device: Any) -> torch.Tensor:
+        options = {"max_new_tokens": 14, "num_beams": beams, "do_sample": False, "attention_mask": mask.to(device)}
+        return model.generate(ids.to(device), **options)
+
+    expected = tokens("cpu")
+    device = xla_amp.xla_device()
+    model.to(device)
+    xla_amp.sync()
+    xla_amp.metrics.reset()
+    assert tokens(device).tolist() == expected.tolist()
+    assert expected.shape[1] > 8
+    assert xla_amp.metrics()["compilations"] <= (3 if beams == 1 else 8)
+    assert not model.get_encoder()._forward_pre_hooks
+
+
 def test_a_cache_that_the_user_chose_stays() -> None:
     seen = []
 

@@ -16,6 +16,7 @@ https://huggingface.co/docs/transformers/main_classes/trainer
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -27,7 +28,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -229,7 +230,7 @@ def _concatenate_on_host(original: Callable[..., None]) -> Callable[..., None]:
 def _grow_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _ours(self.device) or self.config.is_encoder_decoder:
+        if not _ours(self.device):
             return original(self, *args, **kwargs)
         given = args[1] if len(args) > 1 else kwargs.get("generation_config")
         asked = (kwargs, vars(given or self.generation_config))
@@ -238,12 +239,33 @@ def _grow_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             kwargs["cache_implementation"] = "static"
         args, kwargs = tree_map(_integers_to_host, (args, kwargs))
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _inputs_on_device(self):
             warnings.filterwarnings("ignore", ".*on a device type different than your model's device", UserWarning)
             result = original(self, *args, **kwargs)
-        return tree_map(lambda x: x.to(self.device) if isinstance(x, torch.Tensor) else x, result)
+        return _moved(result, self.device)
 
     return generate
+
+
+@contextlib.contextmanager
+def _inputs_on_device(model: Any) -> Iterator[None]:
+    """Inside, a model's encoder takes inputs on the host, as `prepare_inputs_for_generation` makes the decoder do."""
+    if not model.config.is_encoder_decoder:
+        yield
+        return
+
+    def move(module: Any, args: Any, kwargs: Any) -> Any:
+        return _moved((args, kwargs), model.device)
+
+    hook = model.get_encoder().register_forward_pre_hook(move, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
 
 _CACHE_CHOICES = ("cache_implementation", "past_key_values", "assistant_model", "prompt_lookup_num_tokens")
