@@ -251,3 +251,28 @@ def test_memory_that_may_not_be_reused_makes_no_other_program(device: torch.devi
         model(batches(1)[0][0].to(device)).sum().item()  # the batch is not
     assert counts.compilations == 1
     assert execute.programs()
+
+
+def test_looks_read_each_operation_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training step has no loop; that each look read all of it again was a tenth of the time to record GPT-2."""
+    read = []
+    find = loops.instruction_of
+    monkeypatch.setattr(loops, "instruction_of", lambda number: read.append(number) or find(number))
+    x = torch.ones(400, requires_grad=True).to(device)
+    for size in range(399, 100, -1):
+        x = x[:size] + 1
+    assert 300 < len(read) <= trace.count
+    x.sum().item()
+
+
+def test_an_operation_that_was_removed_is_read_again(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    with trace.lock:
+        start = trace.position()
+        x = x + 1
+        before = list(loops._ids.read())
+        trace.truncate(start)
+        x = x * 2
+        assert loops._ids.read()[-1] != before[-1]
+        assert len(loops._ids.read()) == len(before)
+        trace.truncate(start)

@@ -220,6 +220,7 @@ class Trace:
         "code",
         "computed",
         "count",
+        "cuts",
         "draws",
         "floats",
         "generation",
@@ -260,6 +261,8 @@ class Trace:
         """Index in `streams` of the device generator's last one."""
         self.generators: list[Any] = []
         """Other generators that random operations of this trace draw from."""
+        self.cuts = 0
+        """How often the end of the trace was removed, as each flush removes all of it."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
         self.limit = sys.maxsize
@@ -287,6 +290,7 @@ class Trace:
 
     def truncate(self, position: Numbers) -> None:
         """Removes what was recorded after `position`.  Lists stay the same objects: kernels hold references to them."""
+        self.cuts += 1
         self.count, self.draws, self.stream, *lengths = position
         for part, length in zip(self._lists(), lengths, strict=True):
             del part[length:]

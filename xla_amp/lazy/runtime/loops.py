@@ -32,7 +32,7 @@ import threading
 from typing import Any, NamedTuple
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import FIRST_LOOK, Family, trace
+from xla_amp.lazy.graph.trace import FIRST_LOOK, Family, instruction_of, trace
 from xla_amp.lazy.runtime import execute, mesh
 from xla_amp.lazy.runtime.compile import steps
 
@@ -48,8 +48,6 @@ GROWING = 256
 class _Recorded(NamedTuple):
     """The operations of the trace, without the reads of tensors."""
 
-    ids: list[int]
-    """Id of each instruction; of one with a family the family's number."""
     names: list[str]
     families: dict[int, tuple[Family, tuple[int, ...]]]
     """Index of an operation -> its family and constants."""
@@ -82,6 +80,37 @@ class _Loop:
 _loop = _Loop()
 
 
+class _Ids:
+    """What each operation of the trace is, without the reads of tensors; read as far as the last look."""
+
+    def __init__(self) -> None:
+        self.cuts = -1
+        """`trace.cuts` of the trace that was read."""
+        self.length = 0
+        """Length of the code that was read."""
+        self.ids: list[int] = []
+
+    def read(self) -> list[int]:
+        """Id of each instruction; of one with a family the family's number."""
+        code, ids = trace.code, self.ids
+        position = self.length
+        if self.cuts != trace.cuts:
+            position, self.cuts = 0, trace.cuts
+            ids.clear()
+        end = len(code)
+        while position < end:
+            instruction = instruction_of(code[position])
+            if instruction.emit is not None:
+                family = instruction.family
+                ids.append(instruction.id if family is None else family.number)
+            position += instruction.inputs + (3 if instruction.random else 1)
+        self.length = position
+        return ids
+
+
+_ids = _Ids()
+
+
 def flush_if_full() -> None:
     """Ends the step if the trace is full or ends with a whole repetition; the caller holds the trace's lock."""
     if trace.count > trace.limit:
@@ -95,16 +124,16 @@ def look() -> None:
     elif execute.observer is not None or private_api.in_backward():
         _wait()
     elif trace.generation == _loop.generation and _loop.operations:
-        _continue(_recorded())
+        _continue()
     else:
         if trace.generation != _loop.generation:
             _loop.ended.clear()
-        _search(_recorded())
+        _search()
 
 
-def _continue(recorded: _Recorded) -> None:
+def _continue() -> None:
     """Ends the step after the next repetition of the loop."""
-    operations: list[Any] = recorded.names if _loop.growing else recorded.ids
+    operations: list[Any] = _recorded().names if _loop.growing else _ids.read()
     missing = len(_loop.operations) - len(operations)
     if operations == _loop.operations:
         _loop.repeated = True
@@ -115,20 +144,20 @@ def _continue(recorded: _Recorded) -> None:
         if _loop.repeated:
             _loop.ended.add(_name(_loop.operations))
         _loop.operations = []
-        _search(recorded)
+        _search()
 
 
-def _search(recorded: _Recorded) -> None:
+def _search() -> None:
     gradients = trace.nodes != (threading.get_ident(), private_api.autograd_nodes())
     if gradients and mesh.replicas:
         return _wait()
     least = REPEATS_WITH_GRADIENTS if gradients else REPEATS
-    ids: list[Any] = recorded.ids
+    ids: list[Any] = _ids.read()
     inner = _loop.inner if len(ids) < LONG else set()
     found = repetition(ids, least, inner)
     growing = found is None and not gradients and len(ids) >= GROWING
     if growing:
-        ids = recorded.names
+        ids = _recorded().names
         found = repetition(ids, least, inner)
     if found is None:
         return _wait()
@@ -137,6 +166,7 @@ def _search(recorded: _Recorded) -> None:
     if name in _loop.ended and len(ids) < LONG:
         _loop.inner.add(name)
         return _wait()
+    recorded = _recorded()
     if _is_stack(recorded, period):
         return _wait()
     behind = (len(ids) - start) % period
@@ -198,17 +228,16 @@ def repetition(ids: list[Any], least: int, inner: set[tuple[Any, ...]]) -> tuple
 
 
 def _recorded() -> _Recorded:
-    recorded = _Recorded([], [], {}, [], [], [])
-    ids, names, families, inputs, firsts, reads = recorded
+    recorded = _Recorded([], {}, [], [], [])
+    names, families, inputs, firsts, reads = recorded
     count = 0
     for instruction, _, values in steps(trace.code):
         if instruction.emit is None:
-            reads.append((count, len(ids)))
+            reads.append((count, len(names)))
         else:
             family = instruction.family
             if family is not None:
-                families[len(ids)] = family, instruction.integers
-            ids.append(instruction.id if family is None else family.number)
+                families[len(names)] = family, instruction.integers
             names.append(instruction.name)
             inputs.append(tuple(values))
             firsts.append(count)
@@ -218,7 +247,7 @@ def _recorded() -> _Recorded:
 
 def _is_stack(recorded: _Recorded, period: int) -> bool:
     """Whether the last repetition reads more new tensors than old ones, except for those uploaded in the loop."""
-    begin = len(recorded.ids) - period
+    begin = len(recorded.names) - period
     loop_begin = recorded.firsts[begin - period]
     numbers = [number for number, _ in recorded.reads]
     new = 0
