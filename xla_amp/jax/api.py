@@ -38,14 +38,15 @@ import numpy as np
 
 from xla_amp import events
 from xla_amp.errors import PolicyError
-from xla_amp.jax import compat, nnx_state, override_scope
+from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import F32, Carry, Settings, dtype_of, is_castable, resolve_settings
 from xla_amp.jax.higher_order.common import cast
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward, has_kernels
+from xla_amp.jax.modules import nnx_state
 from xla_amp.jax.trace_driver import AutocastTrace
-from xla_amp.policy import PolicyLike, effects
+from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
 
@@ -165,7 +166,8 @@ def _open_region(settings: Settings | None) -> Iterator[None]:
     scope = jax.named_scope(compat.REGION_SCOPE) if nested else contextlib.nullcontext()
     # Dtypes that the region mixes are none of the program's, so a strict program must not refuse them.
     promotion = contextlib.nullcontext() if settings is None else compat.standard_promotion()
-    with scope, promotion, compat.set_current_trace(trace), override_scope.traced_here():
+    policy = None if settings is None else settings.current_policy()
+    with scope, promotion, compat.set_current_trace(trace), override_scope.traced_here(policy):
         yield
 
 
@@ -323,7 +325,7 @@ def _choose_driver(
 
     settings = region.settings()
     try:
-        program = _Program(function, args, kwargs)
+        program = _Program(function, args, kwargs, settings.current_policy())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         if region.driver == "jaxpr":
             raise
@@ -408,7 +410,7 @@ class _EagerCalls:
             return None
         if not known:
             # JAX would ignore what a function that is called by another asks of the compiler, and donated arguments.
-            with override_scope.traced_here():
+            with override_scope.traced_here(settings.current_policy()):
                 plain = compat.is_plain_jit(self._function, args, kwargs, sum(dynamic))
             self._compiled[key] = self._compile(tree, static, dynamic) if plain else None
         compiled = self._compiled[key]
@@ -436,9 +438,11 @@ class _Program:
         function: the function.
         args: its positional arguments.
         kwargs: its named arguments.
+        policy: whose rules will be applied, if any.
     """
 
-    def __init__(self, function: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, function: Any, args: Any, kwargs: Any, policy: Policy | None = None) -> None:
+        self._policy = policy
         self._debug_info = compat.debug_info(function, args, kwargs)
         self._finish: Callable[[Any], Any] = lambda out: out
         lifted = nnx_state.functionalize(function, args, kwargs)
@@ -462,7 +466,7 @@ class _Program:
         for index, value in zip(self._indices, values, strict=True):
             filled[index] = value
         positional, named = jax.tree.unflatten(self._tree, filled)
-        with override_scope.traced_here() as scope:
+        with override_scope.traced_here(self._policy) as scope:
             outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
         self.opens_override = self.opens_override or scope.opened
         self._static_outs = [None if compat.is_array(out) else out for out in outs]

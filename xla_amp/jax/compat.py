@@ -17,6 +17,8 @@ from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined, un
 from jax.extend import core as extended
 from jax.interpreters import ad, partial_eval
 
+from xla_amp.policy import module_patterns
+
 Trace = core.Trace
 Literal = extended.Literal
 ClosedJaxpr = extended.ClosedJaxpr
@@ -115,7 +117,7 @@ def scopes(eqn: Any | None) -> tuple[str, ...]:
     """Name scopes around an equation, or around the running code if `eqn` is None, without transformations."""
     stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
     found = (str(scope.name) for scope in stack if not isinstance(scope, source_info_util.Transform))
-    return tuple(name for name in found if name != REGION_SCOPE)
+    return tuple(name for name in found if name != REGION_SCOPE and not module_patterns.names_class(name))
 
 
 def frames(eqn: Any) -> tuple[tuple[str, str, int], ...]:

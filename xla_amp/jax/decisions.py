@@ -108,9 +108,8 @@ def ban_error(primitive: str, decision: Decision) -> PolicyError:
 
 
 def where(outer: tuple[str, str], eqn: Any) -> tuple[str, str]:
-    """Name scope and ``file:line`` of an equation in a primitive at `outer`; of the running code if `eqn` is None."""
-    own = [str(scope.name) for scope in compat.name_stack(eqn)] if eqn is not None else []
-    return "/".join([*([outer[0]] if outer[0] else []), *own]), compat.location(eqn) or outer[1]
+    """Module path and ``file:line`` of an equation in a primitive at `outer`; of the running code if `eqn` is None."""
+    return ".".join(filter(None, (outer[0], *compat.scopes(eqn)))), compat.location(eqn) or outer[1]
 
 
 def emit_decision(

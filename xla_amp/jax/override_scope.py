@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 
+from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
-from xla_amp.policy import RuleLayer
+from xla_amp.jax.modules import scopes
+from xla_amp.policy import Policy, RuleLayer
 
 _key = jax.make_user_context(())
-_under_autocast = jax.make_user_context(False)
-"""Whether autocast traces.  So a function of `jax.jit` that opens an override is traced, and refused, under autocast
-even if JAX has traced it before."""
+_under_autocast = jax.make_user_context("")
+"""How autocast traces; empty if it does not.  So a function of `jax.jit` that JAX has traced before is traced again
+under autocast, which refuses it if it opens an override, and once more where modules open name scopes."""
 
 
 class Scope:
@@ -43,12 +45,16 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def traced_here() -> Iterator[Scope]:
-    """The code inside is traced by the present trace, under autocast."""
+def traced_here(policy: Policy | None) -> Iterator[Scope]:
+    """The code inside is traced by the present trace, under autocast with `policy`; None if that is not known.
+
+    Modules of nnx and Equinox open name scopes where rules or reports read these.
+    """
     scope = Scope(compat.current_trace())
     _thread.scopes.append(scope)
+    named = bool(events.sinks) or (policy is not None and policy.by_module)
     try:
-        with _under_autocast(True):
+        with _under_autocast("named" if named else "plain"), scopes.named(named):
             yield scope
     finally:
         _thread.scopes.remove(scope)

@@ -113,7 +113,7 @@ class AutocastTrace(compat.Trace):
 
         def run(*values: Any) -> Any:
             trace = AutocastTrace(compat.current_trace(), self.settings)
-            with compat.set_current_trace(trace), override_scope.traced_here():
+            with compat.set_current_trace(trace), override_scope.traced_here(self.settings.current_policy()):
                 return function(*values)
 
         return run

@@ -47,6 +47,11 @@ class ModulePattern(NamedTuple):
     operations: frozenset[str]
 
 
+def names_class(scope: str) -> bool:
+    """Whether a name scope is a class of a library (``eqx.nn.Linear``), no place in the model: paths leave it out."""
+    return scope.startswith("eqx.nn.")
+
+
 def is_module_pattern(pattern: str) -> bool:
     """Whether `pattern` names modules."""
     return pattern.startswith(PREFIX)

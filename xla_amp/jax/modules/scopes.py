@@ -1,0 +1,142 @@
+"""Name scopes for modules of `flax.nnx` and Equinox, which open none: the path that a rule for modules names.
+
+While `named` is open, ``__call__`` of each of their classes opens a name scope.  The path is the one that
+``named_modules`` gives in torch: attribute names and indices of lists from the outermost running module, whose own path
+is empty.  A module that is not part of it (a slice of a stack of layers in a scan) has the name of its class.
+Flax linen and Haiku open name scopes themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+
+_CALL: Final = "__call__"
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[tuple[Any, str]] = []
+        """Running modules with their paths, innermost last."""
+        self.paths: dict[int, tuple[str, Any]] = {}
+        """By ``id``: path and module; the module is kept, so that its id stays its own."""
+
+
+_thread = _Thread()
+_lock = threading.RLock()
+_holders = 0
+_originals: dict[type, Any] = {}
+
+
+@contextlib.contextmanager
+def named(active: bool = True) -> Iterator[None]:
+    """Modules open name scopes inside, if `active`; all classes are as before when the last block ends."""
+    if not active:
+        yield
+        return
+    _acquire()
+    try:
+        yield
+    finally:
+        _release()
+
+
+def _acquire() -> None:
+    global _holders
+    with _lock:
+        _holders += 1
+        if _holders == 1:
+            for cls in {each for root in _roots() for each in _subclasses(root)}:
+                _originals[cls] = original = cls.__dict__[_CALL]
+                setattr(cls, _CALL, _with_scope(original))
+
+
+def _release() -> None:
+    global _holders
+    with _lock:
+        _holders -= 1
+        if _holders == 0:
+            for cls, original in _originals.items():
+                setattr(cls, _CALL, original)
+            _originals.clear()
+
+
+def _roots() -> list[type]:
+    """Base classes of modules, of the libraries that the process has imported."""
+    found = [("flax.nnx", "Module"), ("equinox", "Module")]
+    return [getattr(sys.modules[library], name) for library, name in found if library in sys.modules]
+
+
+def _subclasses(root: type) -> Iterator[type]:
+    """Subclasses that define ``__call__``, without private ones: what ``filter_jit`` and bound methods are made of."""
+    for cls in type.__subclasses__(root):
+        private = cls.__name__.startswith("_") or cls.__module__.startswith("equinox._module")
+        if _CALL in cls.__dict__ and not private:
+            yield cls
+        yield from _subclasses(cls)
+
+
+def _with_scope(original: Any) -> Callable[..., Any]:
+    bind = getattr(original, "__get__", None)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _running(self):
+            bound = original if bind is None else bind(self, type(self))
+            return bound(*args, **kwargs)
+
+    with contextlib.suppress(AttributeError, TypeError):
+        functools.update_wrapper(call, original)
+    return call
+
+
+@contextlib.contextmanager
+def _running(module: Any) -> Iterator[None]:
+    stack, paths = _thread.stack, _thread.paths
+    if stack and stack[-1][0] is module:  # super().__call__()
+        yield
+        return
+    if not stack:
+        paths.clear()
+        _walk(module, "", paths)
+    parent = stack[-1][1] if stack else ""
+    if id(module) not in paths:
+        _walk(module, _joined(parent, type(module).__name__), paths)
+    path = paths[id(module)][0]
+    stack.append((module, path))
+    try:
+        if scope := path.removeprefix(f"{parent}.") if parent else path:
+            with jax.named_scope(scope):
+                yield
+        else:
+            yield
+    finally:
+        stack.pop()
+        if not stack:
+            paths.clear()
+
+
+def _walk(value: Any, path: str, paths: dict[int, tuple[str, Any]]) -> None:
+    """Adds the modules under `value` to `paths`; the first path of a module counts."""
+    if id(value) in paths:
+        return
+    if isinstance(value, tuple(_roots())):
+        paths[id(value)] = path, value
+        items: Any = ((k, v) for k, v in vars(value).items() if not k.startswith("_pytree__"))
+    elif isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        return
+    for name, item in items:
+        _walk(item, _joined(path, str(name)), paths)
+
+
+def _joined(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
