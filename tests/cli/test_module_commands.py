@@ -79,12 +79,12 @@ def test_convert_as_json(run):
 
 def test_convert_follows_policy_dtype_and_overrides(run, folder):
     status, out, _ = run(
-        "convert", "net.mlir", "-o", "low.mlir", "--policy", "gpu", "--dtype", "bfloat16", "--override", "tanh=fp32"
+        "convert", "net.mlir", "-o", "low.mlir", "--policy", "gpu", "--dtype", "bfloat16", "--rule", "tanh=fp32"
     )
     assert status == 0
     assert "gpu, low = bfloat16" in out
     assert inspection.inspect(io.load(folder / "low.mlir")).operations["tanh"] == {"f32": 1}
-    run("convert", "net.mlir", "-o", "all.mlir", "--override", "class:contraction=fp32")
+    run("convert", "net.mlir", "-o", "all.mlir", "--rule", "class:contraction=fp32")
     assert set(inspection.inspect(io.load(folder / "all.mlir")).dtypes) == {"f32"}
 
 
@@ -288,8 +288,8 @@ def test_completion_needs_shtab(run, monkeypatch):
         (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: no folder no"),
         (("convert", "net.mlir", "-o", "no/such/out"), 2, "writing no/such/out: No such file or directory"),
         (("convert", "net.mlir", "-o", "out", "--policy", "none"), 2, "unknown policy 'none'"),
-        (("convert", "net.mlir", "-o", "out", "--override", "tanh"), 2, "'tanh': expected OP=CAST with one of low, "),
-        (("convert", "net.mlir", "-o", "out", "--override", "tahn=low"), 2, "tahn"),
+        (("convert", "net.mlir", "-o", "out", "--rule", "tanh"), 2, "'tanh': expected PATTERN=CAST with one of low, "),
+        (("convert", "net.mlir", "-o", "out", "--rule", "tahn=low"), 2, "tahn"),
         (("convert", "net.mlir", "-o", "out", "--keep-io", "--narrow-parameters"), 2, "not allowed with"),
         (("convert", "net.mlir", "-o", "out.jax_export"), 1, "was read as text, without the pytrees that jax.export"),
         (("convert", "net.mlir", "-o", "out", "--inputs", "net.mlir"), 1, "not an .npz file"),

@@ -15,9 +15,9 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler
+from xla_amp.backends import module_paths
 from xla_amp.diagnose import overflow
 from xla_amp.diagnose.overflow import find_overflow
-from xla_amp.pytorch.autocast import module_paths
 
 # A skipped step is none to torch's schedulers.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")

@@ -9,6 +9,7 @@ import numpy as np
 
 from xla_amp.policy import load
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Classifier
 
 CONTRACTIONS = ("stablehlo.dot_general", "stablehlo.dot", "stablehlo.convolution", "chlo.ragged_dot")
@@ -33,7 +34,7 @@ def wide_contractions(module: Any) -> list[tuple[str, list[str]]]:
 
 def low_denied(module: Any, policy: str, low: str = "bf16") -> Iterator[str]:
     """Operations of the deny class that read or write the low dtype."""
-    classifier = Classifier(load(policy))
+    classifier = Classifier(load(policy), ModulePaths(module))
     for operation in ir.operations(module.operation):
         if operation.name.startswith(("func.", "stablehlo.return")):
             continue

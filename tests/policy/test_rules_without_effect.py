@@ -123,7 +123,7 @@ def test_built_in_rules_never_warn() -> None:
 def test_convert_strict(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "in.mlir", tmp_path / "out.mlir"
     source.write_text(jax.jit(step).lower(X, W).as_text())
-    arguments = ["convert", str(source), "-o", str(out), "--override", "sin=fp32"]
+    arguments = ["convert", str(source), "-o", str(out), "--rule", "sin=fp32"]
     assert main(arguments) == 0
     assert (
         "xla-amp: warning: this rule has no effect on the StableHLO program:\n  sin = fp32" in capsys.readouterr().err

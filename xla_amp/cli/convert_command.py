@@ -36,12 +36,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="tpu", help=f"{known}; default tpu")
     parser.add_argument("--dtype", choices=get_args(LowDtype), help="low dtype; default: the policy's")
     parser.add_argument(
+        "--rule",
         "--override",
         action="append",
+        dest="rules",
         default=[],
         type=_rule,
-        metavar="OP=CAST",
-        help=f"a rule on top of the policy, e.g. tanh=fp32; casts: {', '.join(CASTS)}; may be repeated",
+        metavar="PATTERN=CAST",
+        help=f"a rule on top of the policy, e.g. tanh=fp32 or module:*.router=fp32; casts: {', '.join(CASTS)}; may be "
+        "repeated",
     )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
     group = parser.add_mutually_exclusive_group()
@@ -74,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _rule(text: str) -> tuple[str, str]:
     operation, equals, cast = (part.strip() for part in text.partition("="))
     if not equals or not operation or cast not in CASTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected OP=CAST with one of {', '.join(CASTS)}")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PATTERN=CAST with one of {', '.join(CASTS)}")
     return operation, cast
 
 
@@ -94,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             program,
             policy=arguments.policy,
             dtype=arguments.dtype,
-            rules=dict(arguments.override) or None,
+            rules=dict(arguments.rules) or None,
             keep_io=arguments.keep_io,
             strict=arguments.strict,
             sample_inputs=[tuple(each) for each in given] or None,

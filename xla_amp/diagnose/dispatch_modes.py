@@ -15,9 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from xla_amp import events
+from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.diagnose.state_restore import written_tensors
-from xla_amp.pytorch.autocast import module_paths
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -28,56 +27,7 @@ _CHUNK = 512
 """Magnitudes read at a time; on the lazy device this bounds the size of one program."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where an operation ran."""
-
-    operation: str
-    """ATen name, with the overload unless it is the default."""
-    phase: str
-    """``forward``, ``backward`` or ``update``."""
-    module: str
-    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
-    location: str
-    """The user's ``file:line``; for a backward operation that of its forward operation."""
-    gradient_of: str = ""
-    """For a backward operation: the forward operation."""
-
-
-class _LocatingMode(TorchDispatchMode):
-    """Counts operations and locates them in the user's program."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-        self._forward: dict[int, Place] = {}
-        """By the sequence number of the operation's autograd node."""
-        self._backward_seen = False
-
-    def _locate(self, func: Any) -> Place:
-        name = str(func).removeprefix("aten.").removesuffix(".default")
-        module, location = module_paths.current(), events.user_location()
-        if torch._C._current_graph_task_id() != -1 and module is None:
-            self._backward_seen = True
-            node = torch._C._current_autograd_node()
-            made_by = self._forward.get(node._sequence_nr()) if node is not None else None
-            if made_by is None:
-                return Place(operation=name, phase="backward", module="", location=location)
-            return Place(
-                operation=name,
-                phase="backward",
-                module=made_by.module,
-                location=made_by.location,
-                gradient_of=made_by.operation,
-            )
-        phase = "update" if self._backward_seen and not torch.is_grad_enabled() and module is None else "forward"
-        place = Place(operation=name, phase=phase, module=module or "", location=location)
-        # Autograd creates and numbers its node before the operation reaches this mode.
-        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
-        return place
-
-
-class NonfiniteResults(_LocatingMode):
+class NonfiniteResults(LocatingMode):
     """Finds operations with an inf or NaN in their results, without waiting for the device."""
 
     def __init__(self) -> None:
@@ -88,7 +38,7 @@ class NonfiniteResults(_LocatingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        number, place = self.count, self._locate(func)
+        number, place = self.count, self.locate(func)
         self.count += 1
         result = func(*args, **kwargs)
         if not _computes(func):
@@ -151,7 +101,7 @@ class _Suspect:
     result: str
 
 
-class OperandStatistics(_LocatingMode):
+class OperandStatistics(LocatingMode):
     """Records the operands of operations with nonfinite results, to find those that produced an inf or NaN.
 
     Waits for the device only in `producers`.
@@ -166,7 +116,7 @@ class OperandStatistics(_LocatingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        number, place = self.count, self._locate(func)
+        number, place = self.count, self.locate(func)
         self.count += 1
         wanted = self._nonfinite.get(number)
         if wanted is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from xla_amp import tables
+from xla_amp.backends import module_paths
 from xla_amp.diagnose.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,
@@ -22,7 +23,6 @@ from xla_amp.diagnose.dispatch_modes import (
 )
 from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import XlaAmpError
-from xla_amp.pytorch.autocast import module_paths
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import (
     Any,
@@ -49,6 +49,7 @@ from xla_amp.jax.trace_driver import AutocastTrace
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
+from xla_amp.types import Cast
 
 Driver: TypeAlias = Literal["auto", "trace", "jaxpr"]
 
@@ -109,6 +110,7 @@ class AutocastContext:
         self,
         *,
         policy: PolicyLike | None,
+        rules: Mapping[str, Cast] | None = None,
         dtype: Any,
         enabled: bool,
         driver: Driver,
@@ -116,6 +118,7 @@ class AutocastContext:
         strict: bool = False,
     ) -> None:
         self.policy = policy
+        self.rules = None if rules is None else dict(rules)
         self.dtype = dtype
         self.enabled = enabled
         self.driver = driver
@@ -125,7 +128,7 @@ class AutocastContext:
 
     def settings(self) -> Settings:
         """The arguments, resolved for the current backend, file and environment."""
-        return resolve_settings(self.policy, self.dtype, self.carry)
+        return resolve_settings(self.policy, self.dtype, self.carry, self.rules)
 
     def __enter__(self) -> AutocastContext:
         if self.enabled and self.driver == "jaxpr":
@@ -149,7 +152,9 @@ class AutocastContext:
         return wrapped
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("policy", "dtype", "enabled", "driver"))
+        shown = ", ".join(
+            f"{name}={getattr(self, name)!r}" for name in ("policy", "rules", "dtype", "enabled", "driver")
+        )
         return f"autocast({shown})"
 
 
@@ -176,6 +181,7 @@ def autocast(
     function: None = None,
     *,
     policy: PolicyLike | None = None,
+    rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
     driver: Driver = "auto",
@@ -189,6 +195,7 @@ def autocast(
     function: Callable[_P, _R],
     *,
     policy: PolicyLike | None = None,
+    rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
     driver: Driver = "auto",
@@ -201,6 +208,7 @@ def autocast(
     function: Callable[..., Any] | None = None,
     *,
     policy: PolicyLike | None = None,
+    rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
     driver: Driver = "auto",
@@ -214,6 +222,7 @@ def autocast(
             that is also a context manager.
         policy: a built-in name, a path to a TOML file, or a `xla_amp.policy.Policy`.  None is the platform's default:
             ``tpu`` (bfloat16) for TPU and CPU, ``gpu`` (float16) for GPU.
+        rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``.
         dtype: the low dtype, ``jnp.bfloat16`` or ``jnp.float16``; None is the policy's.
         enabled: False switches mixed precision off inside, also within a function that is under autocast.
         driver: ``"jaxpr"``, ``"trace"``, or ``"auto"``, which uses ``"jaxpr"`` unless the function calls kernels or
@@ -244,8 +253,10 @@ def autocast(
             raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, legal))}")
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
-    region = AutocastContext(policy=policy, dtype=dtype, enabled=enabled, driver=driver, carry=carry, strict=strict)
-    if enabled and (policy is not None or dtype is not None):
+    region = AutocastContext(
+        policy=policy, rules=rules, dtype=dtype, enabled=enabled, driver=driver, carry=carry, strict=strict
+    )
+    if enabled and (policy is not None or rules is not None or dtype is not None):
         region.settings()
     return region if function is None else region(function)
 

@@ -114,10 +114,14 @@ def name_stack(eqn: Any) -> tuple[Any, ...]:
 
 
 def scopes(eqn: Any | None) -> tuple[str, ...]:
-    """Name scopes around an equation, or around the running code if `eqn` is None, without transformations."""
+    """Name scopes around an equation, or around the running code if `eqn` is None, without transformations.
+
+    A scope with slashes is several, as in the locations of the compiled program.
+    """
     stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
-    found = (str(scope.name) for scope in stack if not isinstance(scope, source_info_util.Transform))
-    return tuple(name for name in found if name != REGION_SCOPE and not module_patterns.names_class(name))
+    written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, source_info_util.Transform))
+    names = (name for parts in written for name in parts)
+    return tuple(name for name in names if name and name != REGION_SCOPE and not module_patterns.names_class(name))
 
 
 def frames(eqn: Any) -> tuple[tuple[str, str, int], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -17,7 +18,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
 from xla_amp.policy.policy import Reach
-from xla_amp.types import LOW_DTYPES
+from xla_amp.types import LOW_DTYPES, Cast
 
 Carry: TypeAlias = Literal["keep", "low"]
 
@@ -71,15 +72,17 @@ class Settings:
         return policies.overridden(self.policy)
 
 
-def resolve_settings(policy: PolicyLike | None, dtype: Any, carry: Carry) -> Settings:
+def resolve_settings(
+    policy: PolicyLike | None, dtype: Any, carry: Carry, rules: Mapping[str, Cast] | None = None
+) -> Settings:
     """Resolves the arguments of `autocast` against the current backend, file and environment.
 
     Raises:
-        PolicyError: `policy` cannot be loaded.
+        PolicyError: `policy` cannot be loaded, or `rules` are malformed.
         UnsupportedDtypeError: the policy does not offer this low dtype.
     """
     chosen = policies.default_name(jax.default_backend()) if policy is None else policy
-    effective = policies.resolve(policies.load(chosen))
+    effective = policies.resolve(policies.load(chosen), rules)
     return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry)
 
 

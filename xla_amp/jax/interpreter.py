@@ -183,9 +183,10 @@ class Interpreter:
             types = avals or operands
             product = aten_product(primitive, params, types[0], types[1])
             kept = self._kept(operands, params, types, eqn, after_gradients)
-        decision, reached = decide(policy, primitive.name, product, self._path(eqn))
-        if reached:
-            effects.note(reached, kept or _why_fixed(kind, decision, info))
+        path = self._path(eqn)
+        decision, reached = decide(policy, primitive.name, product, path)
+        if reached or path:
+            effects.note(reached, kept or _why_fixed(kind, decision, info), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]

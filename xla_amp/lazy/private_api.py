@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import functools
 import pathlib
+import queue
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,3 +190,52 @@ class x64:
 
 
 interrupts.uninterruptible(x64.__enter__, x64.__exit__)
+
+
+@contextlib.contextmanager
+def located(operation: str, location: str, module: str = "", *, backward: bool = False) -> Iterator[None]:
+    """What JAX traces inside gets a line of the user's and a module as its location in the program.
+
+    Args:
+        operation: ATen name, the name of a function in the location.
+        location: ``file:line``; empty: the location is where JAX finds the code.
+        module: path of the module, which becomes name scopes; empty for none.
+        backward: whether it is part of a backward pass, which the scopes show as JAX does.
+    """
+    from jax._src import source_info_util
+
+    with contextlib.ExitStack() as stack:
+        if location:
+            traceback, scopes = _traceback(operation, location), source_info_util.current_name_stack()
+            stack.enter_context(source_info_util.user_context(traceback, name_stack=scopes))
+        if module:
+            for transform in ("transpose", "jvp") if backward else ():
+                stack.enter_context(source_info_util.transform_name_stack(transform))
+            for name in module.split("."):
+                stack.enter_context(jax.named_scope(name))
+        yield
+
+
+@functools.lru_cache(maxsize=4096)
+def _traceback(operation: str, location: str) -> Any:
+    """A traceback of JAX with a line of the user's, called from the lowering of `operation`."""
+    from jaxlib import _jax
+
+    file, _, line = location.rpartition(":")
+    lowering = pathlib.Path(__file__).parents[1] / "lowering" / "linalg" / "contraction.py"
+    inner = _function_at(file, int(line), operation)
+    outer = _function_at(str(lowering), 1, f"aten::{operation}")
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # JAX offers no way but to read a stack; that of a new thread has no other frames.
+    _thread.start_new_thread(outer, (inner, _jax.Traceback.get_traceback, made.put))
+    return made.get()
+
+
+def _function_at(file: str, line: int, name: str) -> Any:
+    """A function in a line of a file: it calls its first argument with the others, or hands over what that returns."""
+    call: Any = (lambda f, *rest: f(*rest)) if name.startswith("aten::") else (lambda f, put: put(f()))
+    code = call.__code__
+    # Each instruction is in column 0 of the first line: the format is that of CPython's Objects/locations.md.
+    lines = b"".join(bytes((0xD0 | min(7, left - 1), 0, 0)) for left in range(len(code.co_code) // 2, 0, -8))
+    named = code.replace(co_filename=file, co_firstlineno=line, co_name=name, co_qualname=name, co_linetable=lines)
+    return types.FunctionType(named, {})

@@ -32,6 +32,8 @@ class Effects:
         self.followed: set[Reach] = set()
         self.kept: dict[Reach, str] = {}
         """Rules that an operation does not follow, and why."""
+        self.paths: set[str] = set()
+        """Paths of the modules of the program, if rules for modules are in force."""
 
     def add(self, reached: Iterable[Reach], why_kept: str = "") -> None:
         """Notes the rules that reach one operation; `why_kept`: why it does not follow them, empty if it does."""
@@ -44,6 +46,7 @@ class Effects:
     def merge(self, other: Effects) -> None:
         """Adds the effects on a part of the program."""
         self.followed |= other.followed
+        self.paths |= other.paths
         self.kept = {**other.kept, **self.kept}
 
 
@@ -68,10 +71,12 @@ def collect() -> Iterator[Effects]:
             _thread.open[-1].merge(effects)
 
 
-def note(reached: Iterable[Reach], why_kept: str = "") -> None:
-    """`Effects.add` for the innermost `collect` of this thread, if there is one."""
+def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) -> None:
+    """`Effects.add` for the innermost `collect` of this thread, if there is one; `path`: of the operation's module."""
     if _thread.open:
         _thread.open[-1].add(reached, why_kept)
+        if path:
+            _thread.open[-1].paths.add(path)
 
 
 def repeat(effects: Effects) -> None:
@@ -80,8 +85,10 @@ def repeat(effects: Effects) -> None:
         _thread.open[-1].merge(effects)
 
 
-def _hint(pattern: str, vocabulary: Vocabulary) -> str:
-    """What else to know about a pattern that matched nothing."""
+def _hint(pattern: str, vocabulary: Vocabulary, paths: set[str]) -> str:
+    """What else to know about a pattern that matched nothing in a program with modules at `paths`."""
+    if module_patterns.is_module_pattern(pattern):
+        return module_patterns.nearest(pattern, paths)
     composites = {operation for operation, _ in op_catalog.catalogue().composites.values()}
     if vocabulary == "jaxpr" and not composites.isdisjoint(op_catalog.matching(pattern)):
         return "; functions such as jax.nn.softmax are found in whole programs only, with driver='jaxpr'"
@@ -108,11 +115,18 @@ def invisible(pattern: str, vocabulary: Vocabulary) -> str:
     return f"{front} programs contain only its parts, or write it in another way; name the parts"
 
 
-def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: bool) -> None:
+def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: bool, no_modules: str = "") -> None:
     """Reports the user's rules in `policy` that had no effect.
 
     A warning, or with `strict` an error.  A rule of an override or of the call that no program of the front can follow
     is always an error.
+
+    Args:
+        policy: with its layers.
+        effects: of the program.
+        vocabulary: of the program.
+        strict: see above.
+        no_modules: why no rule for modules can match in this program; empty if one can.
 
     Raises:
         PolicyError: see above.
@@ -127,8 +141,9 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
                 if pair in effects.followed:
                     continue
                 hidden = invisible(pattern, vocabulary)
+                hidden = hidden or (no_modules if module_patterns.is_module_pattern(pattern) else "")
                 why = hidden or effects.kept.get(pair)
-                why = why or f"it matched no operation of the program{_hint(pattern, vocabulary)}"
+                why = why or f"it matched no operation of the program{_hint(pattern, vocabulary, effects.paths)}"
                 line = f"{pattern} = {rule.cast} ({rule.origin}): {why}"
                 (never if hidden and layer.layer in _FOR_THIS_CALL else without)[line] = None
     if never or (without and strict):

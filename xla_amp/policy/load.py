@@ -255,7 +255,7 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
         hint = f"; did you mean {close!r}?" if close else "."
         _fail(where, f"unknown cast {cast!r} for {', '.join(operations)}{hint} Casts: {', '.join(CASTS)}")
     return Rule(
-        operations=tuple(op_catalog.canonical(name) for name in operations),
+        operations=tuple(module_patterns.spelled(op_catalog.canonical(name)) for name in operations),
         cast=cast,
         why=why,
         source=source,

@@ -7,8 +7,10 @@ may also be called ``softmax``, so it matches such a module too.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from xla_amp.policy import op_catalog
@@ -52,6 +54,11 @@ def names_class(scope: str) -> bool:
     return scope.startswith("eqx.nn.")
 
 
+def spelled(pattern: str) -> str:
+    """`pattern` as reports show it: a path with slashes names modules, so ``*/router`` is ``module:*.router``."""
+    return PREFIX + pattern.removeprefix(PREFIX).replace("/", ".") if "/" in pattern else pattern
+
+
 def is_module_pattern(pattern: str) -> bool:
     """Whether `pattern` names modules."""
     return pattern.startswith(PREFIX)
@@ -84,6 +91,19 @@ def reaches(pattern: str, operation: str, path: str) -> bool:
     if operation in parsed.operations and any(_matches(parsed.operation_modules, module) for module in enclosing):
         return True
     return _computes(operation) and any(_matches(parsed.modules, module) for module in enclosing)
+
+
+def nearest(pattern: str, paths: Iterable[str]) -> str:
+    """What to write instead of a pattern that matched nothing, for the end of an error."""
+    known = sorted(path for path in paths if path)
+    if not known:
+        return "; the program names no modules"
+    wanted = pattern.removeprefix(PREFIX).removeprefix("*.")
+    tails = {".".join(path.split(".")[start:]): path for path in known for start in range(path.count(".") + 1)}
+    close = difflib.get_close_matches(wanted, tails, n=1, cutoff=0.6)
+    shown = [tails[close[0]]] if close else known[:6]
+    rest = ", ..." if not close and len(known) > 6 else ""
+    return f"; {'nearest module' if close else 'modules of the program'}: {', '.join(shown)}{rest}"
 
 
 def _computes(operation: str) -> bool:

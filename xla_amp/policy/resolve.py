@@ -125,10 +125,12 @@ def on_override(listener: Callable[[RuleLayer, bool], object]) -> None:
 
 
 def overridden(policy: Policy) -> Policy:
-    """`policy` with only this thread's open overrides on top; `policy` itself when none is open."""
+    """`policy` with only this thread's open overrides, below the rules of its context; `policy` itself when none is
+    open."""
     if not _overrides.open:
         return policy
-    return _effective(policy, (*policy.layers, *_overrides.open))
+    local = tuple(layer for layer in policy.layers if layer.layer == "context")
+    return _effective(policy, (*policy.layers[: len(policy.layers) - len(local)], *_overrides.open, *local))
 
 
 class override:

@@ -75,7 +75,8 @@ def _roots() -> list[type]:
 
 def _subclasses(root: type) -> Iterator[type]:
     """Subclasses that define ``__call__``, without private ones: what ``filter_jit`` and bound methods are made of."""
-    for cls in type.__subclasses__(root):
+    subclasses: list[type] = type.__subclasses__(root)
+    for cls in subclasses:
         private = cls.__name__.startswith("_") or cls.__module__.startswith("equinox._module")
         if _CALL in cls.__dict__ and not private:
             yield cls

@@ -18,8 +18,9 @@ from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.runtime import execute, generator, pjrt
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.runtime.compile import Program, build
 from xla_amp.lazy.tensors import tensor_io
 
 
@@ -105,17 +106,20 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         names.setdefault(id(buffer), name)
         holders.append(buffer)
     recorder = _Recorder()
+    locations = Locations()
     with recorder:
-        result = step(*args, **kwargs)
+        with locations:
+            result = step(*args, **kwargs)
         execute.sync()
     run = recorder.only()
+    program = _located(run, locations)
     returned = [
         ("output" + _pytree.keystr(path), leaf)
         for path, leaf in _pytree.tree_flatten_with_path(result)[0]
         if _is_lazy(leaf)
     ]
     arguments = [names[id(tensor_io.buffer_of(tensor))] for tensor in _tensors((args, kwargs))]
-    return _assemble(run, names, list(dict.fromkeys(arguments)), returned)
+    return _assemble(run, program, names, list(dict.fromkeys(arguments)), returned)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -126,6 +130,11 @@ class _Run:
     targets: list[Buffer]
     floats: list[float]
     ints: list[int]
+    """(seed, offset) of each stream, then the lifted integers."""
+    lifted: int
+    """How many integers are lifted ones."""
+    numbers: list[int]
+    """Numbers of the parameters in the trace."""
 
 
 class _Recorder:
@@ -157,6 +166,8 @@ class _Recorder:
             targets=targets,
             floats=self._floats,
             ints=self._ints,
+            lifted=len(trace.ints),
+            numbers=list(trace.parameter_numbers),
         )
         self.runs.append(run)
 
@@ -172,8 +183,19 @@ class _Recorder:
         )
 
 
-def _assemble(run: _Run, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]) -> Exported:
-    program = run.program
+def _located(run: _Run, locations: Locations) -> Program:
+    """The program that ran, with modules and lines as locations; it is traced only, and kept in no cache."""
+    specs = [parameter.spec for parameter in run.parameters]
+    streams = (len(run.ints) - run.lifted) // 2
+    counts = len(run.floats), run.lifted
+    places = locations.of(run.program.key.code)
+    with private_api.x64():
+        return build(run.program.key, run.numbers, specs, counts, streams, pjrt.platform(), places)
+
+
+def _assemble(
+    run: _Run, program: Program, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
+) -> Exported:
     changed = [
         index for index, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
     ]

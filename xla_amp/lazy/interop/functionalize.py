@@ -16,10 +16,12 @@ import jax
 import numpy as np
 import torch
 
+from xla_amp.backends.places import Place
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
+from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.runtime import execute, generator, pjrt
 from xla_amp.lazy.runtime.compile import Key, Program, build, steps
 from xla_amp.lazy.tensors import step_marker, tensor_io
@@ -108,6 +110,7 @@ class FunctionTrace:
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
         self._split: _Position | None = None
+        self._locations = Locations()
 
     def __enter__(self) -> FunctionTrace:
         with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
@@ -117,9 +120,11 @@ class FunctionTrace:
         self._paused = step_marker.paused()
         self._paused.__enter__()
         self._limit, trace.limit = trace.limit, sys.maxsize
+        self._locations.__enter__()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self._locations.__exit__(*_)
         execute.observer = self._observer
         self._paused.__exit__(None, None, None)
         with trace.lock:
@@ -158,7 +163,8 @@ class FunctionTrace:
     def whole(self, wanted: Sequence[torch.Tensor]) -> PureFunction:
         """The trace as a function from the arguments to the values of `wanted`."""
         numbers = _numbers(wanted)
-        return _pure_function([], list(trace.code), numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
+        code, places = list(trace.code), self._locations.of(trace.code)
+        return _pure_function([], code, places, numbers, trace.parameters, trace.floats, trace.ints, self._buffers)
 
     def halves(self, results: Sequence[int], wanted: Sequence[torch.Tensor]) -> tuple[PureFunction, PureFunction]:
         """The two parts.
@@ -183,6 +189,7 @@ class FunctionTrace:
         forward = _pure_function(
             [],
             trace.code[: at.code],
+            self._locations.of(trace.code[: at.code]),
             [*results, *saved],
             trace.parameters[: at.parameters],
             trace.floats[: at.floats],
@@ -202,6 +209,7 @@ class FunctionTrace:
         backward = _pure_function(
             before,
             code,
+            self._locations.of(code, at.code),
             [renumbered(number) for number in numbers],
             trace.parameters[at.parameters :],
             trace.floats[at.floats :],
@@ -223,6 +231,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _pure_function(
     before: Sequence[Buffer],
     code: Sequence[int],
+    places: tuple[Place | None, ...],
     wanted: Sequence[int],
     parameters: Sequence[Buffer],
     floats: Sequence[float],
@@ -247,6 +256,7 @@ def _pure_function(
     streams = np.array(trace.streams or [generator.stream()], np.int64)
     program = _program(
         full,
+        (*(None for _ in before), *places),
         tuple(wanted),
         tuple(buffer.spec for buffer in (*before, *parameters)),
         len(floats),
@@ -274,8 +284,14 @@ def _parameter_numbers(code: Sequence[int]) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=256)
 def _program(
-    code: tuple[int, ...], wanted: tuple[int, ...], specs: tuple[Spec, ...], floats: int, ints: int, streams: int
+    code: tuple[int, ...],
+    places: tuple[Place | None, ...],
+    wanted: tuple[int, ...],
+    specs: tuple[Spec, ...],
+    floats: int,
+    ints: int,
+    streams: int,
 ) -> Program:
     key = Key(code=code, wanted=wanted, spent=())
     with private_api.x64():
-        return build(key, list(_parameter_numbers(code)), specs, (floats, ints), streams, pjrt.platform())
+        return build(key, list(_parameter_numbers(code)), specs, (floats, ints), streams, pjrt.platform(), places)

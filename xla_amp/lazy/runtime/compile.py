@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from xla_amp.backends.places import Place
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of
@@ -113,6 +114,7 @@ def build(
     numbers: tuple[int, int],
     streams: int,
     platform: str,
+    places: Sequence[Place | None] = (),
 ) -> Program:
     """Builds the program of a trace; XLA compiles it on the first call.
 
@@ -122,6 +124,8 @@ def build(
         numbers: count of lifted floats and of lifted ints.
         streams: count of (seed, offset) pairs, which precede the ints.
         platform: XLA platform, for platform-specific lowerings and `compile_options`.
+        places: of the operations in the user's program, for programs that are read (`interop.locations`); without them
+            an operation has the line that recorded it first.
     """
     parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
     specs: list[Spec | None] = []
@@ -156,7 +160,9 @@ def build(
             parameters[index] = array
         for index, array in zip(kept, others, strict=True):
             parameters[index] = array
-        return _interpret(key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context)
+        return _interpret(
+            key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, places
+        )
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
@@ -224,10 +230,13 @@ def _interpret(
     streams: jax.Array,
     wanted: Sequence[int],
     context: Context,
+    places: Sequence[Place | None],
 ) -> list[jax.Array]:
     values: list[Any] = []
     next_parameter = next_float = next_int = 0
+    found = iter(places)
     for instruction, draw, inputs in steps(code):
+        place = next(found, None)
         if instruction.emit is None:
             values.append(parameters[next_parameter])
             next_parameter += 1
@@ -236,18 +245,26 @@ def _interpret(
         if draw:
             stream, index = draw
             rng = random_key(streams[2 * stream], streams[2 * stream + 1] + index)
-        results = emit(
-            instruction,
-            context,
+        arguments = (
             [values[number] if number >= 0 else None for number in inputs],
             [floats[next_float + i] for i in range(instruction.floats)],
             [ints[next_int + i] for i in range(instruction.ints)],
             rng,
         )
+        with _at(instruction, place):
+            results = emit(instruction, context, *arguments)
         next_float += instruction.floats
         next_int += instruction.ints
         values.extend(results)
     return [materialize(values[number]) for number in wanted]
+
+
+def _at(instruction: Instruction, place: Place | None) -> Any:
+    """The context that gives an operation its location in the program."""
+    if place is None:
+        return private_api.located(instruction.name, instruction.location)
+    is_backward = place.phase == "backward"
+    return private_api.located(instruction.name, place.location, place.module, backward=is_backward)
 
 
 def random_key(seed: Any, number: Any) -> jax.Array:

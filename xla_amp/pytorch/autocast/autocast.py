@@ -14,7 +14,7 @@ import dataclasses
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,8 +26,9 @@ from xla_amp import policy as policies
 from xla_amp.backends import devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
-from xla_amp.policy import Policy
+from xla_amp.policy import Policy, effects
 from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
+from xla_amp.types import Cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,6 +40,7 @@ class _Entry:
     owner: autocast
     region: torch.autocast
     token: policies.Token | None
+    rules: Policy | None
     hook: RemovableHandle | None = None
 
 
@@ -67,11 +69,14 @@ class autocast:
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
             cpu, cuda, xpu, hpu and mps, operations whose rule differs from torch's cast get a kernel from this package
             while the region is open.
+        rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``; they win over overrides.
+        strict: when the region closes, a rule of yours that has matched no operation in this process is an error, if
+            the region ran operations.  Without it, such a rule of `rules` is a `RuleWarning`.
 
     Raises:
         DeviceError: `device` is not a device (also a `ValueError`), or autocast would have no effect on it.
         UnsupportedDtypeError: the policy or the device does not offer the low dtype.
-        PolicyError: `policy` cannot be loaded.
+        PolicyError: `policy` cannot be loaded, or `rules` are malformed.
 
     Example:
         >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -90,9 +95,11 @@ class autocast:
         cache_enabled: bool | None = None,
         *,
         policy: str | os.PathLike[str] | Policy | None = None,
+        rules: Mapping[str, Cast] | None = None,
+        strict: bool = False,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self._arguments = (device, dtype, enabled, cache_enabled, policy)
+            self._arguments = (device, dtype, enabled, cache_enabled, policy, rules)
             self._compiled: list[Any] = []
             return
         self.device = devices.device_type(device)
@@ -100,23 +107,27 @@ class autocast:
         self.enabled = enabled
         self.cache_enabled = cache_enabled
         self.policy = None if policy is None else policies.load(policy)
+        self.rules = None if rules is None else dict(rules)
+        self.strict = strict
         self._effective: Policy | None = None
         """Set by `reopened` only: the rules of an earlier region, used as they are."""
         self._is_xla = devices.is_xla(self.device)
         if not self._is_xla:
             native.region(self.device, dtype, enabled, cache_enabled)
-            if enabled and self.policy is not None:
-                self._low(native_dispatch.rules(self.device, self.policy) or self.policy)
+            if enabled and self._has_rules():
+                self._low(self._native_rules())
         elif enabled:
             _warn_of_legacy_flags()
             engine = devices.engine()
-            if self.policy is not None or engine.is_started():
+            if self._has_rules() or engine.is_started():
                 self._low(self._rules(engine))
             elif dtype is not None:
                 native.check_dtype(self.device, dtype)
 
     def __repr__(self) -> str:
-        given = {"dtype": self.dtype, "cache_enabled": self.cache_enabled, "policy": self.policy}
+        given = {
+            "dtype": self.dtype, "cache_enabled": self.cache_enabled, "policy": self.policy, "rules": self.rules
+        }  # fmt: skip
         shown = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
         return f"autocast({self.device!r}{', enabled=False' if not self.enabled else ''}{shown})"
 
@@ -135,7 +146,11 @@ class autocast:
         if torch.compiler.is_dynamo_compiling():
             self._compiled.pop().__exit__(None, None, None)
             return
-        _leave(self)
+        rules = _leave(self)
+        if kind is None and rules is not None and (self.rules is not None or self.strict):
+            for layer in rules.layers:
+                if layer.layer == "context" or (self.strict and layer.layer in ("file", "environment")):
+                    effects.report_unmatched(layer, strict=self.strict)
 
     def __call__(self, function: _Function) -> _Function:
         decorated: _Function = decorate.inside(self, function, self._again)
@@ -143,13 +158,27 @@ class autocast:
 
     def _again(self) -> autocast:
         """A new region like this one: Dynamo knows only those that it sees made."""
-        return autocast(self.device, self.dtype, self.enabled, self.cache_enabled, policy=self.policy)
+        return autocast(
+            self.device,
+            self.dtype,
+            self.enabled,
+            self.cache_enabled,
+            policy=self.policy,
+            rules=self.rules,
+            strict=self.strict,
+        )
+
+    def _has_rules(self) -> bool:
+        return self.policy is not None or self.rules is not None
+
+    def _native_rules(self) -> Any:
+        return native_dispatch.rules(self.device, self.policy, self.rules)
 
     def _rules(self, engine: Engine) -> Policy:
         """The effective policy: the chosen or default one, with file, environment and overrides on top."""
         if self._effective is not None:
             return self._effective
-        return policies.resolve(self.policy or policies.default_name(engine.platform()))
+        return policies.resolve(self.policy or policies.default_name(engine.platform()), self.rules)
 
     def _low(self, rules: Policy) -> torch.dtype:
         if self.dtype is None:
@@ -165,15 +194,15 @@ class autocast:
         return self.dtype
 
     def _enter_native(self) -> _Entry:
-        rules = self._effective or native_dispatch.rules(self.device, self.policy)
-        low = self._low(rules) if self.enabled and self.policy is not None and rules is not None else self.dtype
+        rules = self._effective or self._native_rules()
+        low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
         region = native.region(self.device, low, self.enabled, self.cache_enabled)
         token = None
         if rules is not None:
             named = str(region.fast_dtype).removeprefix("torch.")
             token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
-        return _Entry(self, region, token, native.drop_casts_after_steps() if self.enabled else None)
+        return _Entry(self, region, token, rules, native.drop_casts_after_steps() if self.enabled else None)
 
     def _enter_xla(self) -> _Entry:
         engine = devices.engine()
@@ -185,7 +214,7 @@ class autocast:
         named = str(low).removeprefix("torch.")
         token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()
-        return _Entry(self, region, token)
+        return _Entry(self, region, token, rules)
 
 
 interrupts.uninterruptible(autocast.__enter__, autocast.__exit__)
@@ -195,13 +224,13 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 
 @dynamo.constant
 def _region_of_torch(
-    device: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any
+    device: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any, rules: Any
 ) -> tuple[str, torch.dtype | None, bool, bool | None] | None:
     """Arguments of the `torch.autocast` with the casts of ``autocast(device, ...)``; None if there is none."""
     made = autocast(device, dtype, enabled, cache_enabled)
     region = policies.current(made.device)
     around = None if region is None else region.policy
-    if policy is not None:
+    if policy is not None or rules is not None:
         return None
     if not made._is_xla:
         changed = native_dispatch.rules(made.device, None)
@@ -222,8 +251,8 @@ def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtyp
     return again
 
 
-def _leave(owner: autocast) -> None:
-    """Undoes this thread's newest entry of `owner`.
+def _leave(owner: autocast) -> Policy | None:
+    """Undoes this thread's newest entry of `owner`; returns its rules, if any.
 
     Raises:
         RuntimeError: this thread has not entered it.
@@ -242,6 +271,7 @@ def _leave(owner: autocast) -> None:
         policies.pop(entry.token)
     if entry.hook is not None:
         entry.hook.remove()
+    return entry.rules
 
 
 def _leave_from_below(entry: _Entry, above: list[_Entry]) -> None:

@@ -15,9 +15,9 @@ import torch
 
 from xla_amp import events
 from xla_amp import policy as policies
-from xla_amp.backends import dynamo
+from xla_amp.backends import dynamo, module_paths
 from xla_amp.policy import Decision, Policy, effects
-from xla_amp.pytorch.autocast import casting, decision_events, module_paths
+from xla_amp.pytorch.autocast import casting, decision_events
 from xla_amp.types import Cast
 
 Kernel = Callable[..., Any]

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from xla_amp import policy as policies
+from xla_amp.backends import module_paths
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy, RuleLayer, regions
-from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, module_paths, xla_dispatch
+from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, xla_dispatch
+from xla_amp.types import Cast
 
 KEYS: Mapping[str, str] = MappingProxyType(
     {
@@ -36,23 +38,26 @@ KEYS: Mapping[str, str] = MappingProxyType(
 _Holdings = list[tuple[str, tuple[str, ...]] | module_paths.Token]
 
 
-def rules(device_type: str, policy: Policy | None) -> Policy | None:
+def rules(device_type: str, policy: Policy | None, own: Mapping[str, Cast] | None = None) -> Policy | None:
     """The effective policy of a region on a torch device; None where no table lists what torch does.
 
     Args:
+        device_type: of the region.
         policy: the user's choice, if any.
+        own: the region's rules on top of it, if any.
 
     Raises:
         PolicyError: a policy was chosen for a device type that has no table, or rules are malformed.
     """
     if device_type not in KEYS:
-        if policy is not None:
+        if policy is not None or own is not None:
+            given = f"rules={own!r}" if policy is None else f"policy={policy.name!r}"
             raise PolicyError(
-                f"autocast({device_type!r}, policy={policy.name!r}): rules can be changed on {', '.join(KEYS)} and on "
-                "the XLA device; leave policy= out for torch's own rules"
+                f"autocast({device_type!r}, {given}): rules can be changed on {', '.join(KEYS)} and on "
+                "the XLA device; leave policy= and rules= out for torch's own rules"
             )
         return None
-    return policies.resolve(device_type if policy is None else policy)
+    return policies.resolve(device_type if policy is None else policy, own)
 
 
 def device_types() -> list[str]:

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import torch
 
 from xla_amp import policy as policies
+from xla_amp.backends import module_paths
 from xla_amp.pytorch.autocast import (
     cast_kernel,
     decision_events,
     kernel_registry,
-    module_paths,
     native_dispatch,
     xla_dispatch,
 )

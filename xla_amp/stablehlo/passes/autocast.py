@@ -15,6 +15,7 @@ from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
+from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Report, decisions, emit_events
@@ -105,11 +106,13 @@ def autocast(
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
     folded = fold_casts(copied)
-    classifier = Classifier(effective)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
-        copies = clone_per_call(copied, classifier)
+        cloned = clone_per_path(copied) if effective.by_module else {}
+        paths = ModulePaths(copied)
+        classifier = Classifier(effective, paths)
+        copies = {**cloned, **clone_per_call(copied, classifier)}
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
         keep: Callable[[Node], str] = _keep_none
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
@@ -118,22 +121,32 @@ def autocast(
 
             keep = calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
             propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
-        decided = tuple(decisions(propagation, low, copies))
+        decided = tuple(decisions(propagation, low, copies, paths))
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
     if any(layer.layer != "builtin" for layer in effective.layers):
-        effects.report(effective, _effects(graph), "stablehlo", strict=strict)
+        nameless = effective.by_module and not has_names(program.module)
+        effects.report(
+            effective, _effects(graph), "stablehlo", strict=strict, no_modules=_NO_LOCATIONS if nameless else ""
+        )
     report = Report(policy=effective.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
     emit_events(report)
     return Converted(program=program.with_module(copied), report=report)
 
 
+_NO_LOCATIONS: Final = (
+    "the program has no locations, which name modules. Give the lowered program itself, bytecode, an artifact, or "
+    "the text of lowered.as_text(debug_info=True)"
+)
+
+
 def _effects(graph: CastGraph) -> effects.Effects:
     """The user's rules that the nodes of `graph` follow."""
     found = effects.Effects()
+    found.paths.update(graph.classifier.paths.seen)
     for node in graph.nodes:
         each = node.op_class
         if each is None or not each.reached or each.decision is None or node.in_opaque:

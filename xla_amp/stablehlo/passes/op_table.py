@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
@@ -18,6 +17,7 @@ from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
 from xla_amp.policy.policy import Decision, Policy, Reach
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
 
 Colour: TypeAlias = Literal["allow", "widest", "infer", "clear", "deny"]
@@ -103,14 +103,15 @@ def _row(entry: Mapping[str, Any]) -> Row:
 class Classifier:
     """Classes of operations under one policy, cached by name and module path."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, paths: ModulePaths) -> None:
         self.policy = policy
+        self.paths = paths
         self._cache: dict[tuple[str, str | None], OpClass] = {}
 
     def classify(self, operation: Any) -> OpClass:
         """The class of `operation`; `PolicyError` if the policy bans it."""
         name = table_name(operation)
-        module_path = _module_path(operation) if self.policy.by_module else None
+        module_path = self.paths.of(operation) if self.policy.by_module else None
         found = self._cache.get((name, module_path))
         if found is None:
             found = self._cache[name, module_path] = self._decide(name, module_path)
@@ -222,23 +223,3 @@ def _target(operation: Any) -> str:
 
 
 _NARROW: Final = {"body": _body, "request": _request, "source": _source, "target": _target}
-
-_WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
-
-
-def _module_path(operation: Any) -> str | None:
-    """JAX's name scope in the location as a module path, or None.
-
-    ``jit(step)/jvp(encoder)/layer_0/dot_general`` -> ``encoder.layer_0``.
-    """
-    name = getattr(operation.location, "name_str", None)
-    if name is None:
-        return None
-    parts = []
-    for part in name.split("/")[:-1]:
-        function = part.startswith(("jit(", "pjit("))
-        while match := _WRAPPED.match(part):
-            part = match.group(1)
-        if part and not function:
-            parts.append(part)
-    return ".".join(parts)

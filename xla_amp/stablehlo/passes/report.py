@@ -11,6 +11,7 @@ from typing import Any
 from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import Cast, Layer, LowDtype
@@ -23,6 +24,8 @@ class OperationDecision:
     operation: str
     """``dot_general``, ``reduce.add``; a value that is passed on has its index: ``while#2``."""
     function: str
+    module: str
+    """Path of the module, as a rule names it; empty outside modules and without locations."""
     location: str
     colour: Colour
     before: str
@@ -80,17 +83,21 @@ class Report:
         return "\n".join([*lines, f"{len(self.operations)} operations; casts inserted: {casts}"])
 
 
-def decisions(propagation: Propagation, low: LowDtype, copies: Mapping[str, str]) -> Iterable[OperationDecision]:
+def decisions(
+    propagation: Propagation, low: LowDtype, copies: Mapping[str, str], paths: ModulePaths
+) -> Iterable[OperationDecision]:
     """The decisions, taken before the module changes; `copies`: name of a cloned function -> name of the original."""
     for node in propagation.nodes:
         if node.op_class is None and not node.boundary:
             continue  # argument or result of a called function: reported with the callers' operations
         if node.structure == "constant" or node.in_opaque:
             continue
-        yield _decision(propagation, node, low, copies.get(node.function, node.function))
+        function = copies.get(node.function, node.function)
+        path = paths.of(node.operation, node.function)
+        yield _decision(propagation, node, low, copies.get(function, function), path)
 
 
-def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str) -> OperationDecision:
+def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str, path: str) -> OperationDecision:
     op_class = node.op_class
     decision = op_class.decision if op_class else None
     name = op_class.name if op_class else ("argument" if node.writes else "result")
@@ -99,6 +106,7 @@ def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
+        module=path,
         location=location(node.operation),
         colour=node.colour,
         before="float32",
@@ -136,6 +144,6 @@ def emit_events(report: Report) -> None:
                 origin=each.origin,
                 result=(each.result,),
                 location=each.location,
-                module=each.function,
+                module=each.module,
             )
         )

@@ -1,0 +1,110 @@
+"""``rules=`` of the fronts, and paths with slashes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import xla_amp
+import xla_amp.jax
+from xla_amp import policy, stablehlo
+from xla_amp.errors import PolicyError, RuleWarning
+
+RULES: Any = {"*/router": "fp32"}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.router = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(self.body(x))
+
+
+def routed(x: Any) -> Any:
+    with jax.named_scope("router"):
+        return x @ x
+
+
+def device(name: str) -> torch.device:
+    return xla_amp.xla_device() if name == "lazy" else torch.device(name)
+
+
+@pytest.mark.parametrize("name", ["cpu", "lazy"])
+def test_torch(name: str) -> None:
+    place = device(name)
+    model, x = Model().to(place), torch.ones(2, 4, device=place)
+    with xla_amp.explain() as report, xla_amp.autocast(place, rules=RULES, policy="tpu", strict=True):
+        model(x)
+        with policy.override({"module:*.router": "low"}):  # the rules of the region win
+            model(x)
+    found = [(each.module, each.used[0], each.layer) for each in report.records if each.operation == "linear"]
+    assert found == [("body", "bfloat16", "builtin"), ("router", "float32", "context")] * 2
+
+
+def test_a_decorated_function_follows_its_rules() -> None:
+    @xla_amp.autocast("cpu", rules={"mm": "fp32"})
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    assert product(torch.ones(2, 2)).dtype is torch.float32
+
+
+def test_jax() -> None:
+    x = jnp.ones((4, 4))
+    with xla_amp.explain() as report:
+        xla_amp.jax.autocast(routed, rules=RULES, strict=True)(x)
+        with xla_amp.jax.autocast(rules=RULES), policy.override({"matmul": "low"}):
+            routed(x)
+    assert [each.used[0] for each in report.records if each.operation == "matmul"] == ["float32", "float32"]
+
+
+def test_stablehlo() -> None:
+    program = jax.jit(routed).lower(jnp.ones((4, 4)))
+    (product,) = (
+        each
+        for each in stablehlo.autocast(program, rules=RULES, strict=True).report.operations
+        if each.operation == "dot_general"
+    )
+    assert (product.module, product.after, product.layer) == ("router", "float32", "context")
+
+
+def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> None:
+    x, missing = torch.ones(2, 2), {"module:*.never_there": "fp32"}
+    with pytest.warns(RuleWarning, match=r"module:\*\.never_there = fp32 .*it has matched no operation"):
+        with xla_amp.autocast("cpu", rules=missing):  # type: ignore[arg-type]
+            torch.mm(x, x)
+    with pytest.raises(PolicyError, match="never_there"):
+        with xla_amp.autocast("cpu", rules=missing, strict=True):  # type: ignore[arg-type]
+            torch.mm(x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with xla_amp.autocast("cpu", rules=missing, strict=True):  # type: ignore[arg-type]
+            pass  # no operation ran
+
+
+def test_strict_judges_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_RULES", "module:*.not_there_either=fp32")
+    with pytest.raises(PolicyError, match="not_there_either"), xla_amp.autocast("cpu", strict=True):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("rules", [{"*/router": "float32"}, {"sofmax": "fp32"}, {"/": "fp32"}])
+def test_malformed_rules_are_refused_by_every_front(rules: Any) -> None:
+    with pytest.raises(PolicyError):
+        xla_amp.autocast("cpu", rules=rules)
+    with pytest.raises(PolicyError):
+        xla_amp.jax.autocast(routed, rules=rules)
+    with pytest.raises(PolicyError):
+        stablehlo.autocast(jax.jit(routed).lower(jnp.ones((4, 4))), rules=rules)
+
+
+def test_a_device_without_a_table_refuses_rules() -> None:
+    with pytest.raises(PolicyError, match=r"autocast\('meta', rules=.*rules can be changed on"):
+        xla_amp.autocast("meta", rules=RULES)

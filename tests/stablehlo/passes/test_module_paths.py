@@ -1,0 +1,106 @@
+"""Rules for modules in StableHLO: paths from locations, through calls, loops and branches, as in the JAX front."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.jax import autocast as jax_autocast
+from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, own_path
+
+X = jnp.full((4, 4), 0.1)
+
+
+@jax.jit
+def attend(y: Any) -> Any:
+    with jax.named_scope("attn"):
+        for _ in range(17):  # too large for a clone per call
+            y = jnp.tanh(y @ y)
+    return y
+
+
+def step(carry: Any, _: Any) -> Any:
+    with jax.named_scope("loop"):
+        return carry @ carry, None
+
+
+def block(y: Any, name: str) -> Any:
+    with jax.named_scope(name):
+        y = attend(jax.jit(lambda y: y @ y)(y))
+        return jax.lax.scan(step, y, None, length=2)[0]
+
+
+def model(x: Any) -> Any:
+    return block(block(x, "a"), "b").sum()
+
+
+LOWERED = jax.jit(model).lower(X)
+
+
+@pytest.mark.parametrize("pattern", ["a.attn", "b", "*.loop", "*.attn.tanh", "b.attn.matmul"])
+def test_the_fronts_agree_about_each_module(pattern: str) -> None:
+    rules: Any = {f"module:{pattern}": "fp32"}
+    decided = autocast(LOWERED, rules=rules, strict=True).report.operations
+    with policy.override(rules), xla_amp.explain() as report:
+        jax_autocast(model, strict=True)(X)
+    for name, aten in (("dot_general", "matmul"), ("tanh", "tanh")):
+        found = [(each.module, each.layer != "builtin") for each in decided if each.operation == name]
+        wanted = [(each.module, each.layer != "builtin") for each in report.records if each.operation == aten]
+        assert found == wanted
+        assert {module for module, _ in found} <= {"a", "b", "a.attn", "b.attn", "a.loop", "b.loop"}
+
+
+def test_a_function_with_several_callers_is_cloned_for_each_path() -> None:
+    module = ir.copy(as_program(LOWERED).module)
+    with module.context:
+        copies = clone_per_path(module)
+    assert sorted(copies.values()).count("attend") == 1
+    ir.verify(module)
+    assert autocast(LOWERED, rules={"module:a.attn": "fp32"}).text().count("func.func private @attend") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("jit(f)/transpose(jvp(M))/head/dot_general", "M.head"),
+        ("jit(f)/while/body/closed_call/inner/dot_general", "inner"),
+        ("jit(f)/cond/branch_1_fun/inner/add", "inner"),
+        ("jit(f)/body/add", "body"),
+        ("jit(f)/rematted_computation/blocks/0/eqx.nn.Linear/add", "blocks.0"),
+        ("add", ""),
+    ],
+)
+def test_names_of_jax_are_no_modules(name: str, path: str) -> None:
+    body = f'%y = stablehlo.abs %x : tensor<f32> loc("{name}")'
+    text = f"func.func @main(%x: tensor<f32>) -> tensor<f32> {{\n{body}\nreturn %y : tensor<f32> }}"
+    operations = {each.name: each for each in ir.operations(ir.parse(text).operation)}
+    assert own_path(operations["stablehlo.abs"]) == path
+
+
+def test_a_program_without_locations_is_an_error() -> None:
+    text, rules = LOWERED.as_text(), {"module:b.attn": "fp32"}
+    with pytest.raises(PolicyError, match=r"module:b\.attn = fp32 .*the program has no locations.*debug_info=True"):
+        autocast(text, rules=rules)  # type: ignore[arg-type]
+    autocast(LOWERED.as_text(debug_info=True), rules=rules, strict=True)  # type: ignore[arg-type]
+
+
+def test_a_pattern_that_matches_nothing_names_the_nearest_module() -> None:
+    rules: Any = {"module:*.atn": "fp32"}
+    with pytest.warns(RuleWarning, match=r"module:\*\.atn = fp32 .*nearest module: [ab]\.attn"):
+        autocast(LOWERED, rules=rules)
+    with policy.override(rules), pytest.warns(RuleWarning, match=r"nearest module: [ab]\.attn"):
+        jax_autocast(model)(X)
+    with pytest.warns(RuleWarning, match=r"the program names no modules"):
+        autocast(jax.jit(lambda x: x @ x).lower(X), rules=rules)
+
+
+def test_paths_of_other_policies_are_not_needed() -> None:
+    assert ModulePaths(as_program(LOWERED).module).seen == set()

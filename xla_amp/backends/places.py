@@ -1,0 +1,65 @@
+"""Where in the user's program an operation of torch runs, forward and backward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xla_amp import events
+from xla_amp.backends import module_paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an operation ran."""
+
+    operation: str
+    """ATen name, with the overload unless it is the default."""
+    phase: str
+    """``forward``, ``backward`` or ``update``."""
+    module: str
+    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
+    location: str
+    """The user's ``file:line``; for a backward operation that of its forward operation."""
+    gradient_of: str = ""
+    """For a backward operation: the forward operation."""
+
+
+class LocatingMode(TorchDispatchMode):
+    """Counts operations and locates them in the user's program.
+
+    Module paths are known between `module_paths.acquire` and `release`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+        self._forward: dict[int, Place] = {}
+        """By the sequence number of the operation's autograd node."""
+        self._backward_seen = False
+
+    def locate(self, func: Any) -> Place:
+        """The place of an operation that this mode is called for."""
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        module, location = module_paths.current(), events.user_location()
+        if torch._C._current_graph_task_id() != -1 and module is None:
+            self._backward_seen = True
+            node = torch._C._current_autograd_node()
+            made_by = self._forward.get(node._sequence_nr()) if node is not None else None
+            if made_by is None:
+                return Place(operation=name, phase="backward", module="", location=location)
+            return Place(
+                operation=name,
+                phase="backward",
+                module=made_by.module,
+                location=made_by.location,
+                gradient_of=made_by.operation,
+            )
+        phase = "update" if self._backward_seen and not torch.is_grad_enabled() and module is None else "forward"
+        place = Place(operation=name, phase=phase, module=module or "", location=location)
+        # Autograd creates and numbers its node before the operation reaches this mode.
+        self._forward.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
+        return place

@@ -1,0 +1,55 @@
+"""Places in the user's program of what the trace records: module paths and lines, for programs that are read."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+from xla_amp.backends import module_paths
+from xla_amp.backends.places import LocatingMode, Place
+from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.runtime.compile import steps
+
+
+class Locations(LocatingMode):
+    """Context manager that follows modules and locates each operation that is recorded inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._starts: list[int] = []
+        self._places: list[tuple[int, Place]] = []
+        """End of each operation in the trace's code, and its place."""
+
+    def __enter__(self) -> Locations:
+        self._modules = module_paths.acquire()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        module_paths.release(self._modules)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place, start = self.locate(func), len(trace.code)
+        result = func(*args, **(kwargs or {}))
+        if len(trace.code) > start:
+            self._starts.append(start)
+            self._places.append((len(trace.code), place))
+        return result
+
+    def of(self, code: Sequence[int], start: int = 0) -> tuple[Place | None, ...]:
+        """The places of the instructions of `code`, which the trace has from position `start` on."""
+        found: list[Place | None] = []
+        position = start
+        for instruction, draw, inputs in steps(code):
+            found.append(None if instruction.emit is None else self._at(position))
+            position += 1 + len(draw) + len(inputs)
+        return tuple(found)
+
+    def _at(self, position: int) -> Place | None:
+        """The place of what was recorded at a position of the trace's code; None if torch did not dispatch it."""
+        index = bisect.bisect_right(self._starts, position) - 1
+        if index < 0 or position >= self._places[index][0]:
+            return None
+        return self._places[index][1]

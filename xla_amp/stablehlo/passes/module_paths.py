@@ -1,0 +1,125 @@
+"""Paths of modules in a StableHLO program, from the name scopes in its locations, as rules for modules name them.
+
+JAX writes ``jit(step)/transpose(jvp(encoder))/layer_0/dot_general``; the path is ``encoder.layer_0``.  A function that
+is called has the path of the call before the paths inside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from xla_amp.policy import module_patterns
+from xla_amp.stablehlo import ir
+
+_WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
+_CALLS: Final = re.compile(
+    r"^(checkpoint|rematted_computation|closed_call|core_call|remat\d?|custom_[jv][jv]p_call|pjit)$"
+)
+_PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^branch_\d+_fun$")}
+"""Segments that JAX writes for loops and branches -> what follows them."""
+
+
+def own_path(operation: Any) -> str | None:
+    """Path in the location of an operation; None if the location has no name."""
+    name = getattr(operation.location, "name_str", None)
+    if name is None:
+        return None
+    parts: list[str] = []
+    segments = name.split("/")[:-1]
+    for index, segment in enumerate(segments):
+        inner, function = segment, False
+        while match := _WRAPPED.match(inner):
+            function = function or inner.startswith(("jit(", "pjit("))
+            inner = match.group(1)
+        before = segments[index - 1] if index else ""
+        after = segments[index + 1] if index + 1 < len(segments) else ""
+        control = (before in _PARTS and _PARTS[before].match(inner)) or (inner in _PARTS and _PARTS[inner].match(after))
+        if inner and not (function or control or _CALLS.match(inner) or module_patterns.names_class(inner)):
+            parts.append(inner)
+    return ".".join(parts)
+
+
+def has_names(module: Any) -> bool:
+    """Whether a location of the program has a name; text that was printed without locations has none."""
+    return any(own_path(operation) is not None for operation in ir.operations(module.operation))
+
+
+class ModulePaths:
+    """Paths of the operations of a module, whose functions are called from one path each (`clone_per_path`).
+
+    Args:
+        module: not changed.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._functions: dict[str, str] = {}
+        for name, path, _ in _calls(module):
+            self._functions.setdefault(name, path)
+        self.seen: set[str] = set()
+        """Paths that `of` has returned."""
+
+    def of(self, operation: Any, function: str | None = None) -> str:
+        """Path of an operation in a function; by default in the one that contains it."""
+        name = function if function is not None else _enclosing(operation)
+        path = _joined(self._functions.get(name, ""), own_path(operation) or "")
+        self.seen.add(path)
+        return path
+
+
+def clone_per_path(module: Any) -> dict[str, str]:
+    """Clones each private function that is called from several paths, so that a rule can reach one of the calls.
+
+    Returns:
+        Name of a clone -> name of the function.
+    """
+    mlir, functions = ir.mlir(), ir.functions(module)
+    first: dict[str, str] = {}
+    clones: dict[tuple[str, str], str] = {}
+    copies: dict[str, str] = {}
+    for name, path, call in _calls(module):
+        if first.setdefault(name, path) == path or call is None or not ir.is_private(functions[name]):
+            continue
+        if (name, path) not in clones:
+            copied = f"{name}.{path}" if path else f"{name}.outside"
+            while copied in functions:
+                copied += "_"
+            clone = functions[name].clone()
+            clone.operation.attributes["sym_name"] = mlir.StringAttr.get(copied)
+            module.body.append(clone)
+            functions[copied] = clone.operation
+            clones[name, path] = copied
+            copies[copied] = name
+            first[copied] = path
+        call.attributes["callee"] = mlir.FlatSymbolRefAttr.get(clones[name, path])
+    return copies
+
+
+def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
+    """(function, path of the call, call) for each call, a caller's calls after the calls of the caller."""
+    functions = ir.functions(module)
+    waiting = [(name, "") for name, function in functions.items() if not ir.is_private(function)]
+    yield from ((name, "", None) for name, _ in waiting)
+    seen = set(waiting)
+    while waiting:
+        caller, base = waiting.pop(0)
+        for operation in ir.operations(ir.functions(module)[caller]):
+            if operation.name not in ("func.call", "call"):
+                continue
+            name, path = operation.attributes["callee"].value, _joined(base, own_path(operation) or "")
+            yield name, path, operation
+            callee = operation.attributes["callee"].value  # a clone, perhaps
+            if (callee, path) not in seen:
+                seen.add((callee, path))
+                waiting.append((callee, path))
+
+
+def _enclosing(operation: Any) -> str:
+    while operation is not None and operation.name != "func.func":
+        operation = getattr(operation.parent, "operation", operation.parent)
+    return "" if operation is None else operation.attributes["sym_name"].value
+
+
+def _joined(outer: str, inner: str) -> str:
+    return f"{outer}.{inner}" if outer and inner else outer or inner
