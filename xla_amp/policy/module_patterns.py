@@ -123,7 +123,7 @@ def operations(pattern: str) -> frozenset[str]:
 
 def problem(pattern: str, cast: Cast) -> str | None:
     """What is wrong with a rule for modules, or None."""
-    if not pattern.removeprefix(PREFIX).strip():
+    if not pattern.removeprefix(PREFIX).strip(" ."):
         return f'{pattern!r} names no module; write its path, e.g. "module:*.attention" or "module:*.attention.softmax"'
     if cast in ("fp32_out", "fp32_append") and not parse(pattern).operations:
         return (
