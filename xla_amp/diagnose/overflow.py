@@ -12,12 +12,12 @@ import torch
 
 from xla_amp import tables
 from xla_amp.backends import module_paths
+from xla_amp.backends.places import Place
 from xla_amp.diagnose.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,
     Operand,
     OperandStatistics,
-    Place,
     Producer,
     SkipHalfCasts,
 )
