@@ -25,6 +25,7 @@ def run(*flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_precisions_learn_alike(tmp_path: Path) -> None:
     found = {}
     for precision in ("fp32", "fp16"):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from source_tree import ROOT
 
 SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--write=4", "--json"]
@@ -20,6 +21,7 @@ def results(*flags: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_it_learns_in_captured_steps_and_resumes_from_its_checkpoint(tmp_path):
     flags = ["--precision=fp16", "--policy=gpu"]
     whole = results("--steps=80", *flags)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from source_tree import ROOT
@@ -42,6 +43,7 @@ def write_images(folder: Path) -> None:
                 image.save(folder / part / name / f"{number}.jpg")
 
 
+@pytest.mark.exhaustive
 def test_it_learns_and_resumes_from_its_checkpoint_bitwise(tmp_path):
     write_images(tmp_path / "data")
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"

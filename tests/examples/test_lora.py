@@ -16,6 +16,7 @@ pytest.importorskip("peft", reason="the extra `tests`")
 SMALL = ["--width=32", "--context=16", "--batch-size=8", "--base-steps=40", "--steps=80", "--lr=0.05", "--json"]
 
 
+@pytest.mark.exhaustive
 def test_adapters_learn_and_are_saved(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, ROOT / "examples" / "lora.py", *SMALL, "--precision=fp16", f"--output={tmp_path}"]

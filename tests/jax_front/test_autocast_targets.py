@@ -63,6 +63,7 @@ def compiled():
         yield compile_for
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["autocast", "autocast of the whole step"])
 def test_on_v6e_it_costs_what_the_hand_written_model_costs(compiled, name):
     ours, by_hand, wide = (compiled("v6e", each) for each in (name, "written by hand", "float32"))

@@ -60,7 +60,7 @@ def trained(world):
     return {overflow: together(world)[overflow] for overflow in ("none", "one", "unreduced")}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("overflow", ["none", "one"])
 def test_the_numbers_are_those_of_one_process_with_the_whole_batch(world, overflow):
     found, (expected,) = together(world)[overflow], alone()[overflow]
