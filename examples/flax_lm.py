@@ -11,10 +11,8 @@ is the documentation strings of Python's standard library unless `--text` names 
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import common
@@ -80,34 +78,6 @@ def batches(text: np.ndarray[Any, Any], seed: int) -> Iterator[Any]:
         yield text[random.integers(len(text) - CONTEXT.value - 1, size=(BATCH.value, 1)) + window].astype(np.int32)
 
 
-class Log:
-    """TensorBoard and CSV, if `--log-dir` is given."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.writer = None
-        if LOG_DIR.value is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(LOG_DIR.value)
-
-    def add(self, step: int, **values: float) -> None:
-        """Adds one line."""
-        self.rows.append({"step": step, **values})
-        if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Writes the files."""
-        if self.writer is not None:
-            self.writer.close()
-            with open(Path(self.writer.log_dir) / "log.csv", "w", newline="") as file:
-                lines = csv.DictWriter(file, self.rows[0])
-                lines.writeheader()
-                lines.writerows(self.rows)
-
-
 def train(text: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Trains; returns the results."""
     split = int(len(text) * (1 - HELD_OUT))
@@ -133,15 +103,16 @@ def train(text: np.ndarray[Any, Any]) -> dict[str, Any]:
     params = model.init(jax.random.key(SEED.value), next(data)[:, :-1])
     state = optimizer.init(params)
     scale = LossScale.dynamic() if PRECISION.value == "fp16" else LossScale.static(1.0)
-    log = Log()
+    log = common.Log(LOG_DIR.value)
     began = time.perf_counter()
+    first: float | None = None
     bar = tqdm(range(1, STEPS.value + 1), unit="step")
     for number in bar:
         params, state, scale, value = step(params, state, scale, next(data))
         if number % LOG_STEPS.value == 0 or number == STEPS.value:  # the only place where Python waits
-            shown = {"loss": float(value), "lr": float(schedule(number - 1)), "loss_scale": float(scale.value)}
-            log.add(number, **shown)
-            bar.set_postfix({name: f"{number:.4g}" for name, number in shown.items()})
+            last = float(value)
+            first = last if first is None else first
+            log.add(number, {"loss": last, "lr": schedule(number - 1), "loss_scale": scale.value}, bar)
     seconds = time.perf_counter() - began
     log.close()
     held_out = batches(text[split:], SEED.value)
@@ -149,9 +120,9 @@ def train(text: np.ndarray[Any, Any]) -> dict[str, Any]:
     losses = [float(evaluate(params, next(held_out))) for _ in range(HELD_OUT_BATCHES)]
     return {
         "backend": jax.default_backend(),
-        "first_loss": log.rows[0]["loss"],
-        "last_loss": log.rows[-1]["loss"],
-        "loss_scale": log.rows[-1]["loss_scale"],
+        "first_loss": first,
+        "last_loss": last,
+        "loss_scale": float(scale.value),
         "skipped": int(scale.skipped),
         "held_out_loss": float(np.mean(losses)),
         "low_products": sum(line.count for line in amp.report(params, jnp.asarray(next(held_out))).low),

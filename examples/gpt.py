@@ -11,7 +11,6 @@ scaler and random state at the end, and resumes from the file if it exists.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,6 @@ import common
 import torch
 import torch.nn.functional as F
 from absl import app, flags
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -42,6 +39,8 @@ DROPOUT = flags.DEFINE_float("dropout", 0.1, "dropout probability", lower_bound=
 LR = flags.DEFINE_float("lr", 1e-3, "highest learning rate")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, batches and dropout")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "file to resume from, if it exists, and to save to")
+LOG_STEPS = flags.DEFINE_integer("log-steps", 20, "steps between two readings of the loss", lower_bound=1)
+LOG_DIR = flags.DEFINE_string("log-dir", None, "write losses, learning rates and loss scales here (TensorBoard, CSV)")
 WRITE = flags.DEFINE_integer("write", 200, "bytes to generate at the end", lower_bound=0)
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
@@ -183,13 +182,18 @@ def train(run: Run, text: Tensor, amp: autocast, device: torch.device) -> dict[s
     losses: list[Tensor] = []
     before, began = xla_amp.metrics(), time.perf_counter()
     source = batches(text, device, run.generator)
-    for number in tqdm(range(STEPS.value), "training"):
+    log, bar = common.Log(LOG_DIR.value), tqdm(range(STEPS.value), unit="step")
+    for number in bar:
         if number == WARM_UP:
             xla_amp.sync(wait=True)
             before, began = xla_amp.metrics(), time.perf_counter()
+        lr = run.schedule.get_last_lr()[0]
         losses.append(step(next(source)))
         run.schedule.step()
         run.steps += 1
+        if run.steps % LOG_STEPS.value == 0 or number == STEPS.value - 1:
+            log.add(run.steps, {"loss": losses[-1], "lr": lr, "loss_scale": scaler.get_scale()}, bar)
+    log.close()
     xla_amp.sync(wait=True)
     after, measured = xla_amp.metrics(), max(STEPS.value - WARM_UP, 0)
     seconds = time.perf_counter() - began
@@ -239,14 +243,10 @@ def main(argv: list[str]) -> None:
     results["held_out_loss"] = held_out_loss(model, text[split:], amp, device)
     if CHECKPOINT.value is not None:
         run.save(CHECKPOINT.value)
-    table = Table(title=f"GPT on {len(text):,} bytes, {run.steps} steps", show_header=False)
-    for name, value in {"device": f"{device} ({xm.xla_device_hw(device)})", **results}.items():
-        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
     if WRITE.value:
         print(write(model, amp, device, WRITE.value))
-    if JSON.value:
-        print(json.dumps(results))
+    kind = f"{device} ({xm.xla_device_hw(device)})"
+    common.show(f"GPT on {len(text):,} bytes, {run.steps} steps, {kind}", results, JSON.value)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ names a file, so nothing is downloaded.  One line puts the Trainer on the XLA de
 
 from __future__ import annotations
 
-import csv
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,6 @@ import common
 import small_gpt2
 import transformers
 from absl import app, flags
-from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 import xla_amp
@@ -47,23 +45,9 @@ HELD_OUT = 0.1  # fraction of the text, at its end, that is not trained on
 HELD_OUT_PIECES = 64
 
 
-def write_csv(folder: Path, rows: list[dict[str, float]]) -> None:
-    """One line for each logged step."""
-    names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
-    with open(folder / "log.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def train(text: bytes, output: str) -> dict[str, Any]:
     """Trains, resuming from a checkpoint in `output` if there is one; returns the results."""
     split = int(len(text) * (1 - HELD_OUT))
-    callbacks: list[transformers.TrainerCallback] = []
-    if LOG_DIR.value is not None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        callbacks.append(TensorBoardCallback(SummaryWriter(LOG_DIR.value)))
     arguments = transformers.TrainingArguments(
         output_dir=output,
         bf16=PRECISION.value == "bf16",
@@ -85,15 +69,13 @@ def train(text: bytes, output: str) -> dict[str, Any]:
         args=arguments,
         train_dataset=small_gpt2.pieces(text[:split], CONTEXT.value),
         eval_dataset=small_gpt2.pieces(text[split : split + HELD_OUT_PIECES * CONTEXT.value], CONTEXT.value),
-        callbacks=callbacks,
+        callbacks=[small_gpt2.Recorder(common.Log(LOG_DIR.value))],
     )
     checkpoint = get_last_checkpoint(output)
     before, began = xla_amp.metrics(), time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     after, seconds = xla_amp.metrics(), time.perf_counter() - began
     history = [row for row in trainer.state.log_history if "loss" in row]
-    if LOG_DIR.value is not None:
-        write_csv(Path(LOG_DIR.value), history)
     steps = STEPS.value - (0 if checkpoint is None else int(checkpoint.rpartition("-")[2]))
     return {
         "device": str(trainer.args.device),

@@ -12,7 +12,6 @@ torch_xla's (`XLA_AMP_ENGINE=torch_xla`).
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -25,8 +24,6 @@ import torch
 import torch.nn.functional as F
 from absl import app, flags
 from PIL import Image
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
@@ -50,6 +47,8 @@ WORKERS = flags.DEFINE_integer("workers", 4, "processes that read images; 0 read
 LR = flags.DEFINE_float("lr", None, "highest learning rate; default: 0.1 for each 256 images of a batch")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, shuffling and cropping")
 CHECKPOINT = flags.DEFINE_string("checkpoint", None, "file to go on from, when it exists, and to save to")
+LOG_STEPS = flags.DEFINE_integer("log-steps", 50, "steps between two readings of the loss", lower_bound=1)
+LOG_DIR = flags.DEFINE_string("log-dir", None, "write losses, learning rates and loss scales here (TensorBoard, CSV)")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 LOW = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -248,12 +247,13 @@ class Run:
         self.epochs = state["epochs"]
 
 
-def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast) -> tuple[float, float | None]:
-    """One pass; returns the mean loss, the only value read from the device, and the seconds per step."""
+def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast, log: common.Log) -> tuple[float, float | None]:
+    """One pass; returns the mean loss and the seconds per step."""
     run.model.train()
     losses: list[Tensor] = []
     began, steps = 0.0, 0
-    for images, labels in tqdm(batches, f"epoch {run.epochs + 1}", leave=False):
+    bar = tqdm(batches, f"epoch {run.epochs + 1}", leave=False)
+    for images, labels in bar:
         if len(losses) == WARM_UP:
             xla_amp.sync(wait=True)
             began, steps = time.perf_counter(), 0
@@ -263,9 +263,12 @@ def train_epoch(run: Run, batches: Iterable[Batch], amp: autocast) -> tuple[floa
         run.scaler.scale(loss).backward()
         run.scaler.step(run.optimizer)
         run.scaler.update()
+        lr = run.schedule.get_last_lr()[0]
         run.schedule.step()
         losses.append(loss.detach())
         steps += 1
+        if run.schedule.last_epoch % LOG_STEPS.value == 0:
+            log.add(run.schedule.last_epoch, {"loss": loss, "lr": lr, "loss_scale": run.scaler.get_scale()}, bar)
     xla_amp.sync(wait=True)
     seconds = (time.perf_counter() - began) / steps if began else None
     run.epochs += 1
@@ -323,10 +326,11 @@ def main(argv: list[str]) -> None:
     if CHECKPOINT.value is not None and Path(CHECKPOINT.value).exists():
         run.load(CHECKPOINT.value)
     results: dict[str, Any] = {"precision": PRECISION.value, "losses": []}
+    log = common.Log(LOG_DIR.value)
     while run.epochs < (STOP_AFTER.value or EPOCHS.value):
         if order is not None:
             order.epoch = run.epochs
-        loss, seconds = train_epoch(run, batches, amp)
+        loss, seconds = train_epoch(run, batches, amp, log)
         results["losses"].append(loss)
         results["images_per_second"] = batch / seconds if seconds else None
         if order is not None:
@@ -334,12 +338,9 @@ def main(argv: list[str]) -> None:
         print(f"epoch {run.epochs}: " + ", ".join(f"{k} {v:.4g}" for k, v in results.items() if isinstance(v, float)))
         if CHECKPOINT.value is not None:
             run.save(CHECKPOINT.value)
-    table = Table(title=f"ResNet, {classes} classes, {run.epochs} epochs of {steps} steps", show_header=False)
-    for name, value in {"device": f"{device} ({xm.xla_device_hw(device)})", **results}.items():
-        table.add_row(name.replace("_", " "), f"{value:.5g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if JSON.value:
-        print(json.dumps(results))
+    log.close()
+    kind = f"{device} ({xm.xla_device_hw(device)})"
+    common.show(f"ResNet, {classes} classes, {run.epochs} epochs of {steps} steps, {kind}", results, JSON.value)
 
 
 if __name__ == "__main__":

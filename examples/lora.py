@@ -32,12 +32,14 @@ BATCH = flags.DEFINE_integer("batch-size", 16, "sequences per step", lower_bound
 CONTEXT = flags.DEFINE_integer("context", 64, "bytes per sequence", lower_bound=8)
 WIDTH = flags.DEFINE_integer("width", 64, "channels; a multiple of 32, the size of a head", lower_bound=32)
 LR = flags.DEFINE_float("lr", 3e-3, "learning rate")
+LOG_STEPS = flags.DEFINE_integer("log-steps", 20, "steps between two lines of the log", lower_bound=1)
+LOG_DIR = flags.DEFINE_string("log-dir", None, "write the adapters' losses and rates here (TensorBoard, CSV)")
 OUTPUT = flags.DEFINE_string("output", None, "folder to save the adapters to")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights and batches")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
 
 
-def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, float]:
+def train(model: Any, text: bytes, steps: int, folder: str, log_dir: str | None = None) -> tuple[float, float]:
     """Trains; returns the loss on the last tenth of the text, before and after."""
     rows = small_gpt2.pieces(text, CONTEXT.value)
     held_out = rows[-max(len(rows) // 10, BATCH.value) :][: 4 * BATCH.value]
@@ -49,7 +51,7 @@ def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, floa
         per_device_train_batch_size=BATCH.value,
         per_device_eval_batch_size=BATCH.value,
         learning_rate=LR.value,
-        logging_strategy="no",
+        logging_steps=LOG_STEPS.value,
         save_strategy="no",
         disable_tqdm=JSON.value,
         dataloader_drop_last=True,  # one shape, one program
@@ -57,7 +59,11 @@ def train(model: Any, text: bytes, steps: int, folder: str) -> tuple[float, floa
         seed=SEED.value,
     )
     trainer = transformers.Trainer(
-        model=model, args=arguments, train_dataset=rows[: -len(held_out)], eval_dataset=held_out
+        model=model,
+        args=arguments,
+        train_dataset=rows[: -len(held_out)],
+        eval_dataset=held_out,
+        callbacks=[small_gpt2.Recorder(common.Log(log_dir))],
     )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -84,7 +90,7 @@ def main(argv: list[str]) -> None:
         weights = {name: value.cpu() for name, value in base.state_dict().items()}
         adapters = peft.LoraConfig(r=RANK.value, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
         model = peft.get_peft_model(base, adapters)
-        before, after = train(model, text[half:], STEPS.value, folder)
+        before, after = train(model, text[half:], STEPS.value, folder, LOG_DIR.value)
     trained, every = model.get_nb_trainable_parameters()
     plain = {name.replace(".base_layer", ""): value for name, value in model.get_base_model().state_dict().items()}
     results = {

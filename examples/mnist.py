@@ -1,7 +1,7 @@
 """Train a small ConvNet on handwritten digits in float32, bfloat16 or float16: on XLA, or on PyTorch's own CPU device.
 
     python examples/mnist.py --precision bf16
-    python examples/mnist.py --precision fp16 --policy gpu --optimizer adam --plot curve.png
+    python examples/mnist.py --precision fp16 --policy gpu --optimizer adam --plot curve.png --log-dir logs
     python examples/mnist.py --num-processes 2
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python examples/mnist.py --spmd
 
@@ -14,7 +14,6 @@ each batch between processes with one device each, `--spmd` between all devices 
 from __future__ import annotations
 
 import gzip
-import json
 import struct
 import sys
 import time
@@ -22,12 +21,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
 from absl import app, flags
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -50,6 +48,7 @@ DATA_DIR = flags.DEFINE_string("data-dir", None, "folder of MNIST's IDX files; d
 DEVICE = flags.DEFINE_enum("device", "xla", ["xla", "cpu"], "xla, or cpu: PyTorch's own kernels, for comparison")
 SEED = flags.DEFINE_integer("seed", 0, "seed of weights, shuffling and dropout")
 PLOT = flags.DEFINE_string("plot", None, "write the learning curve to this image file")
+LOG_DIR = flags.DEFINE_string("log-dir", None, "write loss, accuracy, rate and loss scale here (TensorBoard, CSV)")
 PROCESSES = flags.DEFINE_integer("num-processes", 1, "processes, one device each, that share a batch", lower_bound=1)
 SPMD = flags.DEFINE_bool("spmd", False, "share each batch between all devices of this process")
 JSON = flags.DEFINE_bool("json", False, "print the results as one JSON object on the last line")
@@ -182,6 +181,7 @@ def train_epoch(
     scaler: GradScaler,
     amp: autocast,
     mesh: Mesh | None,
+    bar: tqdm[Any],
 ) -> float:
     """One pass over `batches`; returns the mean loss, the only value that is read from the device."""
     model.train()
@@ -198,6 +198,7 @@ def train_epoch(
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
+        bar.update()
         losses.append(loss.detach())
     return torch.stack(losses).mean().item()
 
@@ -215,15 +216,6 @@ def evaluate(model: nn.Module, batches: Batches, amp: autocast) -> float:
 
 
 # ---- report ----------------------------------------------------------------------------------------------------------
-
-
-def print_table(results: dict[str, str | float | int | None]) -> None:
-    """The results, one row each, on standard output; "-" where training ended within the warm-up."""
-    table = Table(title="handwritten digits", show_header=False)
-    for name, value in results.items():
-        text = "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), text)
-    Console().print(table)
 
 
 def plot_curve(path: str, losses: list[float], accuracies: list[float]) -> None:
@@ -287,14 +279,20 @@ def train() -> None:
     mesh = xla_amp.make_mesh() if SPMD.value else None
     meter = Meter()
     losses, accuracies = [], []
-    for epoch in range(1, EPOCHS.value + 1):
-        if sampler is not None:
-            sampler.set_epoch(epoch)
-        quiet = not xm.is_master_ordinal()
-        title = f"epoch {epoch}/{EPOCHS.value}"
-        progress = tqdm(DeviceLoader(train_loader, device), title, len(train_loader), disable=quiet)
-        losses.append(train_epoch(model, meter.watch(progress), optimizer, schedule, scaler, amp, mesh))
-        accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
+    is_first = xm.is_master_ordinal()
+    log = common.Log(LOG_DIR.value if is_first else None)
+    with tqdm(total=EPOCHS.value * len(train_loader), unit="step", disable=not is_first) as bar:
+        for epoch in range(1, EPOCHS.value + 1):
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+            bar.set_description(f"epoch {epoch}/{EPOCHS.value}")
+            batches = meter.watch(DeviceLoader(train_loader, device))
+            lr = schedule.get_last_lr()[0]
+            losses.append(train_epoch(model, batches, optimizer, schedule, scaler, amp, mesh, bar))
+            accuracies.append(evaluate(model, DeviceLoader(test_loader, device), amp))
+            shown = {"loss": losses[-1], "accuracy": accuracies[-1], "lr": lr, "loss_scale": scaler.get_scale()}
+            log.add(epoch, shown, bar)
+    log.close()
 
     results: dict[str, str | float | int | None] = {
         "precision": PRECISION.value,
@@ -304,16 +302,12 @@ def train() -> None:
         "skipped_steps": int(scaler.skipped_steps()),
         "seconds_per_step": meter.per_step("seconds"),
     }
-    if not xm.is_master_ordinal():
+    if not is_first:
         return
-    print_table({"device": f"{device} ({xm.xla_device_hw(device)})", **results, "loss_scale": scaler.get_scale()})
     if PLOT.value is not None:
         plot_curve(PLOT.value, losses, accuracies)
-    if JSON.value:
-        print(json.dumps(results))
+    common.show(f"handwritten digits on {device} ({xm.xla_device_hw(device)})", results, JSON.value)
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):  # absl exits with an error
-        app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(main)
+    common.run(main)

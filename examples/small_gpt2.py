@@ -1,7 +1,10 @@
-"""The model and the data of the examples that train a small GPT-2 of transformers on bytes."""
+"""The model, the data and the log of the examples that train a small GPT-2 of transformers on bytes."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import common
 import torch
 import transformers
 
@@ -21,6 +24,22 @@ def build(context: int, layers: int, width: int) -> transformers.GPT2LMHeadModel
         eos_token_id=0,
     )
     return transformers.GPT2LMHeadModel(config)
+
+
+class Recorder(transformers.TrainerCallback):
+    """Gives a log what the Trainer logs of training steps."""
+
+    def __init__(self, log: common.Log) -> None:
+        self.log = log
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        """Called by the Trainer."""
+        if "loss" in logs:
+            self.log.add(state.global_step, logs)
+
+    def on_train_end(self, *args: Any, **rest: Any) -> None:
+        """Called by the Trainer."""
+        self.log.close()
 
 
 def pieces(text: bytes, context: int) -> list[dict[str, torch.Tensor]]:

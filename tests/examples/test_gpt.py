@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from source_tree import ROOT
@@ -21,10 +23,20 @@ def results(*flags: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def rows(path: Path) -> list[int]:
+    """The steps of a log."""
+    with open(path) as file:
+        found = list(csv.DictReader(file))
+    assert set(found[0]) == {"step", "loss", "lr", "loss_scale"}
+    assert list(path.parent.glob("events*"))
+    return [int(row["step"]) for row in found]
+
+
 @pytest.mark.exhaustive
 def test_it_learns_in_captured_steps_and_resumes_from_its_checkpoint(tmp_path):
     flags = ["--precision=fp16", "--policy=gpu"]
-    whole = results("--steps=80", *flags)
+    whole = results("--steps=80", f"--log-dir={tmp_path}", *flags)
+    assert rows(tmp_path / "log.csv") == list(range(20, 81, 20))
     assert whole["executions_per_step"] == 1
     assert whole["replayed_steps"] >= 70
     assert whole["last_loss"] < whole["first_loss"] - 1

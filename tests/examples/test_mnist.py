@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import importlib.util
 import json
@@ -59,10 +60,15 @@ def test_one_executable_and_no_host_sync_per_step(precision, flags):
 
 
 def test_on_pytorch_itself(tmp_path):
-    found = results("--device=cpu", "--precision=bf16", "--epochs=3", f"--plot={tmp_path / 'curve.png'}")
+    folder = [f"--plot={tmp_path / 'curve.png'}", f"--log-dir={tmp_path / 'logs'}"]
+    found = results("--device=cpu", "--precision=bf16", "--epochs=3", *folder)
     assert found["accuracy"] > 0.9
     assert found["executions_per_step"] == 0  # nothing ran on XLA
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    with open(tmp_path / "logs" / "log.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [list(row) for row in rows] == [["step", "loss", "accuracy", "lr", "loss_scale"]] * 3
+    assert float(rows[-1]["accuracy"]) == found["accuracy"]
 
 
 def test_training_within_the_warm_up_measures_nothing():
@@ -77,7 +83,9 @@ def mnist() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(EXAMPLE.parent))  # of the modules that it imports
     spec.loader.exec_module(module)
+    sys.path.remove(str(EXAMPLE.parent))
     return module
 
 

@@ -53,6 +53,7 @@ xla_amp.metrics = counted
 spec = importlib.util.spec_from_file_location("mnist", EXAMPLE)
 mnist = importlib.util.module_from_spec(spec)
 sys.modules["mnist"] = mnist
+sys.path.append(str(EXAMPLE.parent))  # of the modules that it imports
 spec.loader.exec_module(mnist)
 
 

@@ -188,9 +188,16 @@ class XLAMixedPrecision(_ByPolicy, MixedPrecision):
 class LossScaleMonitor(Callback):
     """Logs ``loss_scale`` of ``precision="16-mixed"`` with the step's other values, without reading it.
 
+    Args:
+        prog_bar: show it on the progress bar, too.
+
     Raises:
         MisconfigurationException: the trainer has no loss scaler.
     """
+
+    def __init__(self, prog_bar: bool = False) -> None:
+        super().__init__()
+        self.prog_bar = prog_bar
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Checks that there is a scale."""
@@ -202,7 +209,7 @@ class LossScaleMonitor(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         """Logs the scale that the next step uses."""
-        pl_module.log("loss_scale", trainer.precision_plugin.scaler._scale)
+        pl_module.log("loss_scale", trainer.precision_plugin.scaler._scale, prog_bar=self.prog_bar)
 
 
 class FabricXLAPrecision(FabricPrecision):
