@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
         called.append(LossScaleMonitor(prog_bar=True))
     last = None
     if OUTPUT.value is not None:
-        best = {"monitor": "accuracy", "mode": "max", "save_top_k": 2}
+        best: dict[str, Any] = {"monitor": "accuracy", "mode": "max", "save_top_k": 2}
         called.append(callbacks.ModelCheckpoint(OUTPUT.value, save_last=True, **best))
         path = Path(OUTPUT.value) / "last.ckpt"
         last = path if path.exists() else None

@@ -21,7 +21,7 @@ from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
-BUILTIN: Final = ("cpu", "cuda", "gpu", "hpu", "mps", "tpu", "xpu")
+BUILTIN: Final = ("cpu", "cuda", "gpu", "hpu", "mps", "torch_tpu", "tpu", "xpu")
 """Names of the built-in policies."""
 
 _HEADER: Final = ("dtypes", "extends", "low", "name", "source", "summary")

@@ -67,8 +67,8 @@ class autocast:
             inside the region by other means, pass False.
         policy: the rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's default: on XLA
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
-            cpu, cuda, xpu, hpu and mps, operations whose rule differs from torch's cast get a kernel from this package
-            while the region is open.
+            cpu, cuda, xpu, hpu, mps and torch_tpu's tpu, operations whose rule differs from the device's own cast get a
+            kernel from this package while the region is open.
         rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``; they win over overrides.
         strict: when the region closes, a rule of yours that has matched no operation in this process is an error, if
             the region ran operations.  Without it, such a rule of `rules` is a `RuleWarning`.
@@ -234,7 +234,7 @@ def _region_of_torch(
         return None
     if not made._is_xla:
         changed = native_dispatch.rules(made.device, None)
-        plain = changed is None or changed is policies.load(made.device)
+        plain = changed is None or changed is native_dispatch.table(made.device)
         return (made.device, dtype, enabled, cache_enabled) if plain and around in (None, changed) else None
     engine = devices.engine()
     engine.device()

@@ -1,4 +1,4 @@
-"""Checked `torch.autocast` regions for PyTorch's own devices (cuda, cpu, xpu, hpu, mps).
+"""Checked `torch.autocast` regions for PyTorch's own devices (cuda, cpu, xpu, hpu, mps, torch_tpu's tpu).
 
 torch disables autocast with a warning where it does not support the dtype or the device; here both are errors.
 """

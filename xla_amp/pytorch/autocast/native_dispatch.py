@@ -30,12 +30,18 @@ KEYS: Mapping[str, str] = MappingProxyType(
         "cuda": "AutocastCUDA",
         "hpu": "AutocastHPU",
         "mps": "AutocastMPS",
+        "tpu": "AutocastPrivateUse1",
         "xpu": "AutocastXPU",
     }
 )
-"""Device type -> dispatch key.  A policy table of the same name lists what torch does there."""
+"""Device type -> dispatch key.  `table` lists what torch does there.  The device ``tpu`` is torch_tpu's."""
 
 _Holdings = list[tuple[str, tuple[str, ...]] | module_paths.Token]
+
+
+def table(device_type: str) -> Policy:
+    """The policy that lists what torch does on a device type of `KEYS`."""
+    return policies.load("torch_tpu" if device_type == "tpu" else device_type)  # the policy `tpu` is XLA's
 
 
 def rules(device_type: str, policy: Policy | None, own: Mapping[str, Cast] | None = None) -> Policy | None:
@@ -57,7 +63,7 @@ def rules(device_type: str, policy: Policy | None, own: Mapping[str, Cast] | Non
                 "the XLA device; leave policy= and rules= out for torch's own rules"
             )
         return None
-    return policies.resolve(device_type if policy is None else policy, own)
+    return policies.resolve(table(device_type) if policy is None else policy, own)
 
 
 def device_types() -> list[str]:
@@ -67,6 +73,7 @@ def device_types() -> list[str]:
         "cuda": torch.backends.cuda.is_built(),
         "hpu": hasattr(torch, "hpu"),
         "mps": torch.backends.mps.is_built(),
+        "tpu": torch._C._get_privateuse1_backend_name() == "tpu",
         "xpu": torch.xpu._is_compiled(),
     }
     return [device_type for device_type, present in built.items() if present]
@@ -74,9 +81,8 @@ def device_types() -> list[str]:
 
 def kernel(device_type: str, name: str, operator: Any) -> cast_kernel.Kernel:
     """The kernel of one operation on a torch device."""
-    table = policies.load(device_type)
     rules = _rules_of_thread(device_type)
-    return cast_kernel.make(name, operator, device_type, KEYS[device_type], rules, table.outside(name))
+    return cast_kernel.make(name, operator, device_type, KEYS[device_type], rules, table(device_type).outside(name))
 
 
 class _Thread(threading.local):
@@ -88,14 +94,14 @@ _thread = _Thread()
 
 
 def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
-    table = policies.load(device_type)
+    native = table(device_type)
 
     def find() -> Policy:
         region = regions.opened_here(device_type)
         if region is None and _thread.foreign:
             region = policies.current(device_type)
         # Outside our regions torch's rules hold, changed only by overrides of this thread.
-        return region.policy if region is not None else policies.overridden(table)
+        return region.policy if region is not None else policies.overridden(native)
 
     return find
 
@@ -103,11 +109,11 @@ def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
 @functools.lru_cache(maxsize=256)
 def changed(device_type: str, policy: Policy) -> tuple[str, ...]:
     """Operations whose rule in `policy` differs from what torch does on the device."""
-    table = policies.load(device_type)
-    if policy is table:
+    native = table(device_type)
+    if policy is native:
         return ()
-    candidates = policy.ruled() | table.ruled()
-    different = {name for name in candidates if policy.outside(name) != table.outside(name)}
+    candidates = policy.ruled() | native.ruled()
+    different = {name for name in candidates if policy.outside(name) != native.outside(name)}
     return tuple(sorted(different | policy.ruled_in_modules()))
 
 
