@@ -66,32 +66,79 @@ def test_batch_norm_names_the_argument_of_the_wrong_size(name):
 
 
 ONE = torch.ones(1, 1, 4, 4)
+INTEGERS, FLAGS = torch.arange(3), torch.tensor([True, False, True])
 REFUSED: dict[str, Callable[[Any], Any]] = {
+    "arange_bool": lambda move: torch.arange(3, dtype=torch.bool, device=move(ONE).device),
+    "bool_minus": lambda move: move(FLAGS) - move(torch.ones(3)),
+    "bucketize": lambda move: torch.bucketize(move(ONE), move(ONE)),
+    "cat_zero_dim": lambda move: torch.cat([move(torch.tensor(1.0)), move(torch.ones(2))]),
+    "clamp_bool": lambda move: move(FLAGS).clamp(max=False),
+    "complex_dtypes": lambda move: torch.complex(move(torch.ones(3)), move(torch.ones(3, dtype=torch.float64))),
     "conv_dilation": lambda move: F.conv2d(move(ONE), move(ONE[..., :2, :2]), dilation=0),
     "conv_kernel": lambda move: F.conv2d(move(ONE), move(ONE[..., :0, :2])),
     "conv_output_padding": lambda move: F.conv_transpose2d(move(ONE), move(ONE), output_padding=1),
     "conv_padding": lambda move: F.conv2d(move(ONE), move(ONE), padding=-1),
     "conv_stride": lambda move: F.conv2d(move(ONE), move(ONE), stride=0),
+    "conv_transposed_integers": lambda move: F.conv_transpose2d(move(ONE.int()), move(ONE.int())),
+    "embedding_rank": lambda move: F.embedding(move(INTEGERS), move(torch.ones(4))),
+    "exponential": lambda move: move(torch.ones(3)).exponential_(-1.0),
+    "index_add_rows": lambda move: move(torch.ones(3, 2)).index_add(0, move(INTEGERS), move(torch.ones(3, 3))),
+    "index_reduce_bool": lambda move: move(FLAGS).index_reduce(0, move(INTEGERS), move(FLAGS), "amax"),
     "inplace_scalar": lambda move: move(torch.ones(3, dtype=torch.int64)).mul_(0.5),
     "inplace_tensor": lambda move: move(torch.ones(3, dtype=torch.bool)).mul_(move(torch.ones(3))),
     "inplace_unary": lambda move: move(torch.ones(3, dtype=torch.int64)).sqrt_(),
+    "masked_select_out": lambda move: torch.masked_select(move(INTEGERS), move(FLAGS), out=move(torch.ones(0))),
+    "minus_bool": lambda move: 1 - move(FLAGS),
     "multinomial_none": lambda move: torch.multinomial(move(torch.ones(3)), 0),
     "multinomial_rank": lambda move: torch.multinomial(move(ONE), 1),
     "multinomial_too_many": lambda move: torch.multinomial(move(torch.ones(3)), 4),
+    "nonzero_out": lambda move: torch.nonzero(move(INTEGERS), out=move(torch.ones(0))),
+    "normal_integers": lambda move: torch.normal(0.0, 1.0, (2,), dtype=torch.int32, device=move(ONE).device),
     "out_exact": lambda move: torch.amax(move(torch.ones(3)), 0, out=move(torch.ones((), dtype=torch.float64))),
     "out_integer": lambda move: torch.add(move(torch.ones(3)), 1, out=move(torch.ones(3, dtype=torch.int64))),
     "out_second": lambda move: torch.sort(move(torch.ones(3)), out=(move(torch.ones(3)), move(torch.ones(3)))),
+    "randint_uint8": lambda move: torch.randint(0, 300, (3,), dtype=torch.uint8, device=move(ONE).device),
+    "tril_indices_float": lambda move: torch.tril_indices(2, 2, dtype=torch.float32, device=move(ONE).device),
+    "uniform": lambda move: move(torch.ones(3)).uniform_(2.0, 1.0),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_as_on_the_cpu(device: torch.device, name: str) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as expected:
         REFUSED[name](lambda tensor: tensor)
     with pytest.raises(RuntimeError) as raised:
         REFUSED[name](lambda tensor: tensor.to(device))
-    assert type(raised.value) is RuntimeError
-    assert torch.multinomial(torch.ones(3).to(device), 4, replacement=True).shape == (4,)
+    assert type(raised.value) is type(expected.value)
+
+
+ACCEPTED: dict[str, Callable[[Any], Any]] = {
+    "arange_out": lambda move: torch.arange(4, out=move(torch.empty(2, 2))),
+    "as_strided_scatter": lambda move: move(torch.zeros(4)).as_strided_scatter(move(torch.ones(2)), (2,), (2,), 1),
+    "bool_clamped": lambda move: move(FLAGS).clamp(0, 1),
+    "cumsum_bool": lambda move: move(FLAGS).cumsum(0),
+    "eye_out": lambda move: torch.eye(2, out=move(torch.empty(0))),
+    "linspace_out": lambda move: torch.linspace(0, 1, 3, out=move(torch.empty(0, dtype=torch.float64))),
+    "masked_select_out": lambda move: torch.masked_select(move(INTEGERS), move(FLAGS), out=move(INTEGERS[:0])),
+    "multinomial_replacement": lambda move: torch.multinomial(move(torch.tensor([0.0, 1.0])), 4, replacement=True),
+    "nonzero_out": lambda move: torch.nonzero(move(FLAGS), out=move(INTEGERS[:0])),
+    "randint_uint8": lambda move: torch.randint(255, 256, (3,), dtype=torch.uint8, device=move(ONE).device),
+    "random_int8": lambda move: move(torch.zeros(3, dtype=torch.int8)).random_(127, 128),
+    "uniform_point": lambda move: move(torch.ones(3)).uniform_(2.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted_as_on_the_cpu(device: torch.device, name: str) -> None:
+    found = ACCEPTED[name](lambda tensor: tensor.to(device))
+    torch.testing.assert_close(found.cpu(), ACCEPTED[name](lambda tensor: tensor))
+
+
+def test_numbers_are_checked_in_every_call(device: torch.device) -> None:
+    x = torch.ones(3, device=device).uniform_(0.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"from=3\.0 > to=1\.0"):
+        x.uniform_(3.0, 1.0)
+    assert 0 <= x.min().item() <= x.max().item() < 1
 
 
 def test_booleans_divide_by_numbers_rounding_down(device: torch.device) -> None:

@@ -28,53 +28,16 @@ SAMPLES = 2
 
 OUT = "the device computes a result before it writes out=, so memory shared with an operand does no harm"
 DATA = "the error depends on values, which only the device has"
-CLASS = "refused with another class of error"
-KERNEL = "the CPU has no kernel of this form; XLA computes it"
-COMPOSITE = "composed of operations that accept the dtype"
-ARGUMENT = "an argument that torch checks in its kernel and not in its meta kernel"
 DIFFERENCES: dict[str, str] = {
-    "arange": CLASS,
-    "as_strided_scatter": ARGUMENT,
-    "bucketize": ARGUMENT,
     "cat": OUT,
-    "clamp": CLASS,
-    "complex": ARGUMENT,
     "gather": OUT,
     "histc": "counts integers, as CUDA does, which models rely on",
-    "index_add": ARGUMENT,
-    "index_reduce.amax": KERNEL,
-    "index_reduce.amin": KERNEL,
-    "index_reduce.mean": KERNEL,
-    "index_reduce.prod": KERNEL,
     "index_select": OUT,
     "kthvalue": OUT,
-    "linalg.lstsq": CLASS,
-    "linalg.lstsq.grad_oriented": CLASS,
-    "masked.cumprod": COMPOSITE,
-    "masked.cumsum": COMPOSITE,
-    "masked.std": COMPOSITE,
-    "masked.var": COMPOSITE,
-    "masked_scatter": ARGUMENT,
-    "max.reduction_no_dim": CLASS,
-    "min.reduction_no_dim": CLASS,
     "multinomial": DATA,
-    "narrow_copy": CLASS,
-    "nn.functional.conv_transpose1d": KERNEL,
-    "nn.functional.conv_transpose2d": KERNEL,
-    "nn.functional.conv_transpose3d": KERNEL,
-    "nn.functional.embedding": CLASS,
-    "nn.functional.max_pool1d": KERNEL,
-    "nn.functional.smooth_l1_loss": COMPOSITE,
-    "nn.functional.tanhshrink": COMPOSITE,
-    "normal.number_mean": CLASS,
-    "randint_like": ARGUMENT,
-    "scatter_reduce.amax": KERNEL,
-    "scatter_reduce.amin": KERNEL,
-    "scatter_reduce.mean": KERNEL,
+    "narrow_copy": "an IndexError, as other devices raise, where the CPU's kernel fails in an assertion of its own",
+    "nn.functional.max_pool1d": "max_pool2d, which the CPU computes for integers, computes it",
     "take": OUT,
-    "tril_indices": CLASS,
-    "triu_indices": CLASS,
-    "uniform": ARGUMENT,
 }
 """Entry -> why a call that the CPU refuses is accepted, or refused with another class of error."""
 

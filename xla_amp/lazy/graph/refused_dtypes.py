@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -50,15 +50,69 @@ class Refusal(NamedTuple):
     message: str
 
 
+class Kernel(NamedTuple):
+    """A kernel of the CPU that `refusals` cannot express: another argument, or a form of the operation, decides."""
+
+    argument: str
+    """Whose dtype decides; ``dtype`` itself, or a tensor."""
+    dtypes: str
+    """That it lacks."""
+    name: str
+    """In torch's message."""
+    form: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
+    """Whether a call with these arguments runs this kernel."""
+
+
+_NOT_INDEX = "bool uint8 int8 int16 floating complex"
+KERNELS: Mapping[str, tuple[Kernel, ...]] = {
+    "arange": (Kernel("dtype", "bool complex", "arange_cpu"),),
+    "clamp": (Kernel("self", "bool", "clamp_cpu", lambda a: _all_bool(a["min"], a["max"])),),
+    "convolution": (
+        Kernel("input", "uint8 int8 int16 int32", "slow_conv_transpose2d_out_cpu", lambda a: a["transposed"]),
+    ),
+    "cumprod": (Kernel("dtype", "bool", "cumprod_out_cpu"),),
+    "cumsum": (Kernel("dtype", "bool", "cumsum_out_cpu"),),
+    "histc": (Kernel("self", "bool complex", "histogram_cpu"),),
+    "index_reduce": (Kernel("self", "bool complex", "index_func_"),),
+    "max": (Kernel("self", "complex", "max_all", lambda a: len(a) == 1),),
+    "min": (Kernel("self", "complex", "min_all", lambda a: len(a) == 1),),
+    "normal": tuple(Kernel(name, "bool integral", "normal_kernel_cpu") for name in ("dtype", "mean", "std")),
+    "scatter_reduce": (
+        Kernel("self", "complex", "scatter_gather_tensor_cpu_reduce_amax", lambda a: a["reduce"] in ("amax", "amin")),
+        Kernel("self", "bool", "scatter_gather_tensor_cpu_reduce_mean", lambda a: a["reduce"] == "mean"),
+    ),
+    "smooth_l1_loss": (Kernel("self", "bool uint8", "smooth_l1_cpu"),),
+    "tril_indices": (Kernel("dtype", _NOT_INDEX, "tril_indices"),),
+    "triu_indices": (Kernel("dtype", _NOT_INDEX, "triu_indices"),),
+}
+"""ATen name without overload -> kernels; histc counts integers, as CUDA does, and models rely on that."""
+
+
+def _all_bool(*values: Any) -> bool:
+    return all(v is None or type(v) is bool or getattr(v, "dtype", None) is torch.bool for v in values)
+
+
+def _members(words: str) -> Iterator[torch.dtype]:
+    for word in words.split():
+        yield from GROUPS.get(word) or (getattr(torch, word),)
+
+
+def _check_kernels(operation: str, arguments: Mapping[str, Any]) -> None:
+    for kernel in KERNELS.get(operation, ()):
+        value = arguments.get(kernel.argument)
+        dtype: torch.dtype | None = value if isinstance(value, torch.dtype) else getattr(value, "dtype", None)
+        if dtype is not None and dtype in _members(kernel.dtypes) and kernel.form(arguments):
+            raise NotImplementedError(f"\"{kernel.name}\" not implemented for '{NAMES[dtype]}'")
+
+
 @functools.cache
 def refusals() -> Mapping[tuple[str, torch.dtype], Refusal]:
     """(ATen name, dtype) -> the error."""
     rows: dict[tuple[str, torch.dtype], Refusal] = {}
     text = resources.files(__package__).joinpath("refused_dtypes.toml").read_text("utf-8")
     for operation, dtypes, error, message in tomllib.loads(text)["refused"]:
-        for word in dtypes.split():
-            for dtype in GROUPS.get(word) or (getattr(torch, word),):
-                rows[operation, dtype] = Refusal(_ERRORS[error], message.replace("{}", NAMES[dtype]))
+        for dtype in _members(dtypes):
+            rows[operation, dtype] = Refusal(_ERRORS[error], message.replace("{}", NAMES[dtype]))
     return rows
 
 
@@ -88,7 +142,10 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         NotImplementedError, RuntimeError: torch has no kernel of this operation for the dtype.
     """
-    if not operator._schema.name.startswith("aten::") or arguments.get("dtype") is not None:
+    if not operator._schema.name.startswith("aten::"):
+        return
+    _check_kernels(name_of(operator).partition(".")[0], arguments)
+    if arguments.get("dtype") is not None:
         return
     dtype = computing_dtype(operator, arguments)
     if dtype is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph import argument_rules, shape_inference
 
 SAME_DTYPE: Mapping[str, tuple[str, ...]] = {
     "addbmm": ("self", "batch1", "batch2"),
@@ -62,8 +62,9 @@ DIMENSION: Mapping[str, str] = dict.fromkeys(
 
 EXACT_OUT = frozenset(
     (
-        "addbmm", "addmm", "addmv", "amax", "amin", "aminmax", "baddbmm", "bmm", "gather", "index_select", "kthvalue",
-        "masked_select", "max", "min", "mm", "mode", "nonzero", "sort", "take", "topk", "where",
+        "addbmm", "addmm", "addmv", "amax", "amin", "aminmax", "baddbmm", "bmm", "complex", "gather", "index_select",
+        "kthvalue", "masked_select", "max", "min", "mm", "mode", "multinomial", "nonzero", "sort", "take", "topk",
+        "where",
     )
 )  # fmt: skip
 """Operations whose ``out=`` tensors must have the dtypes of the results; others convert."""
@@ -179,6 +180,7 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
         RuntimeError: dtypes or sizes do not match.
     """
     name = operation.removesuffix("_")
+    argument_rules.check(name, arguments)
     if name in SAME_DTYPE:
         tensors = {key: arguments.get(key) for key in SAME_DTYPE[name]}
         dtypes = {key: value.dtype for key, value in tensors.items() if isinstance(value, torch.Tensor)}

@@ -48,7 +48,7 @@ def _last(self: torch.Tensor, *_: Any, **__: Any) -> int:
 
 
 def _rows(weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    return weight.shape[0]
+    return weight.shape[0] if weight.dim() else 1
 
 
 def _ignored(

@@ -11,11 +11,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from xla_amp.lazy.graph import shape_inference
+from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.graph.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops import dynamic_shape
@@ -269,31 +269,111 @@ def _overwrite(kernel: Kernel) -> Kernel:
     return overwriting
 
 
+class _Range(NamedTuple):
+    """Numbers that an operation refuses: they are inputs of the program, so each call is checked."""
+
+    names: tuple[str, ...]
+    """Numbers that follow the tensor."""
+    defaults: tuple[float, ...]
+    accepts: Callable[..., bool]
+    expected: str
+    """With the numbers by position."""
+
+
+_MEAN_STD = ("mean", "std"), (0.0, 1.0), lambda mean, std: std >= 0, "std >= 0.0, but found std {1}"
+_PROBABILITY = ("p",), (0.5,), lambda p: 0 <= p <= 1, "p to be in [0, 1], but got p={0}"
+_RANGES: dict[str, _Range] = {
+    "bernoulli.p": _Range(*_PROBABILITY),
+    "bernoulli_.float": _Range(*_PROBABILITY),
+    "cauchy_": _Range(
+        ("median", "sigma"), (0.0, 1.0), lambda median, sigma: sigma > 0, "sigma > 0.0, but found sigma={1}"
+    ),
+    "exponential_": _Range(("lambd",), (1.0,), lambda rate: rate > 0, "lambda > 0.0, but found lambda={0}"),
+    "geometric_": _Range(("p",), (0.5,), lambda p: 0 < p < 1, "p to be in (0, 1), but got p={0}"),
+    "log_normal_": _Range(("mean", "std"), (1.0, 2.0), lambda mean, std: std > 0, "std > 0.0, but found std={1}"),
+    "normal.Tensor_float": _Range(("std",), (1.0,), lambda std: std >= 0, "std >= 0.0, but found std {0}"),
+    "normal_": _Range(*_MEAN_STD),
+    "uniform_": _Range(
+        ("from", "to"), (0.0, 1.0), lambda low, high: low <= high, "a [from, to) range, but found from={0} > to={1}"
+    ),
+}
+"""ATen name -> range of its numbers."""
+
+
+def _within(name: str) -> Callable[[Kernel], Kernel]:
+    legal = _RANGES[name]
+
+    def around(kernel: Kernel) -> Kernel:
+        def checked(self: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            given = [*rest, *legal.defaults[len(rest) :]]
+            numbers = [options.get(key, number) for key, number in zip(legal.names, given, strict=False)]
+            if not legal.accepts(*numbers):
+                raise RuntimeError(f"{name.partition('.')[0]} expects {legal.expected.format(*numbers)}")
+            return kernel(self, *rest, **options)
+
+        return checked
+
+    return around
+
+
+def _overwrite_within(name: str) -> Callable[[Kernel], Kernel]:
+    return lambda kernel: _overwrite(_within(name)(kernel))
+
+
 ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     **CHECKED,
+    **{name: _overwrite_within(name) if name.endswith(("_", "_.float")) else _within(name) for name in _RANGES},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
     **dict.fromkeys(
         (
             "_foreach_zero_",
             "bernoulli_.Tensor",
-            "bernoulli_.float",
-            "cauchy_",
-            "exponential_",
             "fill_.Scalar",
             "fill_.Tensor",
-            "geometric_",
-            "log_normal_",
-            "normal_",
             "random_",
             "random_.from",
             "random_.to",
-            "uniform_",
             "zero_",
         ),
         _overwrite,
     ),
 }
 """ATen name -> wrapper that checks or changes the arguments of its kernel."""
+
+
+def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator with one ``out=`` tensor by its functional form; NotImplemented without one.
+
+    For overloads without a kernel: those of factories (`arange`), and of sizes that depend on data (`nonzero`).
+    """
+    wanted = shape_inference.functional_arguments(operator)
+    outs = [argument.name for argument in operator._schema.arguments if argument.is_out]
+    if len(outs) != 1:
+        return NotImplemented
+    packet = operator.overloadpacket
+    for candidate in (getattr(packet, overload) for overload in packet.overloads()):
+        extra = [name for name, _ in shape_inference.functional_arguments(candidate)[len(wanted) :]]
+        same = shape_inference.functional_arguments(candidate)[: len(wanted)] == wanted
+        ours = torch._C._dispatch_has_kernel_for_dispatch_key(candidate.name(), "PrivateUse1")
+        if not ours or not same or extra not in ([], _FACTORY):
+            continue  # torch's own functional form may call this one
+        options = dict(kwargs)
+        out = options.pop(outs[0])
+        result = candidate(*args, **options, **({"dtype": out.dtype, "device": out.device} if extra else {}))
+        name = operator._schema.name.partition("::")[2]
+        validation.check_out(name, [result.dtype], [out.dtype])
+        if name in _KEEP_SHAPE and out.numel() == result.numel():
+            result = result.view(out.shape)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+    return NotImplemented
+
+
+_FACTORY = ["dtype", "layout", "device", "pin_memory"]
+"""Last arguments of operations that make a tensor."""
+_KEEP_SHAPE = ("arange", "linspace", "logspace", "range")
+"""Operations that fill an ``out=`` tensor of the right number of elements, whatever its shape."""
 
 
 LOWERING_WRAPPERS: dict[str, Wrapper] = {

@@ -316,6 +316,9 @@ def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
         result = decomposition(*args, **kwargs)
         if result is not NotImplemented:
             return result
+    result = wrappers.into_out(operator, args, kwargs)
+    if result is not NotImplemented:
+        return result
     if config.fallback() == "cpu":
         return _on_cpu(operator, args, kwargs)
     name = str(operator).removesuffix(".default")
