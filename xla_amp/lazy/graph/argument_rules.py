@@ -82,6 +82,12 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         Rule(lambda a: a.real.dtype is not a.imag.dtype, "complex: expected real and imag to have the same dtype"),
     ),
     "embedding": (Rule(lambda a: a.weight.dim() != 2, "'weight' must be 2-D"),),
+    "heaviside": (
+        Rule(
+            lambda a: a.self.dtype is not a.values.dtype,
+            "heaviside is not yet implemented for tensors with different dtypes",
+        ),
+    ),
     "index_add": (
         Rule(_rows_differ, "source tensor shape must match self tensor shape, excluding the specified dimension"),
     ),

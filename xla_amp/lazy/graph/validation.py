@@ -55,8 +55,12 @@ VECTOR_INDEX = ("index_add", "index_copy", "index_fill", "index_select")
 """Operations whose ``index`` has one dimension, or none."""
 
 DIMENSION: Mapping[str, str] = dict.fromkeys(
-    ("_log_softmax", "_softmax", "cummax", "cummin", "index_reduce", "index_select", "sort"), "self"
-)
+    (
+        "_log_softmax", "_logcumsumexp", "_softmax", "cummax", "cummin", "index_reduce", "index_select", "logcumsumexp",
+        "max", "min", "sort",
+    ),
+    "self",
+)  # fmt: skip
 """Operation -> tensor whose dimension is ``dim``; a 0-d tensor counts as one of one dimension."""
 
 
@@ -79,6 +83,17 @@ def check_dimension(dim: int, rank: int) -> None:
     room = max(rank, 1)
     if not -room <= dim < room:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-room}, {room - 1}], but got {dim})")
+
+
+def check_dim(operation: str, arguments: Mapping[str, Any]) -> None:
+    """Raises for a ``dim`` that the tensor of `DIMENSION` does not have; torch looks at it before the dtypes.
+
+    Raises:
+        IndexError: naming the legal range.
+    """
+    name = operation.removesuffix("_")
+    if name in DIMENSION and "dim" in arguments:
+        check_dimension(arguments["dim"], arguments[DIMENSION[name]].dim())
 
 
 def _check_window(name: str, arguments: Mapping[str, Any]) -> None:
@@ -208,8 +223,6 @@ def check(operation: str, arguments: Mapping[str, Any]) -> None:
             raise RuntimeError(f"{key} must be defined in evaluation mode")
         if value is not None and value.numel() != channels:
             raise RuntimeError(f"{key} should contain {channels} elements not {value.numel()}")
-    if name in DIMENSION:
-        check_dimension(arguments["dim"], arguments[DIMENSION[name]].dim())
     if name in NEEDS_ELEMENTS:
         _require_elements(name, arguments["self"], arguments.get("dim"))
     index = arguments.get("index")

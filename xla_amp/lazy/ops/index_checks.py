@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from xla_amp.lazy.graph import validation
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -32,6 +33,7 @@ Extent = Callable[..., int]
 
 
 def _along(self: torch.Tensor, dim: int, *_: Any, **__: Any) -> int:
+    validation.check_dimension(dim, self.dim())
     return self.shape[dim] if self.dim() else 1
 
 
