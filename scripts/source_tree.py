@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.lazy",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),
     ("xla_amp.diagnose", "xla_amp.integrations"),
-    ("xla_amp", "xla_amp.cli"),
+    ("xla_amp", "xla_amp.cli", "xla_amp.__main__"),
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.

@@ -318,7 +318,7 @@ def test_an_interruption_is_no_traceback(run, monkeypatch):
 
 
 def test_as_a_program(folder):
-    command = [sys.executable, "-m", "xla_amp.cli", "inspect", "net.mlir"]
+    command = [sys.executable, "-m", "xla_amp", "inspect", "net.mlir"]
     told = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert told.returncode == 0
     assert "Contractions:" in told.stdout

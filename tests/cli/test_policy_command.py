@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import xla_amp
 from xla_amp import cli
 from xla_amp.policy import BUILTIN, load, override
 
@@ -181,7 +182,7 @@ def test_malformed_settings_are_an_error_of_the_call(run, monkeypatch):
 
 def test_as_a_program():
     """No library is imported, no traceback is shown, and the installed script runs this function."""
-    command = [sys.executable, "-X", "importtime", "-m", "xla_amp.cli", "policy", "show", "tpu", "--operation", "mm"]
+    command = [sys.executable, "-X", "importtime", "-m", "xla_amp", "policy", "show", "tpu", "--operation", "mm"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("mm: low\n")
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -189,3 +190,10 @@ def test_as_a_program():
     assert loaded.isdisjoint({"torch", "jax", "numpy"})
     scripts = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert 'xla-amp = "xla_amp.cli:main"' in scripts
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"xla-amp {xla_amp.__version__}\n"

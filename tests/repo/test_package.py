@@ -30,6 +30,26 @@ def test_one_version():
     assert re.search(rf"^## \[({re.escape(version)}|Unreleased)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
+def test_the_version_to_cite():
+    assert f"\nversion: {PROJECT['project']['version']}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_a_source_distribution_has_everything():
+    listed = re.findall(r"^graft (\S+)", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    assert set(listed) >= {*source_tree.FOLDERS, ".ci", "docs"} - {"xla_amp"}  # the package is there anyway
+    assert [folder for folder in listed if not (ROOT / folder).is_dir()] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").iterdir()), ids=lambda path: path.name)
+def test_workflows_run_what_is_there(path):
+    text = path.read_text()
+    assert [name for name in re.findall(r"run: ((?:scripts|\.ci)/[\w.]+)", text) if not (ROOT / name).exists()] == []
+    extras = re.findall(r"-e '\.\[(\w+)\]'", text)
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
+    marks = {mark.partition(":")[0] for mark in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    assert set(re.findall(r"pytest .*-m (\w+)", text)) <= marks
+
+
 def test_constraints_pin_every_requirement():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []

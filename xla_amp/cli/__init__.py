@@ -1,4 +1,4 @@
-"""The command ``xla-amp``; ``python -m xla_amp.cli`` is the same.
+"""The command ``xla-amp``; ``python -m xla_amp`` is the same.
 
 Exit status: 0 success; 1 negative answer (malformed file, programs or policies that differ); 2 usage error.
 """
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
+from xla_amp import __version__
 from xla_amp.errors import ModuleError, XlaAmpError
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
     top.set_defaults(top=top)  # for `completion`
+    top.add_argument("--version", action="version", version=f"xla-amp {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
