@@ -99,6 +99,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "number of categories cannot exceed 2^24",
         ),
     ),
+    "nansum": (Rule(lambda a: a.self.is_complex(), "nansum on CPU does not support complex inputs"),),
     "random": (
         Rule(
             lambda a: a.self.is_complex(),

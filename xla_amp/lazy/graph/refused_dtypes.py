@@ -74,6 +74,7 @@ KERNELS: Mapping[str, tuple[Kernel, ...]] = {
     "cumsum": (Kernel("dtype", "bool", "cumsum_out_cpu"),),
     "histc": (Kernel("self", "bool complex", "histogram_cpu"),),
     "index_reduce": (Kernel("self", "bool complex", "index_func_"),),
+    "logcumsumexp": (Kernel("self", "uint8 int8", "logcumsumexp_out_cpu"),),
     "max": (Kernel("self", "complex", "max_all", lambda a: len(a) == 1),),
     "min": (Kernel("self", "complex", "min_all", lambda a: len(a) == 1),),
     "normal": tuple(Kernel(name, "bool integral", "normal_kernel_cpu") for name in ("dtype", "mean", "std")),
