@@ -208,11 +208,10 @@ def located(operation: str, location: str, module: str = "", *, backward: bool =
         if location:
             traceback, scopes = _traceback(operation, location), source_info_util.current_name_stack()
             stack.enter_context(source_info_util.user_context(traceback, name_stack=scopes))
-        if module:
-            for transform in ("transpose", "jvp") if backward else ():
-                stack.enter_context(source_info_util.transform_name_stack(transform))
-            for name in module.split("."):
-                stack.enter_context(jax.named_scope(name))
+        for transform in ("transpose", "jvp") if backward else ():
+            stack.enter_context(source_info_util.transform_name_stack(transform))
+        for name in module.split(".") if module else ():
+            stack.enter_context(jax.named_scope(name))
         yield
 
 

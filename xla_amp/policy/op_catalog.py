@@ -97,6 +97,21 @@ def _functions(rows: Mapping[str, list[str]]) -> dict[str, tuple[str, str]]:
     return found
 
 
+def composite(function: str, file: str) -> str:
+    """ATen operation whose parts a function writes: one of JAX or of a library of layers, or ``aten::_softmax``, the
+    lowering of an operation in a program from torch; empty for other functions.
+
+    Example:
+        >>> composite("LayerNorm.__call__", "flax/linen/normalization.py")
+        'layer_norm'
+    """
+    if function.startswith("aten::"):
+        bare = packet(function.removeprefix("aten::").removeprefix("_").removeprefix("native_"))
+        return next((name for name, _ in catalogue().composites.values() if packet(name) == bare), "")
+    operation, written_in = catalogue().composites.get(function, ("", ""))
+    return operation if file.endswith(written_in) else ""
+
+
 def operation_class(operation: str) -> OperationClass | None:
     """Class of an ATen operation; an overload that the catalogue lacks has the class of its packet.
 

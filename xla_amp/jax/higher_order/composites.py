@@ -51,12 +51,12 @@ def runs(jaxpr: Any, policy: Policy) -> list[Run]:
 
 def _call(eqn: Any, ruled: frozenset[str]) -> tuple[Any, ...] | None:
     """The operation that an equation is part of, and a key of the call; None if no rule is for it."""
-    composites = op_catalog.catalogue().composites
     for index, (file, function, _) in enumerate(frames := compat.frames(eqn)):
-        operation, written_in = composites.get(function, ("", ""))
-        if operation in ruled and file.endswith(written_in):
-            return operation, frames[index + 1 :], str(compat.name_stack(eqn))
-    operation, _ = composites.get(compat.called(eqn), ("", ""))
+        operation = op_catalog.composite(function, file)
+        if operation in ruled:
+            call = frames if function.startswith("aten::") else frames[index + 1 :]
+            return operation, call, str(compat.name_stack(eqn))
+    operation, _ = op_catalog.catalogue().composites.get(compat.called(eqn), ("", ""))
     return (operation, eqn) if operation in ruled else None
 
 

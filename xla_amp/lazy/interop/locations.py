@@ -18,8 +18,7 @@ class Locations(LocatingMode):
     def __init__(self) -> None:
         super().__init__()
         self._starts: list[int] = []
-        self._places: list[tuple[int, Place]] = []
-        """End of each operation in the trace's code, and its place."""
+        self._places: list[Place] = []
 
     def __enter__(self) -> Locations:
         self._modules = module_paths.acquire()
@@ -35,7 +34,7 @@ class Locations(LocatingMode):
         result = func(*args, **(kwargs or {}))
         if len(trace.code) > start:
             self._starts.append(start)
-            self._places.append((len(trace.code), place))
+            self._places.append(place)
         return result
 
     def of(self, code: Sequence[int], start: int = 0) -> tuple[Place | None, ...]:
@@ -48,8 +47,6 @@ class Locations(LocatingMode):
         return tuple(found)
 
     def _at(self, position: int) -> Place | None:
-        """The place of what was recorded at a position of the trace's code; None if torch did not dispatch it."""
+        """The place of the operation that torch dispatched last before a position of the trace's code, if any."""
         index = bisect.bisect_right(self._starts, position) - 1
-        if index < 0 or position >= self._places[index][0]:
-            return None
-        return self._places[index][1]
+        return self._places[index] if index >= 0 else None

@@ -13,6 +13,7 @@ from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
 from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
@@ -109,10 +110,12 @@ def autocast(
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
+        composites.call_decompositions(copied, effective)
         cloned = clone_per_path(copied) if effective.by_module else {}
         paths = ModulePaths(copied)
         classifier = Classifier(effective, paths)
         copies = {**cloned, **clone_per_call(copied, classifier)}
+        classifier.composites = composites.mark(copied, effective, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
         keep: Callable[[Node], str] = _keep_none
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
@@ -124,6 +127,8 @@ def autocast(
         decided = tuple(decisions(propagation, low, copies, paths))
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
+        if classifier.composites:
+            composites.remove(copied)
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)

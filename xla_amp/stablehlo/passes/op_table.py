@@ -17,6 +17,7 @@ from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
 from xla_amp.policy.policy import Decision, Policy, Reach
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.composites import Mark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
 
@@ -106,16 +107,39 @@ class Classifier:
     def __init__(self, policy: Policy, paths: ModulePaths) -> None:
         self.policy = policy
         self.paths = paths
+        self.composites = False
+        """Whether operations are marked as parts of others (`composites.mark`)."""
         self._cache: dict[tuple[str, str | None], OpClass] = {}
+        self._marked: dict[tuple[Mark, str], OpClass] = {}
 
     def classify(self, operation: Any) -> OpClass:
         """The class of `operation`; `PolicyError` if the policy bans it."""
+        marked = mark_of(operation) if self.composites else None
+        if marked is not None:
+            found = self._marked.get((marked, operation.name))
+            if found is None:
+                found = self._marked[marked, operation.name] = self._composite(marked, operation)
+            return found
         name = table_name(operation)
         module_path = self.paths.of(operation) if self.policy.by_module else None
         found = self._cache.get((name, module_path))
         if found is None:
             found = self._cache[name, module_path] = self._decide(name, module_path)
         return found
+
+    def _composite(self, marked: Mark, operation: Any) -> OpClass:
+        """The class of a part of another operation, or of one of its edges."""
+        decision = self.policy.decide(marked.operation, marked.path)
+        reached = self.policy.reaching(marked.operation, marked.path)
+        shown = marked.operation.partition(".")[0]
+        if decision.cast == "ban":
+            raise PolicyError(f"{shown}: the policy {self.policy.name!r} bans it: {decision.why}")
+        if marked.is_edge:
+            return OpClass(shown, _colour(decision, "deny"), "op", False, decision.why, decision, reached, False)
+        row = table().rows.get(table_name(operation)) or table().rows.get(_base(table_name(operation)))
+        structure = row.structure if row else "op"
+        name, why = operation.name.removeprefix(_DIALECT), f"a part of {shown}, which computes in float32"
+        return OpClass(name, "deny", structure, False, why, None, frozenset(), True)
 
     def _decide(self, name: str, module_path: str | None) -> OpClass:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown

@@ -1,0 +1,92 @@
+"""Rules for operations that a StableHLO program contains in parts: operands and results follow, the parts do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xla_amp.errors import PolicyError
+from xla_amp.stablehlo import autocast, ir
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.LayerNorm(name="ln")(nn.Dense(8, name="body")(x))
+        x = nn.softmax(nn.Dense(8, name="q")(nn.silu(x)))
+        return nn.log_softmax(nn.Dense(8, name="head")(x))
+
+
+X = jnp.linspace(-1, 1, 16).reshape(2, 8)
+PARAMS = Model().init(jax.random.key(0), X)
+LOWERED = jax.jit(Model().apply).lower(PARAMS, X)
+
+
+def decided(rules: Any, program: Any = LOWERED) -> tuple[Any, set[tuple[str, str, str]]]:
+    converted = autocast(program, rules=rules, strict=True)
+    return converted, {
+        (each.operation, each.after, each.result) for each in converted.report.operations if each.layer == "context"
+    }
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "layer_norm", "silu"])
+@pytest.mark.parametrize(("cast", "dtype"), [("low", "bfloat16"), ("fp32", "float32"), ("fp32_out", "float32")])
+def test_operands_and_result_follow_the_rule(name: str, cast: str, dtype: str) -> None:
+    converted, found = decided({name: cast})
+    assert found == {(name, dtype, dtype)}
+    text = converted.text()
+    assert "xla_amp" not in text
+    assert not any("exponential" in line and "bf16" in line for line in text.splitlines())
+    assert not any("rsqrt" in line and "bf16" in line for line in text.splitlines())
+    result = ir.run(converted.module, [*jax.tree.leaves(PARAMS), X])[0]
+    np.testing.assert_allclose(result, Model().apply(PARAMS, X), atol=0.02)
+
+
+def test_an_edge_is_one_cast() -> None:
+    text = decided({"softmax": "low"})[0].text()
+    body = text[text.index("exponential") :]
+    assert body[: body.index("divide")].count("convert") == 0
+    assert "bf16" in next(line for line in body[body.index("divide") :].splitlines()[1:] if "convert" in line)
+
+
+@pytest.mark.parametrize("pattern", ["module:*.ln.layer_norm", "module:*.ln"])
+def test_a_rule_for_a_module_reaches_it(pattern: str) -> None:
+    assert ("layer_norm", "float32", "float32") in decided({pattern: "fp32"})[1]
+
+
+def test_a_composite_operation_is_followed() -> None:
+    text = """
+    func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+      %y = stablehlo.composite "aten.gelu" %x {decomposition = @gelu.impl} : (tensor<4xf32>) -> tensor<4xf32>
+      return %y : tensor<4xf32>
+    }
+    func.func private @gelu.impl(%x: tensor<4xf32>) -> tensor<4xf32> {
+      %t = stablehlo.tanh %x : tensor<4xf32>
+      %y = stablehlo.multiply %x, %t : tensor<4xf32>
+      return %y : tensor<4xf32>
+    }"""
+    converted, found = decided({"gelu": "low"}, text)
+    assert found == {("gelu", "bfloat16", "bfloat16")}
+    assert "xla_amp" not in converted.text()
+    assert "stablehlo.tanh %" in converted.text()
+    assert not any("tanh" in line and "bf16" in line for line in converted.text().splitlines())
+    x = np.linspace(-1, 1, 4, dtype=np.float32)
+    np.testing.assert_allclose(ir.run(converted.module, [x])[0], x * np.tanh(x), atol=0.01)
+    assert "composite" in autocast(text).text()  # without a rule it is left alone
+
+
+def test_a_ban_names_the_function() -> None:
+    with pytest.raises(PolicyError, match=r"softmax: .*bans it"):
+        decided({"softmax": "ban"})
+
+
+@pytest.mark.parametrize("rules", [{"gelu": "fp32"}, {"logsumexp": "low"}, {"softmax": "keep"}])
+def test_what_is_not_found_is_refused_by_name(rules: Any) -> None:
+    program = jax.jit(lambda x: jax.nn.gelu(jax.nn.softmax(x))).lower(X)
+    with pytest.raises(PolicyError, match=r"StableHLO programs contain only its parts.*name the parts"):
+        autocast(program, rules=rules)

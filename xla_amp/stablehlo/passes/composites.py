@@ -1,0 +1,265 @@
+"""Operations of torch that a StableHLO program contains in parts (``softmax``, ``layer_norm``), for a user's rules.
+
+The parts are found by who wrote them: a function in their locations (``LayerNorm.__call__`` of Flax and Equinox, the
+lowering of an operation in a program from torch), by the private function that they are in (``@relu``, ``@silu``), or
+by a ``stablehlo.composite`` (``aten.softmax``), which becomes a call of its decomposition.  The softmax and log_softmax
+of JAX, whose locations name nothing, are found by their operations.
+
+A rule decides the parts as torch's kernel does it: what enters is cast, the parts run in float32, the result is cast.
+For that, a conversion without effect is put at each edge; the pass colours it by the rule, and `remove` takes it away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from xla_amp.policy import Policy, op_catalog
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
+
+MARK: Final = "xla_amp.composite"
+"""Attribute of a part or an edge: ``part <operation> <number of the group> <path>``, or ``edge ...``."""
+
+_MEANS: Final = "xla_amp.means"
+"""Attribute of the decomposition of a composite: the operation."""
+_FRAME: Final = re.compile(r'"([^"]+)"\("([^"]+)":\d+')
+_NUMBERED: Final = re.compile(r"([._]\d+)+$")
+_FOLLOWED: Final = ("low", "fp32", "fp32_out", "fp32_append", "ban")
+_MOVES: Final = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"})
+
+
+class Mark(NamedTuple):
+    """What `MARK` says."""
+
+    is_edge: bool
+    operation: str
+    number: int
+    """Of the group."""
+    path: str
+
+
+def mark_of(operation: Any) -> Mark | None:
+    """The mark of an operation, or None."""
+    if MARK not in operation.attributes:
+        return None
+    kind, name, number, path = operation.attributes[MARK].value.split(" ", 3)
+    return Mark(kind == "edge", name, int(number), path)
+
+
+def call_decompositions(module: Any, policy: Policy) -> None:
+    """Replaces composites that a rule of the user's may decide by calls of their decompositions."""
+    mlir, ruled = ir.mlir(), _ruled(policy)
+    for operation in list(ir.operations(module.operation)) if ruled else ():
+        if operation.name != "stablehlo.composite":
+            continue
+        name = operation.attributes["name"].value.rpartition(".")[2]
+        meant = op_catalog.composite(f"aten::{name}", "")
+        symbol = operation.attributes["decomposition"]
+        function = ir.functions(module).get(symbol.value)
+        if meant not in ruled or function is None or not ir.is_private(function):
+            continue
+        function.attributes[_MEANS] = mlir.StringAttr.get(meant)
+        with mlir.InsertionPoint(operation), operation.location:
+            types = [result.type for result in operation.results]
+            call = mlir.Operation.create("func.call", types, list(operation.operands), {"callee": symbol})
+        for before, after in zip(operation.results, call.results, strict=True):
+            before.replace_all_uses_with(after)
+        operation.erase()
+
+
+def _ruled(policy: Policy) -> set[str]:
+    names = {name for name, _ in op_catalog.catalogue().composites.values()}
+    return {name for name in names if policy.by_module or policy.decide(name).from_user}
+
+
+def mark(module: Any, policy: Policy, paths: ModulePaths, copies: Mapping[str, str]) -> bool:
+    """Marks the parts of the operations that a rule of the user's decides, and their edges; whether there are any.
+
+    `copies`: name of a cloned function -> name of the function.
+    """
+    ruled = _ruled(policy)
+    numbers = itertools.count()
+    for function in list(ir.functions(module).values()) if ruled else ():
+        if len(function.regions[0].blocks):
+            for name, parts in list(_groups(function, ruled, copies)):
+                path = paths.of(parts[0])
+                decision = policy.decide(name, path)
+                if decision.from_user and decision.cast in _FOLLOWED:
+                    _mark(f"{name} {next(numbers)} {path}", parts)
+    return next(numbers) > 0
+
+
+def remove(module: Any) -> None:
+    """Takes the marks and the edges away."""
+    for function in ir.functions(module).values():
+        if _MEANS in function.attributes:
+            del function.attributes[_MEANS]
+    for operation in list(ir.operations(module.operation)):
+        marked = mark_of(operation)
+        if marked is None:
+            continue
+        if marked.is_edge:
+            operation.results[0].replace_all_uses_with(operation.operands[0])
+            operation.erase()
+        else:
+            del operation.attributes[MARK]
+
+
+def _groups(function: Any, ruled: set[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
+    """(operation, its parts in one block)."""
+    symbol = function.attributes["sym_name"].value
+    while symbol in copies:
+        symbol = copies[symbol]
+    operation, _ = op_catalog.catalogue().composites.get(_NUMBERED.sub("", symbol), ("", ""))
+    if _MEANS in function.attributes:
+        operation = function.attributes[_MEANS].value
+    if operation in ruled and ir.is_private(function):
+        yield operation, _body(function.regions[0].blocks[0])
+        return
+    for block in _blocks(function):
+        yield from _by_location(block, ruled)
+        yield from _softmaxes(block, ruled)
+
+
+def _blocks(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            yield block
+            for view in block.operations:
+                if view.operation.name in ("stablehlo.while", "stablehlo.case", "stablehlo.if"):
+                    yield from _blocks(view.operation)
+
+
+def _body(block: Any) -> list[Any]:
+    return [view.operation for view in block.operations][:-1]
+
+
+def _by_location(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
+    """Runs of operations that one call of a function wrote; constants inside do not end a run."""
+    before: Any = None
+    parts: list[Any] = []
+    for operation in _body(block):
+        call = _call(str(operation.location), ruled)
+        if call is None and operation.name == "stablehlo.constant":
+            continue
+        if call != before and before is not None:
+            yield before[0], parts
+        parts = [*parts, operation] if call == before else [operation]
+        before = call
+    if before is not None:
+        yield before[0], parts
+
+
+def _call(location: str, ruled: set[str]) -> tuple[str, str] | None:
+    """The operation that a location is in, and a key of the call."""
+    for frame in _FRAME.finditer(location):
+        operation = op_catalog.composite(*frame.groups())
+        if operation in ruled:
+            name = "" if frame[1].startswith("aten::") else location[frame.end() :].partition(" at ")[2].rstrip(")")
+            return operation, name or location.partition("(callsite")[2] or location
+    return None
+
+
+def _softmaxes(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
+    """``exp(x - max(x)) / sum(exp(x - max(x)))``, and its logarithm, as JAX writes them."""
+    for operation in _body(block):
+        if _call(str(operation.location), ruled) is not None:
+            continue
+        parts: list[Any] = [operation]
+        if operation.name == "stablehlo.divide" and "softmax.int" in ruled:
+            total = _through(operation.operands[1], parts)
+            exponential = _owner(operation.operands[0])
+            if exponential is None or exponential.name != "stablehlo.exponential":
+                continue
+            name, shifted = "softmax.int", exponential
+        elif operation.name == "stablehlo.subtract" and "log_softmax.int" in ruled:
+            logarithm = _through(operation.operands[1], parts)
+            if logarithm is None or logarithm.name != "stablehlo.log":
+                continue
+            total = _through(logarithm.operands[0], [*parts, logarithm])
+            parts.append(logarithm)
+            exponential = None if total is None else _owner(total.operands[0])
+            if exponential is None or exponential.name != "stablehlo.exponential":
+                continue
+            name, shifted = "log_softmax.int", exponential
+        else:
+            continue
+        if total is None or total.name != "stablehlo.reduce" or _owner(total.operands[0]) != exponential:
+            continue
+        parts += [total, shifted]
+        difference = _owner(shifted.operands[0])
+        if difference is not None and difference.name == "stablehlo.subtract":
+            largest = _maximum(difference.operands[1], parts)
+            if largest is not None and largest.operands[0] == difference.operands[0]:
+                parts += [difference, largest]
+        body = _body(block)  # operations can be compared, not hashed
+        if all(each in body for each in parts):
+            yield name, [body[number] for number in sorted({body.index(each) for each in parts})]
+
+
+def _through(value: Any, parts: list[Any]) -> Any:
+    """The operation behind operations that only move elements, which are added to `parts`."""
+    operation = _owner(value)
+    while operation is not None and operation.name in _MOVES:
+        parts.append(operation)
+        operation = _owner(operation.operands[0])
+    return operation
+
+
+def _maximum(value: Any, parts: list[Any]) -> Any:
+    """The reduction behind a broadcast maximum, and a maximum with a constant that JAX puts between them."""
+    operation = _through(value, parts)
+    if operation is not None and operation.name == "stablehlo.maximum":
+        parts.append(operation)
+        owners = [_through(operand, parts) for operand in operation.operands]
+        operation = next((each for each in owners if each is not None and each.name == "stablehlo.reduce"), None)
+    return operation if operation is not None and operation.name == "stablehlo.reduce" else None
+
+
+def _owner(value: Any) -> Any:
+    owner = value.owner
+    return getattr(owner, "operation", owner) if hasattr(owner, "operands") or hasattr(owner, "operation") else None
+
+
+def _mark(text: str, parts: Sequence[Any]) -> None:
+    mlir, wide = ir.mlir(), ir.mlir().F32Type.get()
+    part_mark, edge_mark = (mlir.StringAttr.get(f"{kind} {text}") for kind in ("part", "edge"))
+
+    def edge(value: Any, place: Any, location: Any) -> Any:
+        with place, location:
+            made = ir.dialect().convert(value.type, value)
+        made.owner.attributes[MARK] = edge_mark
+        return made
+
+    def is_part(operation: Any) -> bool:
+        """Whether it is one of `parts`, or in a region of one."""
+        while operation is not None and operation.name != "func.func":
+            if MARK in operation.attributes:
+                return bool(operation.attributes[MARK] == part_mark)
+            operation = getattr(operation.parent, "operation", operation.parent)
+        return False
+
+    def is_wide(value: Any) -> bool:
+        return isinstance(value.type, mlir.RankedTensorType) and value.type.element_type == wide
+
+    entered: dict[Any, Any] = {}
+    for part in parts:
+        part.attributes[MARK] = part_mark
+    for part in parts:
+        for index, operand in enumerate(part.operands):
+            owner = _owner(operand)
+            if not is_wide(operand) or (owner is not None and (is_part(owner) or owner.name == "stablehlo.constant")):
+                continue
+            if operand not in entered:
+                entered[operand] = edge(operand, mlir.InsertionPoint(part), part.location)
+            part.operands[index] = entered[operand]
+    for part in parts:
+        for result in part.results:
+            outside = [use for use in result.uses if not is_part(getattr(use.owner, "operation", use.owner))]
+            if outside and is_wide(result):
+                left = edge(result, mlir.InsertionPoint.after(part), part.location)
+                for use in outside:
+                    use.owner.operands[use.operand_number] = left
