@@ -58,7 +58,8 @@ class TorchAttention(torch.nn.Module):
         q, k, v = heads.reshape(3, batch * HEADS, length, WIDTH // HEADS).unbind()
         scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(WIDTH // HEADS)
         mixed = torch.bmm(torch.softmax(scores, -1), v).view(batch, HEADS, length, WIDTH // HEADS)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        y: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return y
 
 
 class TorchBlock(torch.nn.Module):
@@ -72,7 +73,8 @@ class TorchBlock(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, length, WIDTH)."""
         x = x + self.attn(self.ln_1(x))
-        return x + self.proj(torch.nn.functional.silu(self.fc(self.ln_2(x))))
+        y: torch.Tensor = self.proj(torch.nn.functional.silu(self.fc(self.ln_2(x))))
+        return x + y
 
 
 class TorchGPT(torch.nn.Module):
@@ -89,7 +91,8 @@ class TorchGPT(torch.nn.Module):
         x = self.wte(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.ln_f(x))
+        logits: torch.Tensor = self.head(self.ln_f(x))
+        return logits
 
 
 class FlaxAttention(nn.Module):

@@ -14,6 +14,7 @@ import xla_amp
 import xla_amp.jax
 from xla_amp import policy, stablehlo
 from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.policy import effects
 
 RULES: Any = {"*/router": "fp32"}
 
@@ -103,3 +104,20 @@ def test_malformed_rules_are_refused_by_every_front(rules: Any) -> None:
         xla_amp.jax.autocast(routed, rules=rules)
     with pytest.raises(PolicyError):
         stablehlo.autocast(jax.jit(routed).lower(jnp.ones((4, 4))), rules=rules)
+
+
+@pytest.mark.parametrize("name", ["cpu", "lazy"])
+def test_a_rule_for_the_softmax_of_a_fused_attention_says_what_to_write(name: str) -> None:
+    place = device(name)
+    q = torch.ones(1, 1, 4, 8, device=place)
+    module = torch.nn.Module()
+    module.forward = lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q)  # type: ignore[assignment]
+    model = torch.nn.Sequential()
+    model.add_module(f"attention_{name}", module)
+    model.forward = lambda: module()  # type: ignore[assignment]
+    written = f"module:*attention_{name}.softmax"
+    instead = rf"write module:\*attention_{name}\.scaled_dot_product_attention = fp32"
+    with pytest.warns(RuleWarning, match=instead), xla_amp.autocast(place, rules={written: "fp32"}, policy="tpu"):
+        model()
+    with xla_amp.autocast(place, rules={written.replace("softmax", effects.FUSED): "fp32"}, policy="tpu", strict=True):
+        assert model().dtype is torch.float32

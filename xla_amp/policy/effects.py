@@ -154,11 +154,27 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
 
 _asked: set[RuleLayer] = set()
 """Layers of policies that have decided an operation of torch."""
+FUSED: Final = "scaled_dot_product_attention"
+"""An operation of torch with another inside, which rules for that do not reach."""
+_INSIDE: Final = ("softmax.int", "softmax", "_softmax")
+_fused: set[RuleLayer] = set()
+"""Layers of policies that have decided `FUSED`."""
 
 
-def asked(policy: Policy) -> None:
+def asked(policy: Policy, operation: str) -> None:
     """An operation of torch is decided by `policy`; for `report_unmatched`."""
     _asked.update(policy.layers)
+    if operation == FUSED:
+        _fused.update(policy.layers)
+
+
+def _instead(pair: Reach, layer: RuleLayer) -> str:
+    """What to write for an operation that ran inside `FUSED`."""
+    inner = next((name for name in _INSIDE if pair.pattern == name or pair.pattern.endswith(f".{name}")), "")
+    if not inner or layer not in _fused:
+        return ""
+    outer = pair.pattern.removesuffix(inner) + FUSED
+    return f"; it is a part of {FUSED}, which ran: write {outer} = {pair.rule.cast}"
 
 
 _reported: set[Reach] = set()
@@ -177,7 +193,7 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
         return
     pairs = [Reach(pattern, rule) for rule in layer.rules for pattern in rule.operations]
     lines = [
-        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation"
+        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation{_instead(pair, layer)}"
         for pair in pairs
         if pair not in matched and pair not in _reported
     ]
