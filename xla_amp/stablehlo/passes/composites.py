@@ -20,10 +20,10 @@ from xla_amp.policy import Policy, op_catalog
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 
-MARK: Final = "xla_amp.composite"
+MARK: Final = "amp.part"
 """Attribute of a part or an edge: ``part <operation> <number of the group> <path>``, or ``edge ...``."""
 
-_MEANS: Final = "xla_amp.means"
+_MEANS: Final = "amp.means"
 """Attribute of the decomposition of a composite: the operation."""
 _FRAME: Final = re.compile(r'"([^"]+)"\("([^"]+)":\d+')
 _NUMBERED: Final = re.compile(r"([._]\d+)+$")
