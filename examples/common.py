@@ -95,9 +95,18 @@ class _AboveBars(io.TextIOBase):
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """`absl.app.run`, except that ``--help`` is no error and that log lines do not cut through progress bars."""
+    """`absl.app.run`, except that ``--help`` is no error and that log lines do not cut through progress bars.
+
+    Only warnings are logged, unless ``--verbosity`` says otherwise.
+    """
     logging.captureWarnings(True)
     absl.logging.get_absl_handler().python_handler.setStream(_AboveBars())
     if {"-h", "--help"} & set(sys.argv[1:]):
         app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
-    app.run(main)
+
+    def quiet(argv: list[str]) -> None:
+        if not any(flag.startswith(("-v", "--v", "--verbosity")) for flag in sys.argv[1:]):
+            absl.logging.set_verbosity(absl.logging.WARNING)  # `app.run` has set INFO
+        main(argv)
+
+    app.run(quiet)

@@ -215,6 +215,21 @@ def evaluate(model: nn.Module, batches: Batches, amp: autocast) -> float:
     return torch.cat(right).mean().item()
 
 
+def float32_step(device: torch.device, train_set: TensorDataset, sync_free: bool) -> float | None:
+    """Seconds of a float32 step of the same model, optimizer and batches, after the same warm-up."""
+    model = convnet(side=train_set[0][0].shape[-1]).to(device)
+    optimizer = make_optimizer(model, OPTIMIZER.value, LR.value, sync_free)
+    schedule = CosineAnnealingLR(optimizer, T_max=1000)
+    scaler, off = GradScaler(device.type, enabled=False), autocast(device, enabled=False)
+    meter = Meter()
+    with tqdm(disable=True) as bar:
+        for _ in range(3):
+            loader = DataLoader(train_set, BATCH_SIZE.value, shuffle=True, drop_last=True)
+            batches = meter.watch(DeviceLoader(loader, device))
+            train_epoch(model, batches, optimizer, schedule, scaler, off, None, bar)
+    return meter.per_step("seconds")
+
+
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,6 +250,19 @@ def plot_curve(path: str, losses: list[float], accuracies: list[float]) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def explained(model: nn.Module, images: Tensor, labels: Tensor, amp: autocast) -> str:
+    """Which operations of the forward pass ran in which precision."""
+    with xla_amp.explain() as report, amp:
+        nn.functional.cross_entropy(model(images), labels)
+    names: dict[str, list[str]] = {"low": [], "fp32": []}
+    for row in report.rows():
+        found = names.get(row["cast"], [])
+        if row["operation"] not in found:
+            found.append(row["operation"])
+    low, wide = (", ".join(found) or "nothing" for found in names.values())
+    return f"{PRECISION.value} by rule: {low}. float32 by rule: {wide}. The rest has the dtype of its operands."
 
 
 def main(argv: list[str]) -> None:
@@ -285,7 +313,7 @@ def train() -> None:
         for epoch in range(1, EPOCHS.value + 1):
             if sampler is not None:
                 sampler.set_epoch(epoch)
-            bar.set_description(f"epoch {epoch}/{EPOCHS.value}")
+            bar.set_description(f"epoch {epoch}/{EPOCHS.value}" + (", which compiles" if epoch == 1 else ""))
             batches = meter.watch(DeviceLoader(train_loader, device))
             lr = schedule.get_last_lr()[0]
             losses.append(train_epoch(model, batches, optimizer, schedule, scaler, amp, mesh, bar))
@@ -306,7 +334,14 @@ def train() -> None:
         return
     if PLOT.value is not None:
         plot_curve(PLOT.value, losses, accuracies)
+    alone = count == 1 and mesh is None
+    if alone and low is not None and not JSON.value:
+        results["seconds_per_step_in_float32"] = float32_step(device, train_set, SYNCFREE.value)
     common.show(f"handwritten digits on {device} ({xm.xla_device_hw(device)})", results, JSON.value)
+    if alone and low is not None and not JSON.value:
+        images, labels = next(iter(DeviceLoader(test_loader, device)))
+        print(explained(model, images, labels, amp))
+        print("So small a model gains little. Next: examples/gpt.py, docs/policy.md (other rules), docs/explain.md.")
 
 
 if __name__ == "__main__":

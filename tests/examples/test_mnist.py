@@ -71,6 +71,16 @@ def test_on_pytorch_itself(tmp_path):
     assert float(rows[-1]["accuracy"]) == found["accuracy"]
 
 
+def test_it_ends_with_what_the_figures_mean():
+    done = run("--precision=bf16", "--epochs=1")
+    assert "seconds per step in float32" in done.stdout
+    assert (
+        "bf16 by rule: conv2d, relu, max_pool2d, linear. float32 by rule: batch_norm, cross_entropy_loss."
+        in done.stdout
+    )
+    assert "compiling a step" not in done.stderr  # a log line in the middle of the progress bar
+
+
 def test_training_within_the_warm_up_measures_nothing():
     found = results("--device=cpu", "--epochs=1", "--batch-size=1024")
     assert found["seconds_per_step"] is None
