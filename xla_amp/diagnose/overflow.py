@@ -105,7 +105,8 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     Args:
         step: one iteration of a training loop: forward, backward, and optionally the optimizer.  Every call must do
             the same, so pass the batch as an argument; do not let it draw from an iterator.
-        args, kwargs: for `step`.
+        *args: for `step`.
+        **kwargs: for `step`.
         objects: further modules, optimizers, schedulers and scalers that the step changes.
 
     Raises:

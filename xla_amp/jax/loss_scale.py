@@ -75,7 +75,8 @@ class LossScale:
             growth_factor: multiplies the scale after `growth_interval` finite steps; at least 1.
             backoff_factor: multiplies it after an overflow; above 0, at most 1.
             growth_interval: finite steps between two growths; at least 1.
-            min_scale, max_scale: bounds that the scale never leaves, within 2**-126 and 2**126.
+            min_scale: lower bound, which the scale never leaves; at least 2**-126.
+            max_scale: upper bound; at most 2**126.
 
         Raises:
             PolicyError: a setting outside of these ranges.
@@ -296,7 +297,8 @@ def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
 
     Args:
         finite: 0-d bool.
-        new, old: pytrees of the same structure; old leaves take the dtypes of new ones.
+        new: a pytree.
+        old: a pytree of the same structure; its leaves take the dtypes of the new ones.
     """
 
     def chosen(after: Any, before: Any) -> Any:

@@ -80,7 +80,8 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     Args:
         step: a module, or a function.  Modules, optimizers and tensors in the function's closure and globals become
             inputs.  Values without a name are constants, unless the call changes them.
-        *args, **kwargs: arguments of the call; tensors on the lazy device become inputs.
+        *args: arguments of the call; tensors on the lazy device become inputs.
+        **kwargs: the same, by name.
 
     Raises:
         CaptureError: the call runs more than one program, or none: it reads a value on the host, or syncs inside.

@@ -52,8 +52,9 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: less than 1.
         growth_interval: good steps before the scale grows.
         enabled: False makes every method return its argument unchanged.
-        min_scale, max_scale: bounds of the scale that `update` computes; a scale that was set is not clamped until the
-            next `update`.
+        min_scale: lower bound of the scale that `update` computes; a scale that was set is not clamped until the next
+            `update`.
+        max_scale: upper bound of it.
         max_consecutive_skips: `update` raises `SkipLimitError` after this many skipped steps in a row.  To check, it
             reads one number from the device every `max_consecutive_skips` steps; without the limit it reads nothing.
 

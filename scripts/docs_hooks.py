@@ -1,0 +1,134 @@
+"""MkDocs hooks: reference pages from the public names, and pages of the files outside docs/ that pages link to.
+
+The Markdown of docs/ reads on its own; links there lead to files of the repository.  On the site each such file is a
+page under ``source/``.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from source_tree import ROOT
+
+LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
+
+INCLUDED = ("CHANGELOG.md", "CONTRIBUTING.md", "xla_amp/lazy/README.md")
+"""Files of the navigation, which no page needs to link to."""
+
+PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.policy", "xla_amp.stablehlo")
+"""Packages whose names are re-exported: each name has an entry."""
+
+MODULES = (
+    "xla_amp.syncfree",
+    "xla_amp.xla_model",
+    "xla_amp.checkpoint",
+    "xla_amp.lowering",
+    "xla_amp.errors",
+    "xla_amp.integrations.huggingface",
+    "xla_amp.integrations.lightning",
+    "xla_amp.integrations.torchmetrics",
+)
+"""Modules that are documented as a whole."""
+
+
+def public_names(package: str) -> list[str]:
+    """The names that ``package`` re-exports, without its modules, sorted.  Sources are read, not imported."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    branches = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    statements = branches[0].body if branches else tree.body
+    imported = [node for node in statements if isinstance(node, ast.ImportFrom)]
+    return sorted(
+        alias.name
+        for node in imported
+        for alias in node.names
+        if alias.asname == alias.name and f"{package}.{alias.name}" not in (*PACKAGES, *MODULES)
+    )
+
+
+def reference() -> dict[str, str]:
+    """Path below docs/ -> Markdown of each reference page."""
+    pages = {}
+    for package in PACKAGES:
+        entries = "\n\n".join(f"::: {package}.{name}" for name in public_names(package))
+        pages[f"reference/{package}.md"] = f"# {package}\n\n{entries}\n"
+    for module in MODULES:
+        options = "    options: {show_root_heading: false, show_root_toc_entry: false}"
+        pages[f"reference/{module}.md"] = f"# {module}\n\n::: {module}\n{options}\n"
+    return pages
+
+
+def _site_path(path: str) -> str:
+    """Path on the site, below docs/, of a file or folder of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith((".md", ".png")) else f"source/{path}.md"
+
+
+def _targets(text: str, path: str) -> Iterator[tuple[str, str]]:
+    """The links of a page to files of the repository, as written and as paths from the root; `path` is the page's."""
+    for link in LINK.findall(text):
+        target = os.path.normpath(PurePosixPath(path).parent / link)
+        if not target.startswith("..") and (ROOT / target).exists():
+            yield link, target
+
+
+def _relinked(text: str, path: str) -> str:
+    """The text of the page at `path` with links for the site."""
+    here = PurePosixPath(_site_path(path)).parent
+    changed = {link: os.path.relpath(_site_path(target), here) for link, target in _targets(text, path)}
+    return LINK.sub(lambda match: changed.get(match[1], match[1]), text)
+
+
+def _source_page(path: str) -> str:
+    """Markdown that shows a file of the repository, or the files of a folder."""
+    found = ROOT / path
+    if path.endswith(".md"):
+        return _relinked(found.read_text(), path)
+    files = sorted(file for file in found.iterdir() if file.is_file()) if found.is_dir() else [found]
+    parts = [f"# {path}\n"]
+    for file in files:
+        heading = f"\n## {file.name}\n" if found.is_dir() else ""
+        parts.append(f"{heading}\n````{file.suffix[1:]}\n{file.read_text()}````\n")
+    return "".join(parts)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fills in the reference's part of the navigation."""
+    for entry in config.nav or ():
+        if "Reference" in entry:
+            entry["Reference"] = [{page.removeprefix("reference/").removesuffix(".md"): page} for page in reference()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the reference, and a page for each file outside docs/ that a page links to."""
+    for path, text in reference().items():
+        files.append(File.generated(config, path, content=text))
+    waiting = list(INCLUDED)
+    for page in files.documentation_pages():
+        if page.generated_by is None:
+            path = f"docs/{page.src_uri}"
+            waiting += [target for _, target in _targets(page.content_string, path)]
+    while waiting:
+        path = waiting.pop()
+        if path.startswith("docs/") or files.get_file_from_path(_site_path(path)):
+            continue
+        if path.endswith(".png"):
+            files.append(File.generated(config, _site_path(path), abs_src_path=str(ROOT / path)))
+            continue
+        files.append(File.generated(config, _site_path(path), content=_source_page(path)))
+        if path.endswith(".md"):
+            waiting += [target for _, target in _targets((ROOT / path).read_text(), path)]
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links that leave docs/ to the pages of `on_files`."""
+    return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")

@@ -1,0 +1,58 @@
+"""The documentation site: it builds without a warning, loads nothing from elsewhere, and names all that is public."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import docs_hooks
+import pytest
+from source_tree import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "PYTHON": sys.executable}
+    command = [str(ROOT / "scripts" / "build_docs.sh"), "--site-dir", str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said
+    assert "WARNING" not in said
+    return folder
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path):
+    loaded = re.compile(r"<(?:script|img|iframe)[^>]* src=\"?https?://|<link[^>]* href=\"?https?://")
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    assert [page.name for page in pages if loaded.search(page.read_text())] == []
+
+
+@pytest.mark.parametrize("package", docs_hooks.PACKAGES)
+def test_the_reference_has_every_public_name(package: str, site: Path):
+    module = importlib.import_module(package)
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    public = {name for name in names if not isinstance(getattr(module, name), types.ModuleType)} - {"__version__"}
+    page = (site / "reference" / f"{package}.html").read_text()
+    assert public
+    assert {name for name in public if f'id="{package}.{name}"' not in page} == set()
+
+
+def test_the_reference_has_every_public_module():
+    import xla_amp
+
+    documented = {*docs_hooks.PACKAGES, *docs_hooks.MODULES}
+    assert {f"xla_amp.{name}" for name in xla_amp._MODULES} <= documented
+    integrations = {f"xla_amp.integrations.{path.stem}" for path in (ROOT / "xla_amp/integrations").glob("[a-z]*.py")}
+    assert integrations <= documented
+
+
+def test_signatures_are_those_of_the_code(site: Path):
+    page = re.sub(r"<[^>]+>", "", (site / "reference" / "xla_amp.html").read_text())
+    assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2\s*\)", page)
