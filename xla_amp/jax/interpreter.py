@@ -8,8 +8,10 @@ derivatives) has a rule in a table that the driver passes: `xla_amp.jax.higher_o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +20,7 @@ from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, contract_low, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
-from xla_amp.jax.higher_order import composites
+from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import asked_precision, request
@@ -36,6 +38,8 @@ class Interpreter:
         backward: whether the program belongs to a backward pass that JAX's own differentiation has made.
         outer: name scope and ``file:line`` of the primitive that contains the program, for reports.
         scopes: its name scopes, for rules for modules.
+        saves: whether the backward pass may read what the program computes; otherwise it computes it again, or none is
+            expected.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Interpreter:
         backward: bool = False,
         outer: tuple[str, str] = ("", ""),
         scopes: tuple[str, ...] = (),
+        saves: bool = True,
     ) -> None:
         self.settings = settings
         self.rules = rules
@@ -53,6 +58,7 @@ class Interpreter:
         self.backward = backward
         self.outer = outer
         self.scopes = scopes
+        self.saves = saves and not backward
         self.residuals: frozenset[Any] = frozenset()
         """Results of sharded functions that only a backward pass reads."""
 
@@ -92,11 +98,25 @@ class Interpreter:
             if self._composite_decision(jaxpr.eqns[run.start], run.operation).from_user:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
-        for index, eqn in enumerate(jaxpr.eqns):
+        places = islands.candidates(jaxpr, self.settings.current_policy()) if self.saves else None
+        pending: collections.deque[int | islands.Island] = collections.deque(range(len(jaxpr.eqns)))
+        while pending:
+            index = pending.popleft()
+            if isinstance(index, islands.Island):
+                self._eval_island(jaxpr, index, environment)
+                continue
             if index in decided:
                 if index in starts:
                     self._eval_composite(jaxpr, starts[index], environment, gradients)
                 continue
+            if places is not None and index in places.stops:
+                island = self._find_island(jaxpr, places, index, pending, decided, environment)
+                if island is not None:
+                    numbers = [index, *(pending.popleft() for _ in range(island.length - 1))]
+                    # What does not depend on the island comes first.
+                    pending.extendleft([island, *(n for n in reversed(numbers) if n not in island.members)])
+                    continue
+            eqn = jaxpr.eqns[index]
             operands = [read(atom) for atom in eqn.invars]
             flags = [var in gradients for var in eqn.outvars]
             after = index in optimizer
@@ -106,6 +126,68 @@ class Interpreter:
                 )
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _find_island(
+        self,
+        jaxpr: Any,
+        places: islands.Candidates,
+        index: int,
+        pending: Iterable[Any],
+        decided: set[int],
+        environment: dict[Any, Any],
+    ) -> islands.Island | None:
+        """The float32 island that starts with an equation; None if it reads no low value, or JAX does not trace."""
+        low = [
+            atom
+            for atom in jaxpr.eqns[index].invars
+            if not isinstance(atom, compat.Literal)
+            and dtype_of(environment[atom]) == self.settings.low
+            and not compat.is_concrete(environment[atom])
+            and np.ndim(environment[atom])
+        ]
+        if not low:
+            return None
+        numbers = [index]
+        for number in pending:
+            if isinstance(number, islands.Island) or number >= places.stops[index] or number in decided:
+                break
+            numbers.append(number)
+        island = islands.find(jaxpr, places.readers, numbers, low)
+        # A function that is called, such as `jax.nn.gelu`, finds its own island, which is traced once for all calls.
+        alone = len(island.members) == 1 and compat.sub_jaxprs(jaxpr.eqns[index].params)
+        return None if alone else island
+
+    def _eval_island(self, jaxpr: Any, island: islands.Island, environment: dict[Any, Any]) -> None:
+        """Evaluates the equations of an island so that the backward pass computes them again from its operands."""
+        values = [environment[var] for var in island.reads]
+        arrays = [compat.is_array(value) for value in values]
+        avals = [compat.typeof(value) for value in itertools.compress(values, arrays)]
+
+        def evaluate(*arguments: Any) -> list[Any]:
+            inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
+            given = iter(arguments)
+            inside = dict(zip(island.reads, values, strict=True))
+            for var, value, is_array in zip(island.reads, values, arrays, strict=True):
+                if is_array:
+                    inside[var] = next(given)
+                    inner.table.copy_facts(inside[var], self.table.facts(value))
+            for number in island.members:
+                eqn = jaxpr.eqns[number]
+                operands = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
+                with compat.equation_context(eqn):
+                    outs = inner.process_primitive(eqn.primitive, operands, eqn.params, eqn=eqn)
+                inside.update(zip(eqn.outvars, outs, strict=True))
+            return [inside[var] for var in island.leaving]
+
+        facts = tuple(
+            self.table.facts(v) if is_array else (v.dtype, v.shape, v.tobytes())
+            for v, is_array in zip(values, arrays, strict=True)
+        )
+        policy = self.settings.current_policy()
+        scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in island.members)) if policy.by_module else ()
+        key = (self.settings, policy, scopes, tuple(avals), facts, islands.structure(jaxpr, island))
+        outs = islands.function(key, evaluate, avals)(*itertools.compress(values, arrays))
+        environment.update(zip(island.leaving, outs, strict=True))
 
     def _path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
@@ -317,8 +399,8 @@ class HigherOrderCall:
     after_gradients: bool = False
     """Whether it belongs to the optimizer of a training step."""
 
-    def inner_interpreter(self, *, backward: bool = False) -> Interpreter:
-        """An interpreter for a jaxpr that this primitive contains."""
+    def inner_interpreter(self, *, backward: bool = False, saves: bool | None = None) -> Interpreter:
+        """An interpreter for a jaxpr that this primitive contains; `saves` None is that of the program around it."""
         transposed = self.eqn is not None and any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
         outer = self.interpreter
         backward = outer.backward or transposed or backward
@@ -327,7 +409,8 @@ class HigherOrderCall:
         if self.after_gradients != settings.after_gradients:
             settings = dataclasses.replace(settings, after_gradients=self.after_gradients)
         scopes = (*outer.scopes, *compat.scopes(self.eqn)) if settings.policy.by_module else ()
-        return Interpreter(settings, outer.rules, backward=backward, outer=place, scopes=scopes)
+        saves = outer.saves if saves is None else saves
+        return Interpreter(settings, outer.rules, backward=backward, outer=place, scopes=scopes, saves=saves)
 
     def is_weight(self, index: int) -> bool:
         """Whether an operand comes from outside the program and is float32."""

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +38,8 @@ class ValueInfo:
     """The largest magnitude of a constant."""
     low: Any = None
     """Its low copy."""
+    wide: Any = None
+    """Its float32 copy, if it is low."""
     moved: tuple[Any, dict[str, Any], Any, Sequence[Any]] | None = None
     """Data movement that made it: primitive, parameters, source array and further operands."""
     selects: bool = False
@@ -46,6 +48,10 @@ class ValueInfo:
     """The low dtype from which the program widened it; empty if it did not."""
     features: tuple[frozenset[int], ...] = ()
     """For each weight in the contraction that computed it, the axes that the weight gave it."""
+
+
+Facts: TypeAlias = tuple[bool, bool, float | None, bool, str, tuple[frozenset[int], ...]]
+"""`ValueInfo` without the fields that refer to values."""
 
 
 class ValueTable:
@@ -120,6 +126,19 @@ class ValueTable:
         """`value` is a contraction's result; each weight in it gave it these axes."""
         self._ensure(value).features = features
 
+    def facts(self, value: Any) -> Facts | None:
+        """What is known of `value`, apart from other values; None for nothing."""
+        known = self._infos.get(id(value))
+        if known is None:
+            return None
+        return known.weight, known.broadcast, known.constant, known.selects, known.widened, known.features
+
+    def copy_facts(self, value: Any, facts: Facts | None) -> None:
+        """`value` stands for another one, which has these facts."""
+        if facts is not None:
+            new = self._ensure(value)
+            new.weight, new.broadcast, new.constant, new.selects, new.widened, new.features = facts
+
     def set_low_copy(self, value: Any, low: Any) -> None:
         """`low` is the low copy of `value`."""
         self._ensure(value).low = low
@@ -187,7 +206,12 @@ class ValueTable:
             return value
         if isinstance(value, np.ndarray | np.generic):
             return np.asarray(value).astype(dtype)
-        return lax.convert_element_type(value, dtype)
+        if dtype != F32 or compat.is_concrete(value):
+            return lax.convert_element_type(value, dtype)
+        info = self._ensure(value)
+        if info.wide is None:
+            info.wide = lax.convert_element_type(value, dtype)
+        return info.wide
 
     def adopts_dtype(self, value: Any, weak: bool, *, exact: bool = False) -> bool:
         """Whether `value` adopts the dtype of the other operands: a number in range, or, unless `exact`, a broadcast

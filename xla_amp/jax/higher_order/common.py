@@ -37,6 +37,7 @@ def retrace(
     copied: tuple[int, ...] = (),
     f32_outputs: tuple[bool, ...] | None = None,
     keep_dtypes: bool = False,
+    saves: bool | None = None,
 ) -> compat.ClosedJaxpr:
     """Traces a sub-jaxpr under autocast for arguments of the types of `values`.
 
@@ -49,13 +50,19 @@ def retrace(
         copied: indices of arguments whose low copies follow as further arguments.
         f32_outputs: as for `Interpreter.eval_jaxpr`.
         keep_dtypes: whether results have the dtypes of the sub-jaxpr.
+        saves: as for `Interpreter`; None for that of the program around it.
     """
     low = call.interpreter.settings.low
     avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
-    interpreter = call.inner_interpreter()
+    interpreter = call.inner_interpreter(saves=saves)
     constants = {i: value for i, value in enumerate(values) if keep_constants and magnitude(value) is not None}
     adopting = tuple(i for i, value in constants.items() if interpreter.table.adopts_dtype(value, False))
-    settings_key = (interpreter.settings, interpreter.settings.current_policy(), interpreter.backward)
+    settings_key = (
+        interpreter.settings,
+        interpreter.settings.current_policy(),
+        interpreter.backward,
+        interpreter.saves,
+    )
     key = (
         *settings_key,
         interpreter.scopes,

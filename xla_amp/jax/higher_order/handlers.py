@@ -52,7 +52,8 @@ def _checkpoint(call: HigherOrderCall) -> list[Any]:
     closed = compat.ClosedJaxpr(call.params["jaxpr"], ())
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     copied, copies = _low_copies(call, closed.jaxpr)
-    traced = retrace(call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=f32_outputs)
+    weights = call.weight_flags()
+    traced = retrace(call, closed, call.operands, weights, copied=copied, f32_outputs=f32_outputs, saves=False)
     policy = _checkpoint_policy(call.params["policy"])
     params = {**call.params, "jaxpr": compat.without_constants(traced), "policy": policy}
     return compat.bind(call.primitive, [*traced.consts, *call.operands, *copies], params)
@@ -134,10 +135,10 @@ def _custom_vjp(call: HigherOrderCall) -> list[Any]:
     results = [aval.dtype for aval in closed.out_avals]
 
     def primal(*values: Any) -> list[Any]:
-        return list(map(call.cast, call.inner_interpreter().eval_jaxpr(closed, values), results))
+        return list(map(call.cast, call.inner_interpreter(saves=False).eval_jaxpr(closed, values), results))
 
     def fwd(*values: Any) -> list[Any]:
-        return evaluate_rule(call.inner_interpreter(), forward.call_wrapped, forward.debug_info, values)
+        return evaluate_rule(call.inner_interpreter(saves=False), forward.call_wrapped, forward.debug_info, values)
 
     def bwd(*values: Any) -> Any:
         interpreter = call.inner_interpreter(backward=True)

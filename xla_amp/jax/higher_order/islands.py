@@ -1,0 +1,195 @@
+"""Float32 islands: operations that a rule computes in float32 from low values, and what follows from them.
+
+JAX's linearization would save their float32 intermediate values for the backward pass: five for a ``gelu``, where a
+program that computes in bfloat16 saves as many in half the bytes.  The interpreter evaluates an island inside
+`jax.checkpoint`, so its low operands are saved instead, and the backward pass computes the rest again, in float32.
+Only operations that cost little more than reading their operands belong to an island.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+
+from xla_amp import events
+from xla_amp.jax import compat
+from xla_amp.jax.decisions import decide
+from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.policy import Policy, effects, op_catalog
+from xla_amp.policy.effects import Effects
+
+_COSTLY: Final = frozenset({"digamma", "erf_inv", "igamma", "igammac", "lgamma", "polygamma", "zeta"})
+"""Transcendental primitives that XLA computes by long series or loops."""
+
+_CHEAP_MOVES: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"})
+
+
+class Island(NamedTuple):
+    """Equations of a jaxpr that are evaluated together."""
+
+    members: tuple[int, ...]
+    """Numbers of the equations, ascending."""
+    reads: tuple[Any, ...]
+    """Variables that enter."""
+    leaving: tuple[Any, ...]
+    """Variables that are read outside."""
+    length: int
+    """How many equations in a row it was found in."""
+
+
+class Candidates(NamedTuple):
+    """Where islands may be in a jaxpr."""
+
+    stops: dict[int, int]
+    """Number of each equation that an island may start with -> where the cheap equations after it end."""
+    readers: dict[Any, set[int]]
+    """Variable -> numbers of the equations that read it; -1 for the caller."""
+
+
+_candidates: weakref.WeakKeyDictionary[Any, dict[Policy, Candidates]] = weakref.WeakKeyDictionary()
+
+
+def candidates(jaxpr: Any, policy: Policy) -> Candidates:
+    """Where islands may be under a policy; empty if nowhere."""
+    cache = _candidates.setdefault(jaxpr, {})
+    if policy not in cache:
+        stops: dict[int, int] = {}
+        stop = len(jaxpr.eqns)
+        for index in reversed(range(stop)):
+            eqn = jaxpr.eqns[index]
+            if not _is_cheap(eqn):
+                stop = index
+            elif _widens(eqn, policy):
+                stops[index] = stop
+        readers: dict[Any, set[int]] = {}
+        if stops:
+            read = [*((-1, v) for v in _variables(jaxpr.outvars))]
+            read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars))
+            for number, variable in read:
+                readers.setdefault(variable, set()).add(number)
+        cache[policy] = Candidates(stops, readers)
+    return cache[policy]
+
+
+def _is_cheap(eqn: Any) -> bool:
+    name = eqn.primitive.name
+    if any(map(compat.is_region_scope, compat.name_stack(eqn))):
+        return False
+    if _is_call(name):
+        return all(_is_cheap(inner) for jaxpr in compat.sub_jaxprs(eqn.params) for inner in jaxpr.eqns)
+    return _is_cheap_primitive(name)
+
+
+@functools.cache
+def _is_call(primitive: str) -> bool:
+    info = PRIMITIVES.get(primitive)
+    return info is not None and info.kind in ("call", "custom_jvp")
+
+
+@functools.cache
+def _is_cheap_primitive(name: str) -> bool:
+    aten = op_catalog.equivalent("jaxpr", name)
+    if aten is None or name in PRIMITIVES or name in _COSTLY:
+        return name in _CHEAP_MOVES
+    computed = op_catalog.operation_class(aten) in ("activation", "comparison", "elementwise", "transcendental")
+    return computed or name.startswith("reduce_")
+
+
+def _widens(eqn: Any, policy: Policy) -> bool:
+    """Whether a rule computes an equation in float32 whose derivative needs its operand or its result."""
+    name = eqn.primitive.name
+    if _is_call(name):
+        jaxprs = compat.sub_jaxprs(eqn.params)
+        return any(_widens(inner, policy) for jaxpr in jaxprs for inner in jaxpr.eqns)
+    return _widens_primitive(name, policy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _widens_primitive(name: str, policy: Policy) -> bool:
+    if op_catalog.operation_class(op_catalog.equivalent("jaxpr", name) or "") not in ("activation", "transcendental"):
+        return False
+    return decide(policy, name)[0].cast == "fp32"
+
+
+def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: Sequence[Any]) -> Island:
+    """The island that starts with the first of some equations.
+
+    Args:
+        jaxpr: the program.
+        readers: of `candidates`.
+        numbers: of equations in a row, all cheap and none evaluated.
+        low: the low variables that the first of them reads.
+    """
+    inside = set(low)
+    members: list[int] = []
+    for number in numbers:
+        eqn = jaxpr.eqns[number]
+        if not inside.isdisjoint(_variables(eqn.invars)):
+            members.append(number)
+            inside.update(eqn.outvars)
+    chosen = set(members)
+    made = [var for number in members for var in jaxpr.eqns[number].outvars]
+    reads = dict.fromkeys(v for number in members for v in _variables(jaxpr.eqns[number].invars))
+    for var in made:
+        reads.pop(var, None)
+    leaving = tuple(v for v in made if not readers.get(v, chosen) <= chosen)
+    return Island(tuple(members), tuple(reads), leaving, len(numbers))
+
+
+def structure(jaxpr: Any, island: Island) -> tuple[Any, ...]:
+    """What islands with the same computation have in common."""
+    number = {var: index for index, var in enumerate(island.reads)}
+    rows = []
+    for member in island.members:
+        eqn = jaxpr.eqns[member]
+        atoms = tuple(
+            (str(atom.val), atom.aval) if isinstance(atom, compat.Literal) else number[atom] for atom in eqn.invars
+        )
+        rows.append((eqn.primitive, tuple(eqn.params.items()), atoms))
+        number.update((var, len(number)) for var in eqn.outvars)
+    return (*rows, tuple(number[var] for var in island.leaving))
+
+
+_functions: collections.OrderedDict[Any, tuple[Callable[..., Any], Effects]] = collections.OrderedDict()
+_MOST_FUNCTIONS: Final = 1024
+
+
+def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
+    """A function that computes an island and keeps its arguments for the backward pass instead of what it computes.
+
+    It is traced once for all islands with the same computation, and is one function of the program that JAX lowers.
+
+    Args:
+        key: what the computation depends on; one that cannot be hashed is not remembered.
+        evaluate: computes the island under autocast.
+        avals: types of its arguments.
+    """
+    try:
+        known = _functions.get(key)
+    except TypeError:
+        known, key = None, None
+    if known is not None and not events.sinks:
+        effects.repeat(known[1])
+        return known[0]
+    with effects.collect() as found:
+        traced = compat.trace(evaluate, avals)
+
+    def float32_island(*arguments: Any) -> list[Any]:
+        return compat.eval_jaxpr(traced, arguments)
+
+    # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
+    made = jax.jit(jax.checkpoint(float32_island, prevent_cse=False))
+    if key is not None:
+        _functions[key] = made, found
+        if len(_functions) > _MOST_FUNCTIONS:
+            _functions.popitem(last=False)
+    return made
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
