@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of a test's time is LLVM's, for programs that run once: a third of it without optimizations and without the
 # emitters of fusions that use MLIR.  What XLA's own passes do, which tests count, is the same.
 if find_spec("torch_xla") is None:  # whose XLA is another one, and ends the process at a flag that it does not know
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+    flags = ["--xla_backend_optimization_level=0"]
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # which has no other emitters
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
