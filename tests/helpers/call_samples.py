@@ -386,7 +386,7 @@ def _difference(wanted: Any, got: Any) -> str:
         else:
             same = a == b
         if not bool(same.all()):
-            where = (~same).flatten().nonzero()[0].item()
+            where = int((~same).flatten().nonzero()[0])
             return f"value: {a.flatten()[where].item()} there, {b.flatten()[where].item()} (element {where})"
     return ""
 

@@ -132,11 +132,9 @@ def near(factor: float) -> Close:
         finite = y[y.isfinite()].abs() if y.is_floating_point() or y.is_complex() else y.new_empty(0)
         greatest = float(finite.max()) if finite.numel() else 0.0
         exact = not (y.is_floating_point() or y.is_complex())
-        bounds = {"rtol": 0.0, "atol": 0.0}
-        if not exact:
-            bounds = {"rtol": factor * RELATIVE, "atol": factor * ABSOLUTE * max(greatest, 1)}
+        rtol, atol = (0.0, 0.0) if exact else (factor * RELATIVE, factor * ABSOLUTE * max(greatest, 1))
         try:
-            torch.testing.assert_close(x, y, equal_nan=True, **bounds)
+            torch.testing.assert_close(x, y, equal_nan=True, rtol=rtol, atol=atol)
         except AssertionError as error:
             return " ".join(str(error).split())
         return ""

@@ -147,6 +147,7 @@ def drop_traces(limit: int) -> None:
     long as the function lives, which is forever (``trace_to_jaxpr`` has no limit; its other caches have).  Executables
     do not depend on it, and traces of users' functions and of programs stay.
     """
+    from jax._src import pjit
     from jax._src.interpreters import partial_eval
 
     cache = getattr(partial_eval, "trace_to_jaxpr", None)  # JAX 0.10.2 and later
@@ -156,6 +157,8 @@ def drop_traces(limit: int) -> None:
     for function in functions:
         if (getattr(function, "__module__", None) or "").partition(".")[0] == "jax":
             cache.evict_weakref(function)
+            if hasattr(pjit, "_seen_qdds"):  # the argument types that it was traced at
+                pjit._seen_qdds.pop(function, None)
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
