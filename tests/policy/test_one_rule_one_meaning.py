@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 import torch
+import torch.nn.functional as F
 from jax import lax
 
 import xla_amp
@@ -87,11 +89,44 @@ PROGRAMS = [
     Program("amax", lambda h: torch.amax(h, 0), lambda h: lax.reduce_max_p.bind(h, axes=(0,), **UNSHARDED), "", 1),
     Program("cumsum", lambda h: torch.cumsum(h, 0), lambda h: lax.cumsum(h, 0), "", 1),
     Program("cat", lambda h, y: torch.cat([h, y]), lambda h, y: lax.concatenate([h, y], 0), ""),
+    Program("acosh", torch.acosh, lax.acosh, "chlo.acosh", 1),
+    Program("asinh", torch.asinh, lax.asinh, "chlo.asinh", 1),
+    Program("atanh", torch.atanh, lax.atanh, "chlo.atanh", 1),
+    Program("atan", torch.atan, lax.atan, "chlo.atan", 1),
+    Program("erfinv", torch.erfinv, lax.erf_inv, "chlo.erf_inv", 1),
+    Program("exp2", torch.exp2, lax.exp2, "", 1),
+    Program("floor", torch.floor, lax.floor, "", 1),
+    Program("ceil", torch.ceil, lax.ceil, "", 1),
+    Program("sign", torch.sign, lax.sign, "", 1),
+    Program("special_i0e", torch.special.i0e, lax.bessel_i0e, "", 1),
+    Program("special_i1e", torch.special.i1e, lax.bessel_i1e, "", 1),
+    Program("amin", lambda h: torch.amin(h, 0), lambda h: lax.reduce_min_p.bind(h, axes=(0,), **UNSHARDED), "", 1),
+    Program("prod", lambda h: torch.prod(h, 0), lambda h: lax.reduce_prod_p.bind(h, axes=(0,), **UNSHARDED), "", 1),
+    Program("cumprod", lambda h: torch.cumprod(h, 0), lambda h: lax.cumprod(h, 0), "", 1),
+    Program("logcumsumexp", lambda h: torch.logcumsumexp(h, 0), lambda h: lax.cumlogsumexp(h, 0), "", 1),
+    Program("igamma", torch.igamma, lax.igamma, ""),
 ]  # fmt: skip
 
+_NORM = nn.LayerNorm(use_bias=False, use_scale=False)
+COMPOSITES = [
+    Program("softmax", lambda h: torch.softmax(h, -1), jax.nn.softmax, "softmax", 1),
+    Program("log_softmax", lambda h: torch.log_softmax(h, -1), jax.nn.log_softmax, "log_softmax", 1),
+    Program("layer_norm", lambda h: F.layer_norm(h, (4,)), lambda h: _NORM.apply({}, h), "layer_norm", 1),
+    Program("silu", F.silu, jax.nn.silu, "silu", 1),
+    Program("relu", F.relu, jax.nn.relu, "relu", 1),
+    Program("gelu", F.gelu, jax.nn.gelu, "", 1),
+    Program("logsumexp", lambda h: torch.logsumexp(h, -1), lambda h: jax.nn.logsumexp(h, -1), "", 1),
+]
+"""Operations that JAX and StableHLO write in parts; without a name, StableHLO cannot tell that they are one."""
 
-NAMES = [program.rule for program in PROGRAMS]
+ALL = [*PROGRAMS, *COMPOSITES]
+NAMES = [program.rule for program in ALL]
 PRODUCTS = ("mm", "bmm")
+TAKES_DTYPE = ("sum", "cumsum", "prod", "cumprod", "softmax", "log_softmax")
+
+
+def test_the_table_has_sixty_programs() -> None:
+    assert len(set(NAMES)) == len(ALL) == 60
 
 
 def expected(program: Program, cast: Cast, *, asks_result: bool) -> tuple[str, str]:
@@ -115,13 +150,13 @@ def test_torch(cast: Cast, device: str) -> None:
     low = y.bfloat16()
     rules = policy.override(dict.fromkeys(NAMES, cast))
     with rules, xla_amp.autocast(place, policy="tpu"), xla_amp.explain() as report:
-        for program in PROGRAMS:
+        for program in ALL:
             name = program.rule.partition(".")[0]
             operands = (low, y)[: program.operands]
             if cast == "ban":
                 with pytest.raises(RuntimeError, match=name):
                     program.torch(*operands)
-            elif cast == "fp32_out" and name not in ("sum", "cumsum"):
+            elif cast == "fp32_out" and name not in TAKES_DTYPE:
                 with pytest.raises(PolicyError, match=f"'fp32_out' for {name}.*give it 'fp32'"):
                     program.torch(*operands)
             elif cast == "keep" and name in PRODUCTS:
@@ -150,14 +185,15 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
 
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
 def test_jax(cast: Cast) -> None:
-    programs = [program for program in PROGRAMS if program.rule != "add"]  # the programs themselves add a number
+    programs = [program for program in ALL if program.rule != "add"]  # the programs themselves add a number
     function, x = functions(programs)
     rules: dict[str, Cast] = {program.rule: cast for program in programs}
     with xla_amp.explain() as report, policy.override(rules):
         jax.make_jaxpr(autocast(function))(x)
     records = [each for each in report.records if each.layer == "override"]
     for program, record in zip(programs, records, strict=True):
-        assert seen(record) == expected(program, cast, asks_result=False), program.rule
+        in_parts = program in COMPOSITES  # cast as torch's kernel does it, which has the argument `dtype`
+        assert seen(record) == expected(program, cast, asks_result=in_parts), program.rule
 
 
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
@@ -173,6 +209,79 @@ def test_stablehlo(cast: Cast) -> None:
         assert decision.after == computed, program.rule
         # A product may give its float32 accumulator, which no rule asks to round.
         assert decision.result == result or program.rule in PRODUCTS, program.rule
+
+
+@pytest.mark.parametrize("cast", ["low", "fp32", "fp32_out"])
+def test_stablehlo_in_parts(cast: Cast) -> None:
+    programs = [program for program in COMPOSITES if program.stablehlo]
+    function, x = functions(programs)
+    lowered = jax.jit(function).lower(x)
+    for program in programs:
+        report = stablehlo.autocast(lowered, rules={program.rule: cast}, strict=True).report
+        found = {(each.operation, each.after, each.result) for each in report.operations if each.layer == "context"}
+        assert found == {(program.stablehlo, *expected(program, cast, asks_result=False))}
+
+
+@pytest.mark.parametrize("program", [each for each in COMPOSITES if not each.stablehlo], ids=lambda p: p.rule)
+def test_stablehlo_refuses_by_name_what_it_cannot_see(program: Program) -> None:
+    function, x = functions([program])
+    with pytest.raises(PolicyError, match=rf"{program.rule} = low .*contain only its parts.*name the parts"):
+        stablehlo.autocast(jax.jit(function).lower(x), rules={program.rule: "low"})
+
+
+SCOPED = [each for each in ALL if each.rule in ("exp", "mm", "softmax", "layer_norm")]
+
+
+class _Part(torch.nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, *operands: torch.Tensor) -> Any:
+        return self.program.torch(*operands)
+
+
+class _Whole(torch.nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.outside, self.part = _Part(program), _Part(program)
+
+    def forward(self, *operands: torch.Tensor) -> Any:
+        return self.outside(*operands), self.part(*operands)
+
+
+@pytest.mark.parametrize("program", SCOPED, ids=lambda program: program.rule)
+@pytest.mark.parametrize("pattern", ["module:*.part", "*/part/{}"])
+def test_a_rule_for_a_module_reaches_it_on_every_front(program: Program, pattern: str) -> None:
+    casts: list[Cast] = ["low", "fp32"]
+    for cast in casts:
+        rules: dict[str, Cast] = {pattern.format(program.rule): cast}
+        found: dict[str, Any] = {}
+        for name in ("cpu", "lazy"):
+            place = xla_amp.xla_device() if name == "lazy" else torch.device(name)
+            y = torch.full((4, 4), 0.5, device=place)
+            with xla_amp.explain() as report, xla_amp.autocast(place, policy="tpu", rules=rules, strict=True):
+                _Whole(program)(*(y.bfloat16(), y)[: program.operands])
+            found[name] = [each for each in report.records if each.layer == "context"]
+
+        def function(x: Any) -> Any:
+            h = lax.conv_general_dilated(x[None, None], x[None, None, :1, :1], (1, 1), "SAME")[0, 0]
+            with jax.named_scope("outside"):
+                outside = program.jax(*(h, x)[: program.operands])
+            with jax.named_scope("part"):
+                return outside, program.jax(*(h, x)[: program.operands])
+
+        x = jnp.full((4, 4), 0.5)
+        with xla_amp.explain() as report:
+            jax.make_jaxpr(autocast(function, rules=rules, strict=True))(x)
+        found["jax"] = [each for each in report.records if each.layer == "context"]
+        with xla_amp.explain() as report:
+            stablehlo.autocast(jax.jit(function).lower(x), rules=rules, strict=True)
+        found["stablehlo"] = [each for each in report.records if each.layer == "context"]
+        wanted = WIDE if cast == "fp32" else LOW
+        for front, records in found.items():
+            assert {each.module.partition(".")[0] for each in records} == {"part"}, front
+            assert {used for each in records for used in each.used} == {wanted}, front
 
 
 @pytest.mark.parametrize("program", [each for each in PROGRAMS if each.stablehlo], ids=lambda program: program.rule)
