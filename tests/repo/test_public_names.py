@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import pkgutil
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def test_type_checkers_see_the_names_that_load(package: ModuleType):
 def test_each_name_loads(package: ModuleType, name: str):
     module = importlib.import_module(package._PUBLIC[name])
     assert getattr(package, name) is getattr(module, name)
+
+
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_each_name_and_its_methods_are_documented(package: ModuleType, name: str):
+    value = getattr(package, name)
+    names = [name for name, member in vars(value).items() if inspect.isfunction(member) and not name.startswith("_")]
+    documented = {member: inspect.getdoc(getattr(value, member)) for member in names if isinstance(value, type)}
+    assert inspect.getdoc(value)
+    assert [member for member, text in documented.items() if not text] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

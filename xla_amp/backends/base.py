@@ -111,8 +111,10 @@ class Engine(Protocol):
         """Records the current values for `restore_where`."""
 
     def restore_where(self, condition: torch.Tensor, tensors: Sequence[torch.Tensor], before: Any) -> None:
-        """Restores a snapshot's values where `condition` (a scalar) is not zero, without reading it; tensors that are
-        not in the snapshot become zero there."""
+        """Restores a snapshot's values where `condition` (a scalar) is not zero, without reading it.
+
+        Tensors that are not in the snapshot become zero there.
+        """
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the device's random generator."""

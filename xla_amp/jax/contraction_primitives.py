@@ -105,8 +105,9 @@ _originals: dict[Any, Any] = {}
 
 
 def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> str | None:
-    """ATen name of a ``dot_general`` that is no plain matrix product: without a contracted axis, without a free one, or
-    with a batch axis.
+    """ATen name of a ``dot_general`` that is no plain matrix product.
+
+    It has no contracted axis, no free one, or a batch axis.
 
     Args:
         primitive: a contraction.

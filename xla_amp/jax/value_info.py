@@ -214,8 +214,10 @@ class ValueTable:
         return info.wide
 
     def adopts_dtype(self, value: Any, weak: bool, *, exact: bool = False) -> bool:
-        """Whether `value` adopts the dtype of the other operands: a number in range, or, unless `exact`, a broadcast
-        weight."""
+        """Whether `value` adopts the other operands' dtype.
+
+        Numbers in range do, and a broadcast weight unless `exact`.
+        """
         if weak:
             return True
         found = self._infos.get(id(value))

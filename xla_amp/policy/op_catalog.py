@@ -1,8 +1,8 @@
-"""Catalogue of operations that rules may name: ATen names with overloads and classes, and their equivalents in jaxpr
-and StableHLO.
+"""Catalogue of operations that rules may name.
 
-The catalogue (``tables/classes.toml``) lists overloads, so ``softmax`` in a user's rule reaches ``softmax.int`` without
-importing torch.  A front that knows more names adds them with `extend_known_operations`.
+It has ATen names with overloads and classes, and what means the same in a jaxpr and in StableHLO.  The catalogue
+(``tables/classes.toml``) lists overloads, so ``softmax`` in a user's rule reaches ``softmax.int`` without importing
+torch.  A front that knows more names adds them with `extend_known_operations`.
 """
 
 from __future__ import annotations
@@ -98,8 +98,10 @@ def _functions(rows: Mapping[str, list[str]]) -> dict[str, tuple[str, str]]:
 
 
 def composite(function: str, file: str) -> str:
-    """ATen operation whose parts a function writes: one of JAX or of a library of layers, or ``aten::_softmax``, the
-    lowering of an operation in a program from torch; empty for other functions.
+    """ATen operation whose parts a function writes; empty for other functions.
+
+    The function is one of JAX or of a library of layers, or ``aten::_softmax``, the lowering of an operation in a
+    program from torch.
 
     Example:
         >>> composite("LayerNorm.__call__", "flax/linen/normalization.py")

@@ -22,9 +22,10 @@ from xla_amp.types import Cast, Layer
 
 
 def resolve(policy: PolicyLike, context: Mapping[str, Cast] | None = None) -> Policy:
-    """`policy` with every layer that applies now, lowest rank first: built-in table, rows of the policy's own file, the
-    file in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``, open overrides of this thread, and the rules in `context`.  For
-    ``hpu``, Gaudi's lists replace rows of the table.
+    """`policy` with every layer that applies now.
+
+    Lowest rank first: built-in table, rows of the policy's own file, the file in ``XLA_AMP_POLICY``, ``XLA_AMP_RULES``,
+    open overrides of this thread, and the rules in `context`.  For ``hpu``, Gaudi's lists replace rows of the table.
 
     Equal layers give the identical object.  Resolving a resolved policy starts from its base and keeps its context
     rules.
@@ -115,18 +116,19 @@ _listeners: tuple[Callable[[RuleLayer, bool], object], ...] = ()
 
 
 def on_override(listener: Callable[[RuleLayer, bool], object]) -> None:
-    """Calls ``listener(layer, True)`` when an override opens and ``listener(layer, False)`` when it closes, on its
-    thread.
+    """Calls ``listener(layer, True)`` when an override opens, ``listener(layer, False)`` when it closes.
 
-    For a front that must act even where no `xla_amp.autocast` region is open.
+    It is called on the override's thread.  For a front that must act even where no `xla_amp.autocast` region is open.
     """
     global _listeners
     _listeners = (*_listeners, listener)
 
 
 def overridden(policy: Policy) -> Policy:
-    """`policy` with only this thread's open overrides, below the rules of its context; `policy` itself when none is
-    open."""
+    """`policy` with only this thread's open overrides, below the rules of its context.
+
+    It is `policy` itself when none is open.
+    """
     if not _overrides.open:
         return policy
     local = tuple(layer for layer in policy.layers if layer.layer == "context")

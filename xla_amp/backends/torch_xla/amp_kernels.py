@@ -68,8 +68,10 @@ def make_own(tensor: Tensor) -> None:
 
 
 def non_finite_check_and_unscale(grads: Tensors, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`; `found_inf` becomes 1 if one
-    of them is not finite, otherwise it is unchanged."""
+    """`_amp_foreach_non_finite_check_and_unscale_`: gradients times `inv_scale`.
+
+    `found_inf` becomes 1 if one of them is not finite, otherwise it is unchanged.
+    """
     if not grads:
         return
     bad = torch.stack([(~torch.isfinite(grad)).any() for grad in grads]).any()

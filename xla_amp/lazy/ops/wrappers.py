@@ -241,7 +241,6 @@ def _is_left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
 
 def _move_indices(kernel: Kernel) -> Kernel:
     """``x[i] = v`` accepts indices on the CPU, as on every torch device."""
-
     kernel = check_several(kernel)
 
     def index_put(self: torch.Tensor, indices: Any, *rest: Any, **options: Any) -> Any:

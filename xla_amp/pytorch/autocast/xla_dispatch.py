@@ -196,8 +196,10 @@ policies.on_pop(_after_region)
 
 
 def _without_region() -> Policy:
-    """The rules for a `torch.autocast` without our region: the device's default policy with file, environment and
-    overrides."""
+    """The rules for a `torch.autocast` without our region.
+
+    They are the device's default policy with file, environment and overrides.
+    """
     engine = devices.engine()
     rules = policies.resolve(policies.default_name(engine.platform()))
     if engine.DEVICE_TYPE not in SHARED_KEYS:

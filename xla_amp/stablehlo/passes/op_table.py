@@ -224,8 +224,10 @@ def _request(operation: Any) -> str:
 
 
 def _product(operation: Any) -> str:
-    """What a dot_general is that is no plain matrix product: without a contracted axis, without a free one, or with a
-    batch axis."""
+    """What a dot_general is that is no plain matrix product.
+
+    It has no contracted axis, no free one, or a batch axis.
+    """
     numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
     contracted = len(numbers.lhs_contracting_dimensions)
     if not contracted:
