@@ -280,7 +280,9 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
 
     def choice(*args: Any, **kwargs: Any) -> Choice:
         """The driver for a call with these arguments, and the reason; traces the function."""
-        return _choose_driver(region, function, args, kwargs, refused)[0] if region.enabled else _DISABLED
+        if not region.enabled:
+            return _DISABLED
+        return _choose_driver(region, region.settings(), function, args, kwargs, refused)[0]
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         """What runs low in a call with these arguments; traces the function and its backward pass."""
@@ -303,11 +305,12 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
 
 def _reporting(region: AutocastContext, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]) -> Any:
     """Calls a function under autocast and reports the user's rules that had no effect on it."""
-    policy = region.settings().current_policy()
+    settings = region.settings()
+    policy = settings.current_policy()
     if all(layer.layer == "builtin" for layer in policy.layers):
-        return _choose_driver(region, function, args, kwargs, refused)[1]()
+        return _choose_driver(region, settings, function, args, kwargs, refused)[1]()
     with effects.collect() as found:
-        result = _choose_driver(region, function, args, kwargs, refused)[1]()
+        result = _choose_driver(region, settings, function, args, kwargs, refused)[1]()
     effects.report(policy, found, "jaxpr", strict=region.strict)
     return result
 
@@ -318,12 +321,13 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _choose_driver(
-    region: AutocastContext, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]
+    region: AutocastContext, settings: Settings, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]
 ) -> tuple[Choice, Callable[[], Any]]:
     """The driver for a call, and a function that runs the call with it.
 
     Args:
-        region: the settings.
+        region: the arguments of `autocast`.
+        settings: these, resolved.
         function: the function without autocast.
         args: its positional arguments.
         kwargs: its named arguments.
@@ -334,7 +338,6 @@ def _choose_driver(
         with region:
             return function(*args, **kwargs)
 
-    settings = region.settings()
     try:
         program = _Program(function, args, kwargs, settings.current_policy())
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
