@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,30 @@ def test_layers_of_a_kind_share_the_float32_islands():
     # One function for the softmax and one for the gelu, forward and backward, for both layers.
     assert text.count("func.func private @float32_island") <= 6
     assert text.count("call @float32_island") >= 8
+
+
+def scatters(function, *args):
+    """Dtypes of the reduce-scatters of a function's jaxpr, innermost included."""
+    return re.findall(r"\w+:(\w+)\[[\d,]*\] = reduce_scatter", str(jax.make_jaxpr(function)(*args)))
+
+
+def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.sharding.PartitionSpec()
+
+    def product(x, w):
+        return lax.psum_scatter(x @ w, "d", scatter_dimension=0, tiled=True)
+
+    def update(x, w):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+        return lax.psum_scatter(gradient, "d", scatter_dimension=0, tiled=True)
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    for function, dtype in ((product, "bf16"), (update, "f32")):
+        settings = {"mesh": mesh, "in_specs": (everywhere, everywhere), "out_specs": everywhere, "check_vma": False}
+        mapped = autocast(jax.shard_map(function, **settings))
+        assert scatters(mapped, x, w) == [dtype]
+        assert mapped(x, w).dtype == jnp.float32
 
 
 def test_a_decoder_on_eight_devices_trains_as_in_float32():
