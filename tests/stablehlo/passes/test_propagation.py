@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -359,6 +360,18 @@ def test_a_precision_or_an_algorithm_of_the_program_wins(request_: str, stays: b
         assert any("the program asks for float32" in each.why for each in converted.report.operations)
 
 
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_a_ragged_product_runs_low_unless_it_asks_for_a_precision(precision: str | None) -> None:
+    def product(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(x, w, sizes, precision=precision)
+
+    types = [jax.ShapeDtypeStruct(s, d) for s, d in (((8, 4), "float32"), ((2, 4, 4), "float32"), ((2,), "int32"))]
+    lowered = jax.jit(product).trace(*types).lower(lowering_platforms=("tpu",)).as_text()
+    (line,) = (each for each in autocast(lowered).text().splitlines() if 'ragged_dot"' in each)
+    assert ("tensor<8x4xbf16>" in line) == (precision is None)
+    assert ("precision HIGHEST" in line) == (precision == "highest")
+
+
 # Operations that stay float32, with a reason.
 
 STAYS = [
@@ -528,7 +541,8 @@ def test_the_table_names_operations_that_exist() -> None:
         known |= {value.OPERATION_NAME for value in vars(generated).values() if hasattr(value, "OPERATION_NAME")}
     missing = []
     for name in table().rows:
-        base = name.partition(".")[0] if name.partition(".")[0] in table().narrowed else name
+        bases = (name.partition(".")[0], name.rpartition(".")[0])
+        base = next((base for base in bases if base in table().narrowed), name)
         if not {base, f"stablehlo.{base}"} & known:
             missing.append(name)
     assert missing == []

@@ -181,8 +181,10 @@ _OPERANDS: Final = (("low",), ("float32",))
 
 def _base(name: str) -> str:
     # The dot of "chlo.erf" belongs to the name; "reduce.add" narrows "reduce".
-    base = name.partition(".")[0]
-    return base if base in table().narrowed else name
+    for base in (name.partition(".")[0], name.rpartition(".")[0]):
+        if base in table().narrowed:
+            return base
+    return name
 
 
 def table_name(operation: Any) -> str:

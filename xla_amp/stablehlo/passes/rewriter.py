@@ -138,7 +138,8 @@ class Rewriter:
         attributes = node.operation.attributes
         if "precision_config" in attributes:
             count = len(attributes["precision_config"])
-            default = "#stablehlo<precision DEFAULT>"
+            dialect = node.operation.name.partition(".")[0]
+            default = f"#{dialect}<precision DEFAULT>"
             attributes["precision_config"] = ir.mlir().Attribute.parse(f"[{', '.join([default] * count)}]")
 
     def _function_type(self, function: Any) -> None:
