@@ -12,15 +12,19 @@ Importing this module registers the accelerator and the strategy with Lightning,
 A training step is one XLA executable.  The host waits only where a value is shown or saved: the progress bar, a logger,
 a checkpoint.
 
+Under torchrun or `xla_amp.launch` the processes train together: each has one device and its part of the data, and the
+gradients are averaged in the step's executable.
+
 Source: https://lightning.ai/docs/pytorch/stable/extensions/accelerator.html
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -35,13 +39,15 @@ try:
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
     from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallel
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy as FabricSingleDevice
     from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
     from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-    from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+    from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy, StrategyRegistry
     from lightning.pytorch.trainer.connectors import accelerator_connector
     from lightning.pytorch.trainer.connectors.logger_connector import logger_connector, result
 except ImportError as error:
@@ -49,15 +55,20 @@ except ImportError as error:
         f"xla_amp.integrations.lightning needs the package `lightning` ({error}): pip install 'xla-amp[lightning]'"
     ) from error
 
+from xla_amp import config
 from xla_amp.backends import devices
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""
+
+NAME_OF_PROCESSES = "xla_amp_processes"
+"""Name of the strategy for several processes."""
 
 _LOW: Mapping[str, torch.dtype] = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """Mixed precision -> its low dtype."""
@@ -92,16 +103,16 @@ class XLAAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """The number of devices: 1.
+        """The number of this process's devices: 1.
 
         Raises:
-            ValueError: more than one device was asked for.
+            ValueError: a number that is neither 1 nor that of the processes.
         """
         count = len(devices) if isinstance(devices, list) else int(devices)
-        if count not in (1, -1):
+        if count not in (1, -1, xm.xrt_world_size()):
             raise ValueError(
-                f"devices={devices!r}: accelerator='{NAME}' trains on one device per process: write devices=1 (for "
-                "several devices, use xla_amp.launch or SPMD without Lightning)"
+                f"devices={devices!r}: accelerator='{NAME}' trains on one device per process, and there are "
+                f"{xm.xrt_world_size()}: start {count} processes with torchrun or xla_amp.launch, and leave devices out"
             )
         return 1
 
@@ -244,6 +255,215 @@ class FabricXLAStrategy(FabricSingleDevice):
         super().__init__(xla_device(), None, checkpoint_io or XLACheckpointIO(), precision)
 
 
+_OPERATIONS = {"mean": "sum", "avg": "sum", "sum": "sum", "min": "min", "max": "max", "product": "mul"}
+"""Lightning's names of reductions, and torch.distributed's -> ours."""
+
+
+class _Together:
+    """What the strategies of Lightning and of Fabric for several processes share; before a base class of theirs.
+
+    Rank 0 alone shows and saves values, and reading one runs what was recorded.  A program with a collective must be
+    the same on all processes, so it begins and ends where all of them are at the same place.
+    """
+
+    def __init__(self, checkpoint_io: Any = None, **precision: Any) -> None:
+        super().__init__(checkpoint_io=checkpoint_io or XLACheckpointIO(), **precision)  # type: ignore[call-arg]
+        self._device = xla_device()
+        rank_zero_only.rank = xm.get_ordinal()  # type: ignore[attr-defined]
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device."""
+        return self._device
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return xm.xrt_world_size()
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return xm.get_ordinal()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its host."""
+        return xm.get_local_ordinal()
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: samplers give each process its part."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments for `DistributedSampler`."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all processes."""
+        xm.rendezvous(f"lightning {name}")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object that process `src` has (pickled)."""
+        return xm.mesh_reduce("lightning", obj if self.global_rank == src else None, lambda parts: parts[src])
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes, or any, say yes."""
+        answers: list[bool] = xm.mesh_reduce("lightning", bool(decision), list)
+        return min(answers) if all else max(answers)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A tensor reduced over all processes; what is no tensor is returned as it is.
+
+        Raises:
+            ValueError: a group of processes, or an unknown reduction.
+        """
+        _no_group(group)
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = str(reduce_op).rpartition(".")[2].lower()
+        if name not in _OPERATIONS:
+            raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}")
+        value = tensor.detach().to(self._device)
+        devices.engine().sync()
+        reduced = xm.all_reduce(_OPERATIONS[name], value, scale=1 / self.world_size if name in ("mean", "avg") else 1.0)
+        devices.engine().sync()
+        return reduced
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Everybody's tensor, stacked.
+
+        Raises:
+            ValueError: a group of processes, or ``sync_grads=True``.
+        """
+        _no_group(group)
+        if sync_grads:
+            raise ValueError("all_gather(sync_grads=True): collectives on the XLA device have no gradient")
+        value = tensor.detach().to(self._device)
+        devices.engine().sync()
+        gathered = xm.all_gather(value.unsqueeze(0), 0)
+        devices.engine().sync()
+        return gathered
+
+
+def _no_group(group: Any) -> None:
+    if group is not None and group is not getattr(getattr(torch.distributed, "group", None), "WORLD", None):
+        raise ValueError(f"group={group!r}: on the XLA device all processes reduce together; leave it out")
+
+
+def _average(gradients: list[torch.Tensor]) -> None:
+    if gradients:
+        xm.all_reduce("sum", gradients, scale=1 / xm.xrt_world_size())
+
+
+class XLAProcessesStrategy(_Together, ParallelStrategy):
+    """One of several processes that torchrun or `xla_amp.launch` has started, with one device each.
+
+    Gradients are averaged right before they are unscaled and clipped; with manual optimization in `manual_backward`.
+    Parameters begin as those of rank 0.
+    """
+
+    strategy_name = NAME_OF_PROCESSES
+
+    def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
+        super().__init__(checkpoint_io, precision_plugin=precision_plugin)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As `all_reduce`: what ``self.log(..., sync_dist=True)`` calls."""
+        return self.all_reduce(tensor, group, reduce_op)
+
+    def model_to_device(self) -> None:
+        """Moves the model, and copies rank 0's parameters and buffers."""
+        model: Any = self.model
+        model.to(self.root_device)
+        xm.broadcast_master_param(model)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins a program, and runs the step."""
+        devices.engine().sync()
+        return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Averages the gradients of manual optimization, in which users clip before they step."""
+        module: Any = self.lightning_module
+        if not module.automatic_optimization:
+            _average([p.grad for p in module.parameters() if p.grad is not None])
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Averages the gradients after the backward pass, steps, and ends the program."""
+        module: Any = self.lightning_module
+
+        def averaged() -> Any:
+            found = closure()
+            if module.automatic_optimization:
+                xm.reduce_gradients(optimizer)
+            return found
+
+        result = super().optimizer_step(optimizer, averaged, model, **kwargs)
+        devices.engine().sync()
+        return result
+
+    def teardown(self) -> None:
+        """Frees what the run held, and keeps ``WORLD_SIZE``, which Lightning's environment deletes."""
+        super(ParallelStrategy, self).teardown()
+
+
+class _Accumulates:
+    """`Fabric.no_backward_sync`."""
+
+    def __init__(self, strategy: FabricXLAProcessesStrategy) -> None:
+        self.strategy = strategy
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
+        """Leaves gradients as they are; the first backward pass outside averages their sum."""
+        before = self.strategy.averages
+        self.strategy.averages = before and not enabled
+        try:
+            yield
+        finally:
+            self.strategy.averages = before
+
+
+class FabricXLAProcessesStrategy(_Together, FabricParallel):
+    """`XLAProcessesStrategy` for Fabric: gradients are averaged in ``fabric.backward``."""
+
+    def __init__(self, checkpoint_io: Any = None, precision: FabricPrecision | None = None) -> None:
+        super().__init__(checkpoint_io, precision=precision)
+        self._backward_sync_control: Any = _Accumulates(self)
+        self.averages = True
+        self._modules: list[torch.nn.Module] = []
+
+    def module_to_device(self, module: torch.nn.Module) -> None:
+        """Moves it."""
+        module.to(self.root_device)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Copies rank 0's parameters and buffers."""
+        xm.broadcast_master_param(module)
+        self._modules.append(module)
+        return module
+
+    def backward(self, tensor: torch.Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Averages the gradients after the backward pass; those that others have averaged stay as they are."""
+        super().backward(tensor, module, *args, **kwargs)
+        if self.averages:
+            found = {id(p): p.grad for part in self._modules for p in part.parameters() if p.grad is not None}
+            _average(list(found.values()))
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Steps, and ends the program."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        devices.engine().sync()
+        return result
+
+    def teardown(self) -> None:
+        """As in `XLAProcessesStrategy`."""
+        super(FabricParallel, self).teardown()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Front:
     """The classes of Lightning or of Fabric, and the names of their connector's attributes."""
@@ -252,6 +472,7 @@ class _Front:
     precision_name: str
     given_precision: str
     strategy: Callable[[], Any]
+    of_processes: Callable[[], Any]
     full: Callable[[], Any]
     mixed: Callable[[Any], Any]
 
@@ -261,6 +482,7 @@ _TRAINER = _Front(
     precision_name="_precision_flag",
     given_precision="_precision_plugin_flag",
     strategy=XLAStrategy,
+    of_processes=XLAProcessesStrategy,
     full=XLAPrecision,
     mixed=XLAMixedPrecision,
 )
@@ -269,6 +491,7 @@ _FABRIC = _Front(
     precision_name="_precision_input",
     given_precision="_precision_instance",
     strategy=FabricXLAStrategy,
+    of_processes=FabricXLAProcessesStrategy,
     full=FabricXLAPrecision,
     mixed=FabricXLAMixedPrecision,
 )
@@ -276,7 +499,9 @@ _FABRIC = _Front(
 
 def _choose_strategy(front: _Front, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def choose(self: Any) -> Any:
-        return front.strategy() if isinstance(self.accelerator, XLAAccelerator) else original(self)
+        if not isinstance(self.accelerator, XLAAccelerator):
+            return original(self)
+        return front.strategy() if config.process() is None else front.of_processes()
 
     return choose
 
@@ -371,8 +596,12 @@ PATCHES = (
 def _install() -> None:
     for accelerators in (AcceleratorRegistry, ACCELERATOR_REGISTRY):
         accelerators.register(NAME, XLAAccelerator, description="The XLA device of xla_amp", override=True)
-    for strategies, strategy in ((StrategyRegistry, XLAStrategy), (STRATEGY_REGISTRY, FabricXLAStrategy)):
-        strategies.register(NAME, strategy, description="One process on the XLA device", override=True)
+    for strategies, one, several in (
+        (StrategyRegistry, XLAStrategy, XLAProcessesStrategy),
+        (STRATEGY_REGISTRY, FabricXLAStrategy, FabricXLAProcessesStrategy),
+    ):
+        strategies.register(NAME, one, description="One process on the XLA device", override=True)
+        strategies.register(NAME_OF_PROCESSES, several, description="One of several processes", override=True)
     for patch in PATCHES:
         setattr(patch.owner, patch.name, patch.replace(inspect.getattr_static(patch.owner, patch.name)))
 
