@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Run the tests that touch JAX with another one than the pinned: PYTHON=python3.12 scripts/check_jax_versions.sh [0.11.2]
-# Without arguments: the newest that the package index has below the upper bound; JAX 0.11 needs Python 3.12.  Each
+# Without arguments: the newest 0.11 and 0.12 of the package index; JAX 0.11 and 0.12 need Python 3.12.  Each
 # version gets its own environment under build/, with the newest Flax, Orbax and compilers for it; it is used again when
 # it is there.  Other versions warn of other things, so warnings are no errors here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3.12}
 versions=("$@")
-[ $# -gt 0 ] || versions=('0.11.*')
+[ $# -gt 0 ] || versions=('0.11.*' '0.12.*')
 mkdir -p build
 for version in "${versions[@]}"; do
     env="build/jax-${version%.\*}"

@@ -139,7 +139,7 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         "a solver compares residuals, which low products would not let converge",
         ("custom_linear_solve",),
     ),
-    ("call", "a named function", ("closed_call", "core_call", "jit", "pjit")),
+    ("call", "a named function", ("closed_call", "core_call", "eval_jaxpr", "jit", "pjit")),
     ("checkpoint", "a function that the backward pass recomputes", ("checkpoint", "remat", "remat2")),
     ("scan", "a loop over a leading axis", ("scan",)),
     ("while", "a loop until a condition", ("while",)),
