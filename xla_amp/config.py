@@ -102,7 +102,7 @@ def engine() -> EngineName:
 
 
 def tape_limit() -> int:
-    """``XLA_AMP_TAPE_LIMIT``: recorded operations after which the lazy engine flushes by itself.
+    """``XLA_AMP_TAPE_LIMIT``: recorded operations (default 100,000) after which the lazy engine flushes by itself.
 
     Raises:
         PolicyError: not a positive whole number.
@@ -271,7 +271,8 @@ def process() -> Process | None:
     """Settings in ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
 
     None for a single process.  The coordinator listens on the port after ``MASTER_PORT``, which torchrun's store uses;
-    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds.
+    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds that processes wait for each
+    other (default 300).
 
     Raises:
         PolicyError: the variables are inconsistent.

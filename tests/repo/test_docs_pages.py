@@ -1,0 +1,174 @@
+"""The pages for new users: their Python runs, their messages are those of the source, their tables are complete."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import environment_page
+import pytest
+import source_tree
+import tutorial_figures
+from source_tree import ROOT
+
+from xla_amp import errors
+
+BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ROW = re.compile(r"^\| `(.+?)` (?:\((.*?)\) )?\|", re.MULTILINE)
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+
+
+def _run(program: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("page", ["index", "install", "concepts"])
+def test_blocks_run_and_print_what_their_comments_say(page: str):
+    program = "".join(BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text()))
+    expected = re.findall(r"^ *print\(.*\)  # ([\w.]+)", program, re.MULTILINE)
+    printed = _run(program).splitlines()
+    assert expected
+    assert all(line.startswith(start) for line, start in zip(printed, expected, strict=True))
+
+
+def test_the_tutorial_trains_in_every_step():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    printed = _run("\n".join(tutorial_figures.blocks()), XLA_FLAGS=flags)
+    losses = {
+        name: (float(first), float(last))
+        for name, first, last in re.findall(r"^(.+): (\d.+) to ([\d.]+)", printed, re.M)
+    }
+    assert list(losses) == ["float32", "bfloat16", "float16", "captured", "2 devices"]
+    first, last = losses["float32"]
+    for start, end in losses.values():
+        assert start == pytest.approx(first, rel=0.01)
+        assert end == pytest.approx(last, rel=0.1)
+        assert end < start
+    assert losses["captured"] == pytest.approx(losses["bfloat16"], rel=1e-3)
+    assert int(re.search(r"(\d+) replays", printed)[1]) > 0
+
+
+def test_every_step_of_the_tutorial_has_a_figure():
+    figures = tutorial_figures.PAGE.read_text().partition("<!-- figures")[2]
+    assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(tutorial_figures.STEPS)
+
+
+def test_the_home_page_quotes_the_benchmarks():
+    rows = re.findall(r"^\| (?:GPT-2|BERT|ResNet-50).*\|$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(rows) == 3
+    for row in rows:
+        name, *figures = [cell.strip() for cell in row.strip("|").split("|")]
+        (theirs,) = re.findall(rf"^\| {name}, [^|]*\| (0\.[^|]*)\|(.*)\|$", measured, re.MULTILINE)
+        flax, _, torch_xla, _, native = [cell.strip() for cell in theirs[1].split("|")]
+        assert figures == [theirs[0].split()[0], flax, torch_xla, native]
+
+
+def test_the_environment_page_is_current():
+    assert environment_page.PAGE.read_text() == environment_page.page()
+
+
+def test_the_environment_page_has_every_variable_that_the_package_names():
+    listed = {name for names, _ in environment_page.rows() for name in names}
+    sources = [(ROOT / path).read_text() for path in source_tree.modules().values()]
+    named = {name for text in sources for name in re.findall(r"\bXLA_AMP_[A-Z_]*[A-Z]\b", text)}
+    assert len(listed) > 20
+    assert named - listed == set()
+
+
+def _text(node: ast.expr) -> str | None:
+    """A string of the source, with a zero for each part that is computed."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    return None
+
+
+def _strings(node: ast.AST) -> Iterator[str]:
+    """The strings inside a node, each as a whole."""
+    if isinstance(node, ast.expr) and (text := _text(node)) is not None:
+        yield text
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child)
+
+
+def _texts() -> dict[str, set[str]]:
+    """Every string of the package -> names of the functions or classes that are called with it."""
+    found: dict[str, set[str]] = {}
+    for path in source_tree.modules().values():
+        tree = ast.parse((ROOT / path).read_text())
+        found |= {text: found.get(text, set()) for text in _strings(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                for text in (text for argument in node.args for text in _strings(argument)):
+                    found.setdefault(text, set()).add(ast.unparse(node.func).rpartition(".")[2])
+    return found
+
+
+TEXTS = _texts()
+
+
+def _matches(message: str) -> list[str]:
+    pieces = [piece for piece in message.split("...") if piece.strip(". ")]
+    pattern = re.compile(".*".join(re.escape(piece) for piece in pieces), re.DOTALL)
+    return [text for text in TEXTS if pattern.search(text)]
+
+
+MESSAGES = [(message, note) for message, note in ROW.findall(TROUBLES) if " " in message]
+
+
+@pytest.mark.parametrize(("message", "note"), MESSAGES, ids=[message[:40] for message, _ in MESSAGES])
+def test_a_message_of_the_page_is_in_the_source(message: str, note: str):
+    texts = _matches(message)
+    assert texts, message
+    raised = {name for text in texts for name in TEXTS[text] if name.endswith("Error")}
+    named = set(re.findall(r"\w+Error", note))
+    assert not raised or raised & named, f"raised as {raised}"
+
+
+def test_every_warning_and_every_error_class_is_on_the_page():
+    warned = [
+        text
+        for text, callers in TEXTS.items()
+        if callers & {"warn", "warn_explicit"} and " " in text and text[0] != "<"
+    ]
+    covered = {text for message, _ in MESSAGES for text in _matches(message)}
+    assert len(warned) > 5
+    assert [text for text in warned if text not in covered and "{text}" not in text] == []
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)} - {"XlaAmpError"}
+    assert {name for name in classes if f"`{name}`" not in TROUBLES} == set()
+
+
+GIVEN = """
+import torch
+import xla_amp
+
+device = xla_amp.xla_device()
+model, loss_fn, x = torch.nn.Linear(8, 4).to(device), torch.nn.functional.cross_entropy, torch.randn(2, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = [(x, torch.tensor([1, 3]))]
+__name__ = "docs"  # only defines what processes would run
+"""
+
+
+def test_what_the_migration_page_says_to_write_runs():
+    page = (ROOT / "docs" / "migration.md").read_text()
+    after = re.findall(r'^```python title="after"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
+    assert len(after) == page.count('title="before"') == page.count("\n## ") == 8
+    lines = _run(GIVEN + "\n".join(after) + "print(y.dtype, weights.dtype, loss.item() > 0)").splitlines()
+    assert lines[-1] == "torch.bfloat16 float32 True"
+    assert {"float32", "jax:0"} <= set(lines)
