@@ -94,7 +94,9 @@ def _source_page(path: str) -> str:
         return _relinked(found.read_text(), path)
     if path.endswith(".ipynb"):
         cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(found.read_text())["cells"]]
-        return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
+        return "\n\n".join(
+            f"```python\n{text}\n```" if kind == "code" else _relinked(text, path) for kind, text in cells
+        )
     files = sorted(file for file in found.iterdir() if file.is_file()) if found.is_dir() else [found]
     parts = [f"# {path}\n"]
     for file in files:

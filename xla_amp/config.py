@@ -271,8 +271,8 @@ def process() -> Process | None:
     """Settings in ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
 
     None for a single process.  The coordinator listens on the port after ``MASTER_PORT``, which torchrun's store uses;
-    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds that processes wait for each
-    other (default 300).
+    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds that processes wait
+    for each other (default 300).
 
     Raises:
         PolicyError: the variables are inconsistent.
