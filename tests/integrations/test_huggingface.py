@@ -78,6 +78,11 @@ X = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long() + (X[:, 0] > 1).long()
 
 
+def per_step(counts: tuple[int, ...], steps: int) -> dict[str, object]:
+    """Cells of docs/frameworks.md."""
+    return {"executables a step": f"{counts[0] / steps:g}", "waits a step": f"{counts[1] / steps:g}"}
+
+
 class Training:
     """A loop as Accelerate's examples have it."""
 
@@ -118,7 +123,9 @@ class Training:
     ("precision", "accumulated", "tolerance"),
     [("no", 1, 1e-5), ("bf16", 1, 3e-2), ("fp16", 1, 5e-3), ("fp16", 2, 5e-3)],
 )
-def test_a_loop_of_accelerate_trains_as_on_the_cpu(precision: Any, accumulated: int, tolerance: float) -> None:
+def test_a_loop_of_accelerate_trains_as_on_the_cpu(
+    precision: Any, accumulated: int, tolerance: float, record: Any
+) -> None:
     expected = Training(cpu=True, gradient_accumulation_steps=accumulated).epochs(3)
     run = Training(mixed_precision=precision, gradient_accumulation_steps=accumulated)
     found = run.epochs(3)
@@ -128,6 +135,7 @@ def test_a_loop_of_accelerate_trains_as_on_the_cpu(precision: Any, accumulated: 
     if precision != "no":
         assert (found - expected).abs().max() > 0
     assert isinstance(run.accelerator.scaler, xla_amp.GradScaler) == (precision == "fp16")
+    record("Accelerate", precision, per_step(run.counts[-1], 8 // accumulated))
 
 
 def test_options_of_the_scaler_and_of_autocast_act() -> None:
@@ -142,7 +150,7 @@ def test_options_of_the_scaler_and_of_autocast_act() -> None:
             assert (x @ x).dtype is torch.float32
 
 
-def test_saved_state_resumes_bitwise(tmp_path: Path) -> None:
+def test_saved_state_resumes_bitwise(tmp_path: Path, record: Any) -> None:
     whole = Training(dropout=0.5, mixed_precision="fp16")
     whole.epochs(1)
     whole.accelerator.scaler.update(128.0)
@@ -153,6 +161,7 @@ def test_saved_state_resumes_bitwise(tmp_path: Path) -> None:
     resumed.accelerator.load_state(tmp_path)
     assert resumed.accelerator.scaler.get_scale() == 128
     assert torch.equal(resumed.epochs(1), expected)
+    record("Accelerate", "fp16", {"save and resume": "bitwise"})
 
 
 def test_metrics_are_gathered_and_models_unwrapped() -> None:
@@ -297,7 +306,7 @@ def test_the_trainer_trains_as_on_the_cpu(
     ids=["bf16", "fp16-accumulated"],
 )
 def test_a_step_of_the_trainer_is_one_executable_without_syncs(
-    options: dict[str, Any], executions: int, tmp_path: Path
+    options: dict[str, Any], executions: int, tmp_path: Path, record: Any
 ) -> None:
     counts = Counts()
     made = trainer(net(0.1), tmp_path, logging_steps=100, callbacks=[counts], **options)
@@ -306,6 +315,8 @@ def test_a_step_of_the_trainer_is_one_executable_without_syncs(
     assert [found[:2] for found in counts.found] == [(executions, 0)] * 3
     assert counts.found[0][2] <= 2
     assert [found[2] for found in counts.found[1:]] == [0, 0]
+    steps = 8 // options.get("gradient_accumulation_steps", 1)
+    record("Trainer", "bf16" if "bf16" in options else "fp16", per_step(counts.found[-1], steps))
 
 
 def test_without_its_patch_the_filter_waits_in_each_step(tmp_path: Path) -> None:
@@ -349,7 +360,7 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path, record: Any) -> None:
     options = {precision: True, "save_strategy": "steps", "save_steps": 11}
     whole = trainer(net(0.5), tmp_path, **options)
     whole.train()
@@ -360,6 +371,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: 
     assert all(map(torch.equal, *([p.cpu() for p in made.model.parameters()] for made in (whole, resumed))))
     state = torch.load(tmp_path / "checkpoint-11" / "optimizer.pt", map_location="cpu", weights_only=True)
     assert state["state"][0]["exp_avg"].device.type == "cpu"
+    record("Trainer", precision, {"save and resume": "bitwise"})
 
 
 def test_an_evaluation_gives_the_metrics_of_the_cpu_and_compiles_once(on_cpu: Any, tmp_path: Path) -> None:

@@ -84,6 +84,11 @@ def test_losses_are_those_of_lightning_on_the_cpu(precision: str, dtype: torch.d
         assert (losses(model) - losses(expected)).abs().max() > 0
 
 
+def per_step(counts: tuple[int, int, int], steps: int) -> dict[str, object]:
+    """Cells of docs/frameworks.md."""
+    return {"executables a step": f"{counts[0] / steps:g}", "waits a step": f"{counts[1] / steps:g}"}
+
+
 class Counts(lightning.Callback):
     """Executions and host syncs of each epoch's training steps, without the first two epochs."""
 
@@ -111,11 +116,13 @@ class Counts(lightning.Callback):
     ],
     ids=["bf16", "fp16-clip", "fp32", "fp16-accumulate"],
 )
-def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executions: int) -> None:
+def test_a_step_is_one_executable_without_syncs(options: dict[str, Any], executions: int, record: Any) -> None:
     counts = Counts()
     trainer(max_epochs=4, callbacks=[counts], enable_checkpointing=False, **options).fit(net(0.1), loader(), loader(3))
     assert [found[:2] for found in counts.found] == [(executions, 0)] * 2
     assert counts.found[-1][2] == 0
+    steps = 8 // options.get("accumulate_grad_batches", 1)
+    record("Lightning", options["precision"], per_step(counts.found[-1], steps))
 
 
 def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
@@ -127,7 +134,7 @@ def test_a_progress_bar_reads_only_when_it_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true"])
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path, record: Any) -> None:
     whole = net()
     trainer(precision=precision, max_epochs=4).fit(whole, loader())
     first = net()
@@ -139,6 +146,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: 
     assert torch.equal(torch.cat([losses(first), losses(second)]), losses(whole))
     for name, value in whole.state_dict().items():
         assert torch.equal(value.cpu(), second.state_dict()[name].cpu()), name
+    record("Lightning", precision, {"save and resume": "bitwise"})
 
 
 def test_a_checkpoint_holds_cpu_tensors_and_loads_on_the_cpu(tmp_path: Path) -> None:
