@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
-Cast: TypeAlias = Literal["low", "fp32", "fp32_out", "fp32_append", "promote", "keep", "ban"]
+Cast: TypeAlias = Literal[
+    "low", "fp32", "fp32_inside", "low_fp32_out", "fp32_out", "fp32_append", "promote", "keep", "ban"
+]
 """What happens to an operation's eligible operands (floating, not float64, on the region's device):
 
 ``low``          cast to the region's low dtype
 ``fp32``         cast to float32
+``fp32_inside``  computed in float32; the result has the dtype of the first operand
+``low_fp32_out`` operands are cast to the low dtype, products are summed in float32, and the result is float32
 ``fp32_out``     operands stay; the optional ``dtype`` argument becomes float32 unless the caller gave one
                  (torch: ``fp32_set_opt_dtype``)
 ``fp32_append``  operands stay; the call is redirected to the overload that takes ``dtype``, with float32

@@ -96,7 +96,7 @@ def test_a_class_reaches_its_operations():
         ({"module": 3, "cast": "low"}, "module=3.*expected a string, got int"),
         ({"module": "", "cast": "low"}, "names no module"),
         ({"module": "a", "cast": "lower"}, "did you mean 'low'"),
-        ({"module": "a", "cast": "fp32_out"}, "end the pattern in one that has"),
+        ({"module": "a", "cast": "fp32_out"}, "end the pattern in one that can"),
         ({"hlo_class": "reductions", "cast": "low"}, "did you mean 'class:reduction'"),
     ],
 )

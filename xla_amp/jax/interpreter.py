@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from xla_amp import events
@@ -25,7 +26,7 @@ from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, resi
 from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import asked_precision, request
 from xla_amp.jax.value_info import ValueTable
-from xla_amp.policy import Decision, effects
+from xla_amp.policy import Decision, effects, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -95,7 +96,7 @@ class Interpreter:
         found = composites.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
-            if self._composite_decision(jaxpr.eqns[run.start], run.operation).from_user:
+            if composites.decides(self._composite_decision(jaxpr.eqns[run.start], run.operation)):
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
         places = islands.candidates(jaxpr, self.settings.current_policy()) if self.saves else None
@@ -212,21 +213,35 @@ class Interpreter:
         reads, leaving = composites.outside(jaxpr, run)
         given = [environment[var] for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
+        if decision.cast == "fp32_inside":
+            main = max(range(len(given)), key=lambda i: (dtypes[i] is not None, np.size(given[i])), default=0)
+            dtypes = (*dtypes[main : main + 1], *dtypes)
         used, result = cast_dtypes(decision.cast, dtypes, self.settings.low, F32, mixed=False)
+        used = used[len(used) - len(given) :]
         target = result or next((dtype for dtype in used if dtype is not None), F32)
-        cast = [value if to is None else self.table.cast(value, to) for value, to in zip(given, used, strict=True)]
-        inside = dict(zip(reads, cast, strict=True))
-        for eqn in jaxpr.eqns[run.start : run.stop]:
-            values = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
-            with compat.equation_context(eqn):
-                outs = compat.bind(eqn.primitive, self.cast_to_avals(values, _avals(eqn)), eqn.params)
-            inside.update(zip(eqn.outvars, outs, strict=True))
-        for var in leaving:
-            rounds = dtype_of(inside[var]) == F32 and var not in gradients
-            environment[var] = self.table.cast(inside[var], target) if rounds else inside[var]
+        largest = max(map(np.size, given), default=0)
+        # Statistics (mean, variance, running averages) stay float32, as in torch's kernels.
+        statistics = op_catalog.operation_class(run.operation) == "normalization"
+
+        def parts(*values: Any) -> list[Any]:
+            cast = (value if to is None else self.table.cast(value, to) for value, to in zip(values, used, strict=True))
+            inside = dict(zip(reads, cast, strict=True))
+            for eqn in jaxpr.eqns[run.start : run.stop]:
+                operands = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
+                with compat.equation_context(eqn):
+                    outs = compat.bind(eqn.primitive, self.cast_to_avals(operands, _avals(eqn)), eqn.params)
+                inside.update(zip(eqn.outvars, outs, strict=True))
+            for var in leaving:
+                small = statistics and np.size(inside[var]) < largest
+                if dtype_of(inside[var]) == F32 and var not in gradients and not small:
+                    inside[var] = self.table.cast(inside[var], target)
+            return [inside[var] for var in leaving]
+
+        outs = _recomputed(parts, given) if decision.cast == "fp32_inside" else parts(*given)
+        environment.update(zip(leaving, outs, strict=True))
         if events.sinks:
-            outs = [
-                environment[var] for eqn in jaxpr.eqns[run.start : run.stop] for var in eqn.outvars if var in leaving
+            cast = [
+                value if to is None else jax.ShapeDtypeStruct((), to) for value, to in zip(given, used, strict=True)
             ]
             emit_decision(policy, run.operation, decision, given, cast, outs, where(self.outer, first))
 
@@ -272,11 +287,14 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast == "low" and not kept:
-            used, outs = self._contract(primitive, operands, params, avals or operands, any(f32_outputs))
+        if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
+            wide = decision.cast == "low_fp32_out" or any(f32_outputs)
+            used, outs = self._contract(primitive, operands, params, avals or operands, wide)
         elif kind == "contraction":
             used, params = self._written(decision, operands, params, avals, weak, kept)
             outs = compat.bind(primitive, used, params)
+        elif decision.cast == "fp32_inside" and kind not in ("conversion", "fixed_dtype", "kernel"):
+            used, outs = self._inside(primitive, decision, operands, params, weak)
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
             outs = compat.bind(primitive, used, params)
@@ -350,6 +368,24 @@ class Interpreter:
             axes = result_axes(primitive, params, *used)
             self.table.mark_features(result, tuple(a for a, m in zip(axes, masters, strict=True) if m is not None))
         return values, [result]
+
+    def _inside(
+        self, primitive: Any, decision: Decision, operands: list[Any], params: dict[str, Any], weak: Sequence[bool]
+    ) -> tuple[list[Any], list[Any]]:
+        """A primitive in float32, with a result in the dtype of its first operand that is no number."""
+        exact = decision.from_user
+        dtypes = [dtype_of(value) if is_castable(dtype_of(value)) else None for value in operands]
+        numbers = [self.table.adopts_dtype(v, each, exact=exact) for v, each in zip(operands, weak, strict=True)]
+        carried = [dtype for dtype, number in zip(dtypes, numbers, strict=True) if dtype is not None and not number]
+        of = tuple(carried or filter(None, dtypes))
+        _, result = cast_dtypes("fp32_inside", of, self.settings.low, F32)
+        used = [v if d is None else jax.ShapeDtypeStruct((), F32) for v, d in zip(operands, dtypes, strict=True)]
+
+        def compute(*values: Any) -> list[Any]:
+            outs = compat.bind(primitive, [self.table.cast(value, F32) for value in values], params)
+            return [out if result is None else self.table.cast(out, result) for out in outs]
+
+        return used, compute(*operands) if result in (None, F32) else _recomputed(compute, operands)
 
     def _cast(
         self,
@@ -432,6 +468,18 @@ class HigherOrderCall:
 
 HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Any]]
 HigherOrderRules: TypeAlias = Mapping[str | None, HigherOrderRule]
+
+
+def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """``function(*operands)``, of which a backward pass stores only the operands, in their low dtype."""
+    arrays = [index for index, value in enumerate(operands) if isinstance(value, jax.Array)]
+
+    def with_arrays(*values: Any) -> list[Any]:
+        given = dict(zip(arrays, values, strict=True))
+        return function(*(given.get(index, value) for index, value in enumerate(operands)))
+
+    outs: list[Any] = jax.checkpoint(with_arrays)(*(operands[index] for index in arrays))
+    return outs
 
 
 def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -> dict[str, Any]:

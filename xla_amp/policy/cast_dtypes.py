@@ -3,6 +3,7 @@
 Every front asks `cast_dtypes`, so one rule means the same on all of them.  The reference is torch's dispatcher
 (``ATen/autocast_mode.h``): ``cached_cast`` for ``low`` and ``fp32``, ``set_opt_dtype``, ``append_dtype`` and
 ``promote_type``.  torch raises for a ``promote`` of bfloat16 with float16; here the result is float32.
+``fp32_inside`` is what torch's kernels compute from low operands.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ def cast_dtypes(
     """
     if cast == "ban":
         raise PolicyError("a banned operation has no dtypes")
+    if cast == "fp32_inside":
+        return CastDtypes(_all(operands, float32), operands[0] if operands else None)
+    if cast == "low_fp32_out":
+        return CastDtypes(_all(operands, low), float32)
     if cast in ("fp32_out", "fp32_append"):
         if operands and operands[0] is not None:  # torch looks at the first operand only
             if asks_result:
@@ -69,4 +74,8 @@ def cast_dtypes(
         target = float32  # of two dtypes one is float32, or they are bfloat16 and float16, which only float32 holds
     if target is None:
         return CastDtypes(operands, None)
-    return CastDtypes(tuple(None if dtype is None else target for dtype in operands), None)
+    return CastDtypes(_all(operands, target), None)
+
+
+def _all(operands: tuple[D | None, ...], target: D) -> tuple[D | None, ...]:
+    return tuple(None if dtype is None else target for dtype in operands)

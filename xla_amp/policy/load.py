@@ -37,6 +37,9 @@ _CAST_SPELLINGS: Final = {
     "f32": "fp32",
     "fp32_set_opt_dtype": "fp32_out",
     "fp32_append_dtype": "fp32_append",
+    "fp32_accumulate": "low_fp32_out",
+    "fp32_internal": "fp32_inside",
+    "float32_inside": "fp32_inside",
     "widest": "promote",
     "none": "keep",
     "banned": "ban",
@@ -231,7 +234,7 @@ def _rule(where: str, row: dict[str, Any], file: str, layer: Layer) -> Rule:
         if not isinstance(row.get(key, ""), str):
             _fail(where, f"{key} must be a string, got {row[key]!r}")
     if layer == "builtin":
-        _check_builtin(where, operations)
+        _check_builtin(where, operations, row["cast"])
     return rule(
         where,
         operations,
@@ -264,13 +267,15 @@ def rule(where: str, operations: Iterable[str], cast: Any, *, why: str, source: 
     )
 
 
-def _check_builtin(where: str, operations: list[str]) -> None:
+def _check_builtin(where: str, operations: list[str], cast: Any) -> None:
     if operations != sorted(operations):
         first = next(name for name, right in zip(operations, sorted(operations), strict=True) if name != right)
         _fail(where, f"operations are not sorted from {first!r} on")
     for name in operations:
         if name not in op_catalog.catalogue().classes:
             _fail(where, op_catalog.unknown(name))
+    if problem := op_catalog.unfit(operations, cast):
+        _fail(where, problem)
 
 
 def check(layer: RuleLayer) -> RuleLayer:
@@ -287,6 +292,8 @@ def check(layer: RuleLayer) -> RuleLayer:
                         _fail(rule.origin, problem)
                 elif not op_catalog.matching(pattern):
                     _fail(rule.origin, op_catalog.unknown(pattern))
+                elif problem := op_catalog.unfit(op_catalog.named(pattern), rule.cast):
+                    _fail(rule.origin, problem)
         for operation in layer.reach():
             layer.find(operation)
     return layer

@@ -125,9 +125,18 @@ def problem(pattern: str, cast: Cast) -> str | None:
     """What is wrong with a rule for modules, or None."""
     if not pattern.removeprefix(PREFIX).strip(" ."):
         return f'{pattern!r} names no module; write its path, e.g. "module:*.attention" or "module:*.attention.softmax"'
-    if cast in ("fp32_out", "fp32_append") and not parse(pattern).operations:
+    if cast in _SOME_OPERATIONS and not parse(pattern).operations:
         return (
-            f"cast {cast!r} for {pattern!r}: most operations of a module have no `dtype` argument; end the pattern in "
-            f'one that has, e.g. "{pattern}.softmax", or give it "fp32"'
+            f"cast {cast!r} for {pattern!r}: most operations of a module cannot follow it; end the pattern in one that "
+            f'can, e.g. "{pattern}.{_SOME_OPERATIONS[cast]}", or give it "fp32"'
         )
-    return None
+    return op_catalog.unfit(parse(pattern).operations, cast) or None
+
+
+_SOME_OPERATIONS: Final[dict[Cast, str]] = {
+    "fp32_out": "softmax",
+    "fp32_append": "norm",
+    "fp32_inside": "softmax",
+    "low_fp32_out": "linear",
+}
+"""Casts that not every operation can follow -> one that can."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.types import OPERATION_CLASSES, OperationClass
+from xla_amp.types import OPERATION_CLASSES, Cast, OperationClass
 
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 
@@ -44,6 +44,9 @@ class Catalogue(NamedTuple):
     reaches it there, too."""
     composites: Mapping[str, tuple[str, str]]
     """Function of JAX or of a library of layers -> ATen operation, and the file that it is in; empty for any."""
+    fp32_inside: frozenset[str]
+    """ATen names that the cast ``fp32_inside`` can be for."""
+    fp32_inside_why: str
     spellings: Mapping[str, tuple[str, ...]]
     """Name in Python or in documentation -> ATen names."""
     no_rule: frozenset[str]
@@ -82,6 +85,8 @@ def catalogue() -> Catalogue:
         stablehlo=MappingProxyType(stablehlo),
         same=MappingProxyType({operation: tuple(names) for operation, names in data["same"].items()}),
         composites=MappingProxyType(_functions(data["composites"])),
+        fp32_inside=frozenset(data["fp32_inside"]["operations"]),
+        fp32_inside_why=data["fp32_inside"]["why"],
         spellings=MappingProxyType({spelling: tuple(names) for spelling, names in data["spellings"].items()}),
         no_rule=frozenset(data["no_rule"]["operations"]),
         no_rule_why=data["no_rule"]["why"],
@@ -182,6 +187,22 @@ def _meant(name: str) -> list[str]:
         narrowed = [other for other in table if other == bare or other.startswith(f"{bare}.")]
         found += (each for other in narrowed for each in meanings(vocabulary, other))
     return list(dict.fromkeys(found))
+
+
+def unfit(operations: Iterable[str], cast: Cast) -> str:
+    """Why `operations`, exact names that one pattern reaches, cannot have the cast; empty if they can."""
+    if cast == "fp32_inside":
+        wrong = sorted(set(operations) - catalogue().fp32_inside)
+        why = catalogue().fp32_inside_why
+    elif cast == "low_fp32_out":
+        wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
+        why = "it is for matrix products and convolutions, which sum products of low operands in float32"
+    else:
+        return ""
+    if not wrong:
+        return ""
+    listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+    return f"cast {cast!r} for {listed}: {why}. Give it 'fp32' or 'low'"
 
 
 def packet(operation: str) -> str:
@@ -288,6 +309,11 @@ def matching(pattern: str) -> tuple[str, ...]:
         found = _matching(pattern)
     also = () if is_glob(pattern) else native(pattern)
     return tuple(sorted({*found, *also})) if also else found
+
+
+def named(pattern: str) -> tuple[str, ...]:
+    """Operations that `pattern` reaches as an ATen name; for a name of jaxpr or StableHLO the one that it is."""
+    return _matching(pattern) or native(pattern)[:1]
 
 
 def catalogued(name: str) -> tuple[str, ...]:

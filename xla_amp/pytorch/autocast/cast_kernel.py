@@ -107,6 +107,8 @@ def make(
                 return target(*arguments, **keywords)
             before = decision_events.dtypes(operands.all(args, kwargs))
             used = decision_events.dtypes(operands.all(arguments, keywords))
+            if decision.cast == "fp32_inside":  # in the kernel
+                used = decision_events.after(decision.cast, operands.all(args, kwargs), device_type)
             result = target(*arguments, **keywords)
             decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
             return result

@@ -13,6 +13,7 @@ that is not cached cannot be stale after an in-place update.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 
 from xla_amp.errors import PolicyError
+from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import CastDtypes, cast_dtypes
 from xla_amp.types import Cast
 
@@ -101,6 +103,13 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
         return _fp32_append(operands, device_type)
     if cast == "fp32_out":
         return _fp32_out(operands, device_type)
+    if cast == "fp32_inside":
+        return _fp32_inside(operands, device_type)
+    if cast == "low_fp32_out":
+        raise PolicyError(
+            f"cast 'low_fp32_out' for {operands.name}: torch has no differentiable product of low operands with a "
+            "float32 result; JAX and StableHLO follow this rule. Give it 'low' or 'fp32'"
+        )
     if cast == "promote":
         return _promote(operands, device_type)
     if cast == "keep":
@@ -217,6 +226,70 @@ def _fp32_append(operands: Operands, device_type: str) -> Prepare:
         return sibling, [*arguments, *defaults[len(arguments) :]], {**keywords, "dtype": wide}
 
     return prepare
+
+
+_MIXED = frozenset({"cpu", "jax"})
+"""Device types whose kernels compute in float32 for low operands, and read float32 parameters beside them."""
+_UNIFORM = frozenset({"cuda", "xpu"})
+"""The same, but their norms want parameters in the dtype of the input."""
+
+
+_COMPOSED = frozenset({"logsumexp", "rms_norm", "special_logsumexp"})
+"""Operations that torch composes of others: the gradient of a logsumexp would use its rounded result."""
+
+
+def _fp32_inside(operands: Operands, device_type: str) -> Prepare:
+    """The kernel's own float32 where it has that; elsewhere the operands are cast, and the result is cast back.
+
+    Tensors that autograd saves have the input's dtype, but for statistics and parameters.
+    """
+    if problem := op_catalog.unfit([operands.name], "fp32_inside"):
+        raise PolicyError(problem)
+    call = _entry(operands.operator)
+    cast = _caster(operands, device_type)
+    own_kernel = device_type in _MIXED | _UNIFORM and operands.name not in _COMPOSED
+    parameters = len(operands.tensors) > 1
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        index = operands.tensors[0] if _eligible(arguments[operands.tensors[0]], device_type) else -1
+        if index < 0:
+            return call, arguments, keywords
+        given = arguments[index].dtype
+        if given is torch.float32:
+            return call, *cast(arguments, keywords, given)
+        if not own_kernel:
+            arguments, keywords = cast(arguments, keywords, torch.float32)
+        elif parameters and device_type in _UNIFORM:
+            arguments, keywords = cast(arguments, keywords, given)
+        return functools.partial(_cast_back, call, given, not own_kernel), arguments, keywords
+
+    return prepare
+
+
+def _cast_back(call: Callable[..., Any], dtype: torch.dtype, saves_float32: bool, *args: Any, **kwargs: Any) -> Any:
+    """``call(...)`` with its first result in `dtype`, and large float32 tensors saved for the backward pass, too."""
+    size = max(value.numel() for value in args if isinstance(value, torch.Tensor))
+
+    def pack(saved: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        narrowed = saved.dtype is torch.float32 and saved.numel() >= size
+        return (saved.to(dtype) if narrowed else saved), narrowed
+
+    def unpack(packed: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        saved, narrowed = packed
+        return saved.to(torch.float32) if narrowed else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if saves_float32 and _may_hook() else _NO_HOOKS:
+        result = call(*args, **kwargs)
+    return (result[0].to(dtype), *result[1:]) if isinstance(result, tuple) else result.to(dtype)
+
+
+_NO_HOOKS = contextlib.nullcontext()
+
+
+def _may_hook() -> bool:
+    # The hooks of torch.utils.checkpoint stay in force, and torch.func allows none.
+    autograd: Any = torch._C._autograd
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _eligible(value: Any, device_type: str) -> bool:

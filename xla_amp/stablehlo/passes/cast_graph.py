@@ -26,8 +26,8 @@ class Node:
     """An operation, or a join: a value that a loop, branch, call or function passes on (loop carry, branch result)."""
 
     __slots__ = (
-        "boundary", "colour", "function", "in_opaque", "index", "inputs", "keep_reason", "low", "narrows", "op_class",
-        "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
+        "boundary", "colour", "function", "in_opaque", "index", "inputs", "inside", "keep_reason", "low", "narrows",
+        "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
     )  # fmt: skip
 
     def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
@@ -44,6 +44,8 @@ class Node:
         """Why it must stay float32; empty if it may be low."""
         self.boundary = False
         """Whether it is an argument or a result of the program."""
+        self.inside = index is None and op_class is not None and op_class.inside
+        """Whether it computes in float32 and rounds its first result if its first operand is low."""
         self.opaque = False
         """Whether its types are fixed by code outside of the module."""
         self.in_opaque = False
@@ -219,7 +221,7 @@ class CastGraph:
             self.exact.add(node.outputs[0])
 
     def _body(self, operation: Any, op_class: OpClass) -> None:
-        if op_class.colour == "deny" or not self._retypable(operation):
+        if not op_class.inside and (op_class.colour == "deny" or not self._retypable(operation)):
             self._opaque(operation, op_class)
         else:
             self._op(operation, op_class)

@@ -23,7 +23,8 @@ from xla_amp.types import Cast
 
 Colour: TypeAlias = Literal["allow", "widest", "infer", "clear", "deny"]
 """``allow``  runs in the low dtype
-``widest`` runs in the widest dtype of its operands, numbers excluded: a rule of the user says promote or keep
+``widest`` runs in the widest dtype of its operands, numbers excluded: a rule of the user says promote or keep; or its
+           first operand gives the dtype of its result (`OpClass.inside`)
 ``infer``  follows its neighbours
 ``clear``  does not round, so either dtype gives the same values
 ``deny``   stays float32"""
@@ -63,6 +64,16 @@ class OpClass(NamedTuple):
     """The user's rules that reach it."""
     fixed: bool
     """Whether its row lets no rule make it low."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether it computes in float32, and its first result has the dtype of its first operand."""
+        return self.decision is not None and self.decision.cast == "fp32_inside"
+
+    @property
+    def wide_result(self) -> bool:
+        """Whether it gives the float32 sums of its low operands."""
+        return self.decision is not None and self.decision.cast == "low_fp32_out" and not self.fixed
 
 
 class Table(NamedTuple):
@@ -151,12 +162,13 @@ class Classifier:
         why = row.why
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
-        if row.colour != "fixed" and decision is not None and decision.rule is not None:
+        fixed = row.colour == "fixed" and cast != "fp32_inside"
+        if not fixed and decision is not None and decision.rule is not None:
             colour = _colour(decision, colour)
             if colour != row.colour:
                 why = decision.why
         shown = name if name in table().rows or _base(name) not in _PRODUCTS else _base(name)
-        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, row.colour == "fixed")
+        return OpClass(shown, colour, row.structure, row.upstream, why, decision, reached, fixed)
 
 
 _PRODUCTS: Final = ("dot_general",)
@@ -165,6 +177,8 @@ _PRODUCTS: Final = ("dot_general",)
 
 def _colour(decision: Decision, default: Colour) -> Colour:
     """The colour of an operation by its rule; `default` where the rule leaves it the dtype of its operands."""
+    if decision.cast == "fp32_inside":
+        return "widest"
     found: set[str] = set()
     for given in _OPERANDS:
         used = cast_dtypes(decision.cast, given, "low", "float32", mixed=False, asks_result=False).operands

@@ -69,11 +69,15 @@ class Propagation:
         self.numbers: set[int] = set()
         """Slots of `constant` whose elements are all equal."""
         self.wide: set[int] = set()
-        """Results that low contractions give in float32."""
+        """Results that low contractions give in float32, and statistics of norms."""
         for node in self.nodes:
             node.low, node.keep_reason = False, keep(node)
             if node.keep_reason:
                 node.why = node.keep_reason
+            if node.inside:
+                self.wide.update(node.outputs[1:])
+            elif node.op_class is not None and node.op_class.wide_result:
+                self.wide.update(node.outputs)
         self._run()
 
     def _run(self) -> None:
@@ -237,10 +241,13 @@ class Propagation:
 
     def _all_operands_low(self, number: int, chosen: set[int], exact: bool) -> bool:
         node = self.nodes[number]
-        return all(self._reads_low(slot, node, chosen, exact or not node.outputs) for slot in node.inputs)
+        read = node.inputs[:1] if node.inside else node.inputs
+        return all(self._reads_low(slot, node, chosen, exact or not node.outputs) for slot in read)
 
     def _reads_low(self, slot: int, node: Node, chosen: set[int], exact: bool) -> bool:
         source = self.producer[slot]
+        if slot in self.wide:
+            return False
         if source in chosen or self.is_low(slot) or slot in self.graph.exact:
             return True
         if slot in self.constant:

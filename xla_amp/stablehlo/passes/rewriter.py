@@ -78,9 +78,12 @@ class Rewriter:
         reused = {id(node) for node in self.graph.nodes if node.narrows and self._reuse(node)}
         for node in self.graph.nodes:
             for operand in () if id(node) in reused else node.operands:
-                have = self.propagation.is_low(operand.slot)
-                if have != node.low:
-                    operand.operation.operands[operand.position] = self._as(operand.value, operand.slot, low=node.low)
+                have, wanted = self.propagation.is_low(operand.slot), node.low and not node.inside
+                if have != wanted:
+                    operand.operation.operands[operand.position] = self._as(operand.value, operand.slot, low=wanted)
+        for node in self.graph.nodes:
+            if node.low and node.inside:
+                self._round_result(node)
         for node in self.graph.nodes:
             if node.narrows and id(node) not in reused:
                 operation = node.operation
@@ -105,7 +108,17 @@ class Rewriter:
             found = self._types[key] = ir.with_element(value_type, self.low if low else self.wide)
         return found
 
+    def _round_result(self, node: Node) -> None:
+        """Casts the first result of a node that computes in float32; its users read it low."""
+        wide = node.writes[0]
+        with ir.mlir().InsertionPoint.after(node.operation), node.operation.location:
+            rounded = ir.dialect().convert(self.type(wide.type, low=True), wide)
+        wide.replace_all_uses_except(rounded, rounded.owner.operation)
+        self.casts[f"f32->{self.low}"] += 1
+
     def _retype(self, node: Node) -> None:
+        if node.inside:
+            return
         slots = node.outputs if node.index is None else node.outputs * len(node.writes)
         for slot, value in zip(slots, node.writes, strict=True):
             if slot not in self.propagation.wide:

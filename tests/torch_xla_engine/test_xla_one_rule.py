@@ -1,0 +1,50 @@
+"""One rule, one meaning: the programs of `tests/policy/test_one_rule_one_meaning.py` on torch_xla's device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.rule_programs import CASTS, PRODUCTS, expected, following, refused_by_torch, seen
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.errors import PolicyError
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_cast(cast):
+    y = torch.full((4, 4), 0.5).to("xla")
+    low = y.bfloat16()
+    programs = following(cast)
+    rules = policy.override({program.rule: cast for program in programs})
+    with rules, xla_amp.autocast("xla", policy="tpu"), xla_amp.explain() as report:
+        for program in programs:
+            name = program.rule.partition(".")[0]
+            operands = (low, y)[: program.operands]
+            if cast == "ban":
+                with pytest.raises(RuntimeError, match=name):
+                    program.torch(*operands)
+            elif error := refused_by_torch(program, cast):
+                with pytest.raises(PolicyError, match=error):
+                    program.torch(*operands)
+            else:
+                report.records.clear()
+                program.torch(*operands)
+                (record,) = [each for each in report.records if each.layer == "override"]
+                assert record.cast == cast
+                used, result = expected(program, cast, asks_result=True)
+                assert seen(record)[0] == used, name
+                # torch_xla gives a product of two dtypes the first one, where torch's kernels refuse it.
+                assert seen(record)[1] == result or (cast == "keep" and name in PRODUCTS), name
+
+
+def test_norms_in_float32_inside_save_low_tensors():
+    x = torch.linspace(-2, 3, 64).reshape(8, 8).to("xla").bfloat16().requires_grad_()
+    weight = torch.linspace(0.5, 1.5, 8).to("xla").requires_grad_()
+    with policy.override({"layer_norm": "fp32_inside"}), xla_amp.autocast("xla"):
+        out = torch.nn.functional.layer_norm(x, (8,), weight)
+    out.float().square().sum().backward()
+    exact, w = x.detach().cpu().double().requires_grad_(), weight.detach().cpu().double().requires_grad_()
+    torch.nn.functional.layer_norm(exact, (8,), w).square().sum().backward()
+    assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert torch.allclose(weight.grad.cpu().double(), w.grad, rtol=0.02)
