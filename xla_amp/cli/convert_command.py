@@ -7,10 +7,10 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from xla_amp.cli import arguments as common
-from xla_amp.errors import RuleWarning
+from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
@@ -76,9 +76,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _rule(text: str) -> tuple[str, str]:
     operation, equals, cast = (part.strip() for part in text.partition("="))
-    if not equals or not operation or cast not in CASTS:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected PATTERN=CAST with one of {', '.join(CASTS)}")
+    if not (equals and operation and cast):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected PATTERN=CAST, e.g. tanh=fp32, with one of {', '.join(CASTS)}")
+    if ";" in text or "," in text:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one rule, PATTERN=CAST; repeat --rule for another")
     return operation, cast
+
+
+def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
+    rules: dict[str, Any] = {}
+    for operation, cast in given:
+        if operation in rules:
+            raise PolicyError(f"--rule names {operation!r} twice, = {rules[operation]} and = {cast}; keep one")
+        rules[operation] = cast
+    return rules or None
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
@@ -97,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             program,
             policy=arguments.policy,
             dtype=arguments.dtype,
-            rules=dict(arguments.rules) or None,
+            rules=_rules(arguments.rules),
             keep_io=arguments.keep_io,
             strict=arguments.strict,
             sample_inputs=[tuple(each) for each in given] or None,

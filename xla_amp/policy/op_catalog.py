@@ -312,8 +312,8 @@ def matching(pattern: str) -> tuple[str, ...]:
 
 
 def named(pattern: str) -> tuple[str, ...]:
-    """Operations that `pattern` reaches as an ATen name; for a name of jaxpr or StableHLO the one that it is."""
-    return _matching(pattern) or native(pattern)[:1]
+    """The operation that a name of jaxpr or StableHLO is; for other patterns all that they reach."""
+    return native(pattern)[:1] or _matching(pattern)
 
 
 def catalogued(name: str) -> tuple[str, ...]:
@@ -329,14 +329,21 @@ def _matching(pattern: str) -> tuple[str, ...]:
         return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in excluded))
     if packet(pattern) in excluded:
         return ()
-    if "::" in pattern or ("." in pattern and pattern in known_operations()):
-        return (pattern,)  # names of other libraries are not checked; `unused_rules` lists those that never match
+    if "::" in pattern:
+        # Names of other libraries are not checked; `unused_rules` lists those that never match.
+        return (pattern,) if all(pattern.split("::")) else ()
+    if "." in pattern and pattern in known_operations():
+        return (pattern,)
     return _overloads().get(pattern, ())
 
 
 def unknown(pattern: str) -> str:
     """Error text for a name that reaches no operation, with the nearest names."""
     catalogued = catalogue()
+    if not pattern.removesuffix("::"):
+        return "a rule without a name; write the operation, e.g. 'softmax'"
+    if written := _other_form(pattern):
+        return f"unknown operation {pattern!r}: {written}"
     if pattern.startswith(CLASS):
         near = difflib.get_close_matches(pattern.removeprefix(CLASS), OPERATION_CLASSES, n=1, cutoff=0.4)
         hint = f"; did you mean {CLASS + near[0]!r}?" if near else "."
@@ -350,9 +357,32 @@ def unknown(pattern: str) -> str:
     names = known_operations().union(
         map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo
     )
+    if is_glob(pattern):
+        return f"unknown operation {pattern!r}: no operation matches it (a glob of *, ? and [...], e.g. 'linalg_*')"
     close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
     hint = f"; nearest: {', '.join(close)}" if close else ""
     return (
         f"unknown operation {pattern!r}{hint} (ATen names, e.g. 'softmax', 'pow.Tensor_Scalar', 'linalg_*', or names "
         "of JAX and StableHLO, e.g. 'dot_general')"
     )
+
+
+_LIBRARIES: Final = ("torch", "nn", "F", "jax", "jnp", "lax", "np")
+
+
+def _other_form(pattern: str) -> str:
+    """What to write instead of several names, a whole rule, or a function with its library; empty for other names."""
+    for separator in (",", ";"):
+        if separator in pattern:
+            parts = [part.strip() for part in pattern.split(separator) if part.strip()]
+            return f"it holds several names; write a rule for each: {', '.join(map(repr, parts))}"
+    operation, equals, cast = (part.strip() for part in pattern.partition("="))
+    if equals:
+        return f"it holds a whole rule; write the name and the cast apart, {{{operation!r}: {cast!r}}}"
+    if "::" in pattern:
+        return "write namespace and name of the operator, e.g. 'mylib::attention'"
+    library, _, name = pattern.rpartition(".")
+    if library.partition(".")[0] in _LIBRARIES:
+        meant = catalogue().spellings.get(name) or ((name,) if _matching(name) or native(name) else ())
+        return f"write it without the library, {' or '.join(map(repr, meant))}" if meant else ""
+    return ""

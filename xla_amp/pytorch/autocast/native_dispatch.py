@@ -114,7 +114,13 @@ def changed(device_type: str, policy: Policy) -> tuple[str, ...]:
         return ()
     candidates = policy.ruled() | native.ruled()
     different = {name for name in candidates if policy.outside(name) != native.outside(name)}
+    if any(layer.layer == "override" for layer in policy.layers):
+        different |= _FREQUENT  # also for an override that was opened before this module was imported
     return tuple(sorted(different | policy.ruled_in_modules()))
+
+
+_FREQUENT = frozenset({"addmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"})
+"""Operations that get a kernel under any override: where one of them runs, rules that match nothing are reported."""
 
 
 # Regions and overrides open and close on many threads, not always in order, so what each holds is stored by identity.
@@ -156,7 +162,7 @@ def _override(layer: RuleLayer, opens: bool) -> None:
     if not opens:
         _release(identity)
         return
-    operations = tuple(sorted(layer.reach() | layer.reach_in_modules()))
+    operations = tuple(sorted(layer.reach() | layer.reach_in_modules() | _FREQUENT))
     held: _Holdings = [_acquire(device_type, operations) for device_type in device_types()]
     if in_modules := tuple(sorted(layer.reach_in_modules())):
         held += [_acquire(device_type, in_modules) for device_type in xla_dispatch.in_use()]
