@@ -70,7 +70,8 @@ def language(batch: int, time: int, model: str = "GPT", **sizes: Any) -> dict[st
     return _row(model, config, f"{batch} x {time} tokens", _tokens(batch, time, config.vocabulary))
 
 
-def _vit(batch: int, **sizes: Any) -> dict[str, Any]:
+def vit(batch: int, **sizes: Any) -> dict[str, Any]:
+    """All fields of a workload except its name: a vision transformer, with ``sizes`` for its config."""
     config = models.ViTConfig(**sizes)
     data = _images(batch, config.side, config.classes)
     return _row("ViT", config, f"{batch} images of {config.side} px", data)
@@ -102,14 +103,14 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
             "ResNet-50": resnet(8, 96),
             "GPT-2": language(2, 256, vocabulary=8192, context=256, layers=2),
             "BERT": language(4, 128, "BERT", vocabulary=8192, context=128, layers=2),
-            "ViT": _vit(4, side=112, layers=2),
+            "ViT": vit(4, side=112, layers=2),
             "LSTM": language(8, 32, "LSTM", vocabulary=4096, width=512),
         },
         "full": {
             "ResNet-50": resnet(256, 224),
             "GPT-2": language(16, 1024),
             "BERT": language(32, 512, "BERT"),
-            "ViT": _vit(128),
+            "ViT": vit(128),
             "LSTM": language(64, 128, "LSTM"),
         },
     }.items()

@@ -48,3 +48,14 @@ def test_norms_in_float32_inside_save_low_tensors():
     torch.nn.functional.layer_norm(exact, (8,), w).square().sum().backward()
     assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert torch.allclose(weight.grad.cpu().double(), w.grad, rtol=0.02)
+
+
+def test_the_risk_level_lean():
+    x = torch.linspace(-2, 3, 64).reshape(8, 8).to("xla")
+    with xla_amp.autocast("xla", policy="lean"):
+        h = x @ x
+        assert torch.nn.functional.layer_norm(h, (8,)).dtype == torch.bfloat16
+        assert torch.softmax(h, -1).dtype == torch.bfloat16
+        assert torch.nn.functional.mse_loss(h, x).dtype == torch.float32
+    with xla_amp.autocast("xla", policy="default"):
+        assert torch.softmax(x @ x, -1).dtype == torch.float32

@@ -77,7 +77,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _rule(text: str) -> tuple[str, str]:
     operation, equals, cast = (part.strip() for part in text.partition("="))
     if not (equals and operation and cast):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected PATTERN=CAST, e.g. tanh=fp32, with one of {', '.join(CASTS)}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected PATTERN=CAST, e.g. tanh=fp32, with one of {', '.join(CASTS)}"
+        )
     if ";" in text or "," in text:
         raise argparse.ArgumentTypeError(f"{text!r}: expected one rule, PATTERN=CAST; repeat --rule for another")
     return operation, cast

@@ -81,7 +81,7 @@ def resolve_settings(
         PolicyError: `policy` cannot be loaded, or `rules` are malformed.
         UnsupportedDtypeError: the policy does not offer this low dtype.
     """
-    chosen = policies.default_name(jax.default_backend()) if policy is None else policy
+    chosen = policies.default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
     return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry)
 

@@ -5,6 +5,7 @@ operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 """
 
 from xla_amp.policy.load import BUILTIN as BUILTIN
+from xla_amp.policy.load import DEFAULT as DEFAULT
 from xla_amp.policy.load import PolicyLike as PolicyLike
 from xla_amp.policy.load import default_name as default_name
 from xla_amp.policy.load import load as load

@@ -21,8 +21,11 @@ from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
-BUILTIN: Final = ("cpu", "cuda", "gpu", "hpu", "mps", "torch_tpu", "tpu", "xpu")
+BUILTIN: Final = ("cautious", "cpu", "cuda", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
 """Names of the built-in policies."""
+
+DEFAULT: Final = "default"
+"""Where a front takes a policy: the device's own, as without one (`default_name`)."""
 
 _HEADER: Final = ("dtypes", "extends", "low", "name", "source", "summary")
 _ROW: Final = ("cast", "note", "operations", "source", "why")
@@ -70,6 +73,11 @@ def load(policy: PolicyLike) -> Policy:
         )
     if policy in BUILTIN:
         return _builtin(str(policy))
+    if policy == DEFAULT:
+        raise PolicyError(
+            "the policy 'default' is the device's own: 'tpu' on XLA:TPU and XLA:CPU, 'gpu' on XLA:GPU, torch's rules "
+            "on its own devices; autocast(policy='default') finds it, here name one"
+        )
     path = Path(policy).expanduser()
     if isinstance(policy, str) and path.suffix != ".toml" and path.name == policy and not path.is_file():
         close = difflib.get_close_matches(policy.lower(), BUILTIN, n=2, cutoff=0.3)

@@ -65,7 +65,8 @@ class autocast:
         cache_enabled: torch's flag of the same name; None leaves it unchanged.  On XLA, casts are never cached.  On
             torch's own devices cached casts are dropped after each optimizer step inside; if you write to a weight
             inside the region by other means, pass False.
-        policy: the rules: a built-in name, a path to a TOML file, or a `Policy`.  None is the device's default: on XLA
+        policy: the rules: a built-in name, a path to a TOML file, or a `Policy`; ``"lean"`` and ``"cautious"`` are
+            risk levels.  None and ``"default"`` are the device's own: on XLA
             the ``tpu`` rules for TPU and CPU and the ``gpu`` rules for GPU, elsewhere what torch has registered.  On
             cpu, cuda, xpu, hpu, mps and torch_tpu's tpu, operations whose rule differs from the device's own cast get a
             kernel from this package while the region is open.
@@ -106,7 +107,7 @@ class autocast:
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled
-        self.policy = None if policy is None else policies.load(policy)
+        self.policy = None if policy in (None, policies.DEFAULT) else policies.load(policy)
         self.rules = None if rules is None else dict(rules)
         self.strict = strict
         self._effective: Policy | None = None

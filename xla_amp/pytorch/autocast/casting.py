@@ -114,6 +114,8 @@ def make(cast: Cast, operands: Operands, device_type: str) -> Prepare:
         return _promote(operands, device_type)
     if cast == "keep":
         return _keep(operands)
+    if cast == "low" and operands.name in _LOOKUPS:
+        return _low_after(operands, device_type)
     return _to(operands, device_type, cast)
 
 
@@ -153,6 +155,22 @@ def _to(operands: Operands, device_type: str, kind: Cast) -> Prepare:
     def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
         target: Any = cast_dtypes(kind, one, low(device_type), torch.float32).operands[0]
         return call, *cast(arguments, keywords, target)
+
+    return prepare
+
+
+_LOOKUPS = frozenset({"embedding"})
+"""Operations that copy rows of a table: cast afterwards, which gives the same values with fewer elements, and a
+gradient that adds up in the table's dtype."""
+
+
+def _low_after(operands: Operands, device_type: str) -> Prepare:
+    call = _entry(operands.operator)
+
+    def prepare(arguments: Arguments, keywords: Keywords) -> Prepared:
+        if not _eligible(arguments[0], device_type):
+            return call, arguments, keywords
+        return functools.partial(_cast_back, call, torch.get_autocast_dtype(device_type), False), arguments, keywords
 
     return prepare
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import PolicyLike, effects, resolve
+from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes import composites
@@ -100,7 +100,7 @@ def autocast(
         >>> autocast(text).report.casts
         {'f32->bf16': 2}
     """
-    effective = resolve("tpu" if policy is None else policy, rules)
+    effective = resolve("tpu" if policy in (None, DEFAULT) else policy, rules)
     low = _low(dtype, effective)
     program = as_program(module)
     copied = ir.copy(program.module)

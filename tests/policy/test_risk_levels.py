@@ -1,0 +1,140 @@
+"""The policies `cautious`, `default` and `lean`: chosen by name on every front, and what stays low under `lean`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import xla_amp
+from xla_amp import policy, stablehlo
+from xla_amp.cli import main
+from xla_amp.errors import PolicyError
+from xla_amp.jax import autocast
+
+
+class Small(nn.Module):
+    """Embedding, a residual block with a norm and attention, and GPT-2's gelu, which cubes by ``pow``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.qkv, self.head = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        h = self.qkv(self.norm(x))
+        x = x + F.softmax(h @ h.mT, -1) @ h
+        x = x + 0.5 * x * (1 + torch.tanh(x + 0.044715 * torch.pow(x, 3.0)))
+        self.stream = x.dtype
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("device", ["cpu", "lazy"])
+def test_lean_keeps_the_stream_low_and_the_loss_in_float32(device: str) -> None:
+    place = xla_amp.xla_device() if device == "lazy" else torch.device(device)
+    tokens = torch.arange(12).reshape(2, 6) % 5
+    exact = Small().double()
+    exact(tokens).backward()
+    for level, stream in (("cautious", torch.float32), ("lean", torch.bfloat16)):
+        model = Small().to(place)
+        with xla_amp.autocast(place, policy=level), xla_amp.explain() as report:
+            loss = model(tokens.to(place))
+        loss.backward()
+        assert model.stream == stream
+        assert loss.dtype == torch.float32
+        used = {each.operation: (each.cast, each.result[0]) for each in report.records}
+        wide = "float32" if level == "cautious" else "bfloat16"
+        assert {used[name][1] for name in ("layer_norm", "softmax.int", "pow.Tensor_Scalar")} == {wide}
+        assert used["cross_entropy_loss"][1] == "float32"
+        for got, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+            assert got.grad is not None
+            assert wanted.grad is not None
+            assert got.grad.dtype == torch.float32
+            torch.testing.assert_close(
+                got.grad.cpu().double(), wanted.grad, rtol=0.1, atol=0.03 * float(wanted.grad.abs().max())
+            )
+
+
+def test_the_gradient_of_an_embedding_adds_up_in_float32() -> None:
+    table = torch.zeros(2, 4, requires_grad=True)
+    for place in (torch.device("cpu"), xla_amp.xla_device()):
+        weight = table.detach().to(place).requires_grad_()
+        with xla_amp.autocast(place, policy="lean"):
+            rows = F.embedding(torch.zeros(1000, dtype=torch.long, device=place), weight)
+        assert rows.dtype == torch.bfloat16
+        rows.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad[0].cpu().tolist() == [1000.0] * 4  # a running bfloat16 sum of ones stops at 256
+
+
+def test_lean_in_jax() -> None:
+    flax = pytest.importorskip("flax.linen")
+
+    class Model(flax.Module):  # type: ignore[misc, name-defined]
+        @flax.compact  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any) -> Any:
+            x = flax.Dense(8)(x)
+            return x + flax.Dense(8)(flax.softmax(flax.LayerNorm()(x)))
+
+    x = jnp.linspace(-1, 1, 32, dtype=jnp.float32).reshape(4, 8)
+    parameters = Model().init(jax.random.key(0), x)
+
+    def stored(level: str) -> tuple[int, Any]:
+        function = autocast(Model().apply, policy=level)
+        out, pull = jax.vjp(lambda p: function(p, x), parameters)
+        wide = [each for each in jax.tree.leaves(pull) if each.dtype == jnp.float32 and each.shape == (4, 8)]
+        return len([each for each in wide if each is not x]), out
+
+    exact = Model().apply(parameters, x)
+    (cautious, _), (lean, out) = stored("cautious"), stored("lean")
+    assert lean == 0 < cautious
+    assert jnp.allclose(out.astype(jnp.float32), exact, atol=0.05)
+    with xla_amp.explain() as report:
+        jax.make_jaxpr(autocast(Model().apply, policy="lean"))(parameters, x)
+    norm = next(each for each in report.records if each.operation == "layer_norm")
+    assert (norm.cast, norm.layer, norm.given[0], norm.result) == ("fp32_inside", "builtin", "bfloat16", ("bfloat16",))
+
+
+def test_lean_in_stablehlo_and_on_the_command_line(tmp_path: pathlib.Path, capsys: Any) -> None:
+    lowered = jax.jit(lambda x, w: jnp.exp(x @ w) @ w).lower(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    source = tmp_path / "in.mlir"
+    source.write_text(lowered.as_text())
+    results = {}
+    for level in ("cautious", "default", "lean"):
+        out = tmp_path / f"{level}.mlir"
+        assert main(["convert", str(source), "-o", str(out), "--policy", level]) == 0
+        results[level] = out.read_text()
+        report = stablehlo.autocast(lowered, policy=level).report
+        (exp,) = [each for each in report.operations if each.operation == "exponential"]
+        assert (exp.after, exp.result) == ("float32", "bfloat16" if level == "lean" else "float32")
+    assert results["default"] == results["cautious"]
+    assert "exponential" in results["lean"]
+
+
+def test_default_is_the_devices_own() -> None:
+    x = torch.ones(2, 2)
+    for level in (None, "default"):
+        with xla_amp.autocast("cpu", policy=level), xla_amp.explain() as report:
+            F.softmax(x.bfloat16() @ x.bfloat16(), -1)
+        assert {each.policy for each in report.records} == {"cpu"}
+        with xla_amp.autocast(xla_amp.xla_device(), policy=level), xla_amp.explain() as report:
+            torch.ones(2, 2, device=xla_amp.xla_device()) @ torch.ones(2, 2, device=xla_amp.xla_device())
+        assert {each.policy for each in report.records} == {"tpu"}
+    with pytest.raises(PolicyError, match="'default' is the device's own: 'tpu' on XLA:TPU"):
+        policy.load("default")
+
+
+def test_lean_differs_from_cautious_only_where_the_page_says() -> None:
+    lean, cautious = policy.load("lean").casts(), policy.load("cautious").casts()
+    assert cautious == policy.load("tpu").casts()
+    changed = {name: cast for name, cast in lean.items() if cautious.get(name) != cast}
+    assert set(changed.values()) == {"fp32_inside", "low"}
+    assert [name for name, cast in changed.items() if cast == "low"] == ["embedding"]
