@@ -27,10 +27,10 @@ from xla_amp.stablehlo.tools import targets
 
 _SIZE: dict[str, Any] = {"layers": 2, "width": 256, "heads": 4}
 MODELS = [
-    Workload(name="GPT-2", **language(4, 256, vocabulary=2048, context=256, **_SIZE)),
-    Workload(name="BERT", **language(4, 256, "BERT", vocabulary=2048, context=256, **_SIZE)),
-    Workload(name="ResNet-50", **resnet(8, 96, width=32, classes=100)),
-    Workload(name="ViT", **vit(8, side=112, classes=100, **_SIZE)),
+    Workload(name="GPT-2", **language(4, 128, vocabulary=2048, context=128, **_SIZE)),
+    Workload(name="BERT", **language(4, 128, "BERT", vocabulary=2048, context=128, **_SIZE)),
+    Workload(name="ResNet-50", **resnet(8, 64, width=16, classes=100)),
+    Workload(name="ViT", **vit(8, side=64, classes=100, **_SIZE)),
 ]
 LEVELS: dict[str, dict[str, Any] | None] = {
     "float32": None,
