@@ -13,6 +13,8 @@ from typing import Any, Final
 from xla_amp.policy import module_patterns
 from xla_amp.stablehlo import ir
 
+_NAME: Final = re.compile(r'loc\("((?:[^"\\]|\\.)*)"[()]')
+"""A location with a name; behind that of a file is a colon."""
 _WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
 _CALLS: Final = re.compile(
     r"^(checkpoint|rematted_computation|closed_call|core_call|remat\d?|custom_[jv][jv]p_call|pjit)$"
@@ -23,11 +25,12 @@ _PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^br
 
 def own_path(operation: Any) -> str | None:
     """Path in the location of an operation; None if the location has no name."""
-    name = getattr(operation.location, "name_str", None)
-    if name is None:
+    # `name_str` ends the process if the name is no UTF-8; the text escapes it.
+    named = _NAME.match(str(operation.location))
+    if named is None:
         return None
     parts: list[str] = []
-    segments = name.split("/")[:-1]
+    segments = named[1].split("/")[:-1]
     for index, segment in enumerate(segments):
         inner, function = segment, False
         while match := _WRAPPED.match(inner):
