@@ -17,7 +17,7 @@ _NAME: Final = re.compile(r'loc\("((?:[^"\\]|\\.)*)"[()]')
 """A location with a name; behind that of a file is a colon."""
 _WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
 _CALLS: Final = re.compile(
-    r"^(checkpoint|rematted_computation|closed_call|core_call|remat\d?|custom_[jv][jv]p_call|pjit)$"
+    r"^(checkpoint|rematted_computation|closed_call|core_call|eval_jaxpr|remat\d?|custom_[jv][jv]p_call|pjit)$"
 )
 _PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^branch_\d+_fun$")}
 """Segments that JAX writes for loops and branches -> what follows them."""
