@@ -57,6 +57,21 @@ def test_a_flax_transformer_of_24_layers():
     compare(loss, weights, words, loss_tolerance=2e-3, least_cosine=0.999)
 
 
+@pytest.mark.parametrize(("platform", "most"), [("cpu", 1.45), ("tpu", 1.0)])
+def test_the_text_of_a_program_grows_little(platform, most):
+    model, words = Transformer(layers=8), tokens()
+    weights = jax.eval_shape(model.init, jax.random.key(1), words)
+
+    def loss(weights):
+        return cross_entropy(model.apply(weights, words[:, :-1]), words[:, 1:])
+
+    def length(function):
+        return len(jax.jit(function).trace(weights).lower(lowering_platforms=(platform,)).as_text())
+
+    mixed = jax.value_and_grad(autocast(loss, policy="tpu"))
+    assert length(mixed) <= most * length(jax.value_and_grad(loss))
+
+
 def test_an_equinox_transformer():
     words = tokens()
     model = EquinoxTransformer(2, 32, 100, jax.random.key(1))
