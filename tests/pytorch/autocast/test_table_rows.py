@@ -60,6 +60,9 @@ def by_hand(operation: str, cast: str, low: torch.dtype, sample: samples.Argumen
         positional = (*positional, False) if operation == "norm.ScalarOpt_dim" else positional  # keepdim
         sibling = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}[operation]
         return samples.call(sibling, (positional, {"dtype": torch.float32}))
+    if cast == "fp32_inside":
+        main, *statistics = tensors(by_hand(operation, "fp32", low, sample, made))
+        return [main.to(low), *statistics]
     target = low if cast == "low" or (cast == "promote" and made == 1) else torch.float32
     if operation in FIRST_OPERAND_ONLY:
         return samples.call(operation, ((cast_to(positional[0], target), *positional[1:]), keywords))
@@ -114,8 +117,10 @@ class Trial:
 
     def problem(self, *, values: bool = True) -> str | None:
         """What the operation does otherwise than its cast says, or None."""
-        aim = self.low if self.cast == "low" or (self.cast == "promote" and self.made == 1) else torch.float32
-        floating = {tensor.dtype for tensor in self.results if tensor.dtype in FLOATING}
+        is_low = self.cast in ("low", "fp32_inside") or (self.cast == "promote" and self.made == 1)
+        aim = self.low if is_low else torch.float32
+        results = self.results[:1] if self.cast == "fp32_inside" else self.results  # statistics stay float32
+        floating = {tensor.dtype for tensor in results if tensor.dtype in FLOATING}
         if floating - {aim} and self.cast != "keep":
             return f"{self.operation}: {floating}, not {aim}"
         found = difference(self.results, self.expected, values=values)
