@@ -153,12 +153,12 @@ def drop_traces(limit: int) -> None:
     cache = getattr(partial_eval, "trace_to_jaxpr", None)  # JAX 0.10.2 and later
     if cache is None or cache.cache_info().currsize <= limit:
         return
+    types = getattr(pjit, "_seen_qdds", {})  # function -> the argument types that it was traced at
     functions = {function for reference, *_ in cache.cache_keys() if (function := reference()) is not None}
-    for function in functions:
+    for function in functions.union(types):
         if (getattr(function, "__module__", None) or "").partition(".")[0] == "jax":
             cache.evict_weakref(function)
-            if hasattr(pjit, "_seen_qdds"):  # the argument types that it was traced at
-                pjit._seen_qdds.pop(function, None)
+            types.pop(function, None)
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
@@ -196,6 +196,21 @@ interrupts.uninterruptible(x64.__enter__, x64.__exit__)
 
 
 @contextlib.contextmanager
+def _cause_kept() -> Iterator[None]:
+    """JAX puts an error that describes the location between an error and its cause; here it is removed again."""
+    from jax._src import source_info_util
+
+    try:
+        yield
+    except Exception as error:
+        described = error.__cause__
+        if isinstance(described, source_info_util.JaxStackTraceBeforeTransformation):
+            error.__cause__, error.__context__ = described.__cause__, described.__context__
+            error.__suppress_context__ = described.__suppress_context__
+        raise
+
+
+@contextlib.contextmanager
 def located(operation: str, location: str, module: str = "", *, backward: bool = False) -> Iterator[None]:
     """What JAX traces inside gets a line of the user's and a module as its location in the program.
 
@@ -208,6 +223,7 @@ def located(operation: str, location: str, module: str = "", *, backward: bool =
     from jax._src import source_info_util
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_cause_kept())
         if location:
             traceback, scopes = _traceback(operation, location), source_info_util.current_name_stack()
             stack.enter_context(source_info_util.user_context(traceback, name_stack=scopes))

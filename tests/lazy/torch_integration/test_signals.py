@@ -412,6 +412,8 @@ def test_in_a_program(case):
         before=before, start=start, after=textwrap.dedent(after.replace("\n    ", "\n"))
     )
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
+    # Python leaves Ctrl-C ignored if it was at the start, as it is for a job in the background.
+    program = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{program}"
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
