@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from source_tree import ROOT
 
 MODULES = ("common.py", "small_gpt2.py")
 """What the examples import."""
 
 
+@pytest.mark.exhaustive
 def test_help_is_no_error() -> None:
     paths = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in MODULES]
     commands = [[sys.executable, path, "--help"] for path in paths]

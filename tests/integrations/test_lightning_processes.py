@@ -12,6 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("lightning", reason="the extra `lightning`")
+pytestmark = pytest.mark.exhaustive
 
 PROGRAM = Path(__file__).with_name("lightning_program.py")
 KINDS = ("lightning-fp16", "lightning-accumulated", "fabric-fp16")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = Path(__file__).with_name("flag_program.py")
 
 
+@pytest.mark.exhaustive
 def test_a_flag_of_one_process_skips_the_step_in_all(tmp_path):
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(tmp_path)],

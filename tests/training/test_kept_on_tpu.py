@@ -14,6 +14,7 @@ from xla_amp.stablehlo.tools import targets
 SHAPE = (8, 64, 28, 28)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not targets.available("v6e"), reason="no compiler for a TPU here")
 def test_a_normalized_relu_is_made_again_and_not_kept():
     execute.clear_programs()
@@ -31,6 +32,7 @@ def test_a_normalized_relu_is_made_again_and_not_kept():
     assert between_kernels(hlo, SHAPE) == {"bf16": 3, "f32": 1}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not targets.available("v5p"), reason="no compiler for a TPU here")
 def test_no_weight_is_copied():
     execute.clear_programs()

@@ -28,6 +28,7 @@ from xla_amp.errors import EngineError, PolicyError
 from xla_amp.lazy.distributed import consistency
 
 PROGRAM = Path(__file__).with_name("replica_program.py")
+WORLDS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
 def start(*arguments):
@@ -60,7 +61,7 @@ def trained(world):
     return {overflow: together(world)[overflow] for overflow in ("none", "one", "unreduced")}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("overflow", ["none", "one"])
 def test_the_numbers_are_those_of_one_process_with_the_whole_batch(world, overflow):
     found, (expected,) = together(world)[overflow], alone()[overflow]
@@ -74,7 +75,7 @@ def test_the_numbers_are_those_of_one_process_with_the_whole_batch(world, overfl
     assert expected["skipped"] == 50 - len(finite)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("overflow", ["none", "one", "unreduced"])
 def test_all_skip_the_same_steps_and_stay_bitwise_equal(world, overflow):
     """Also with gradients of their own (`unreduced`), where the weights differ and the skipped steps do not."""
@@ -85,7 +86,7 @@ def test_all_skip_the_same_steps_and_stay_bitwise_equal(world, overflow):
     assert (first["skipped"] > 0) == (overflow != "none")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_step_is_one_executable_without_host_sync(world):
     for processes in trained(world).values():
         for process in processes:
@@ -99,7 +100,7 @@ def test_processes_meet():
         assert process["most"] == 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_sparse_gradients_are_averaged(world):
     """Against torch's SparseAdam on the CPU with the average of everybody's gradients; the third step is skipped."""
     torch.manual_seed(0)
@@ -154,7 +155,7 @@ def expected_of(name, rank, world):
     return own(0) if rank == 1 else np.zeros((4, 2))  # collective_permute
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_collectives_give_what_numpy_makes_of_all_values(world):
     found = together(world)["collect"]
     for rank, process in enumerate(found):
@@ -164,7 +165,7 @@ def test_collectives_give_what_numpy_makes_of_all_values(world):
             np.testing.assert_array_equal(process[name], expected_of(name, rank, world), err_msg=f"{name} on {rank}")
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_broadcasts_arrive_to_the_bit(world):
     for process in together(world)["collect"]:
         *values, zeros = process["collective_broadcast"]
@@ -173,13 +174,13 @@ def test_broadcasts_arrive_to_the_bit(world):
         assert process["weight"] == together(world)["collect"][0]["weight"]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_reading_collectives_runs_no_second_program(world):
     """All of them were operations of the one step."""
     assert [process["programs"] for process in together(world)["collect"]] == [0] * world
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_reduction_that_overflows_in_its_dtype_skips_the_step_everywhere(world):
     """80000 in all, finite on each process: float16 ends at 65504."""
     mean = 80000 / world
@@ -213,6 +214,7 @@ def test_when_one_fails_the_others_end_and_the_error_has_its_number(tmp_path):
     assert "this one has had enough" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     seed = secrets.randbelow(1 << 30)
     done = start(str(tmp_path), "2", "kill", str(seed))
@@ -227,6 +229,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_c
         assert found["resumed"] == found["never ended"]
 
 
+@pytest.mark.exhaustive
 def test_without_a_launcher_the_coordinator_ends_the_others_within_the_timeout(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

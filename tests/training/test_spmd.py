@@ -21,6 +21,8 @@ from xla_amp import xla_model
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy.distributed import checkpoint
 
+LONG = [pytest.param(layout, marks=pytest.mark.exhaustive) for layout in ("sharded", "tensor")]
+
 
 @functools.cache
 def folder():
@@ -40,7 +42,7 @@ def run(layout, *more):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("layout", ["data", "sharded", "tensor"])
+@pytest.mark.parametrize("layout", ["data", *LONG])
 def test_the_numbers_are_those_of_one_device(layout):
     found, expected = run(layout), run("single")
     pairs = zip(found["losses"] + found["weights"], expected["losses"] + expected["weights"], strict=True)
@@ -51,11 +53,12 @@ def test_the_numbers_are_those_of_one_device(layout):
     assert (found["scale"], found["skipped"]) == (expected["scale"], expected["skipped"]) == (512.0, 1)
 
 
-@pytest.mark.parametrize("layout", ["data", "sharded", "tensor"])
+@pytest.mark.parametrize("layout", ["data", *LONG])
 def test_a_step_is_one_executable_without_host_sync(layout):
     assert run(layout)["steady"] == {"executions": 1, "compilations": 0, "host_syncs": 0}
 
 
+@pytest.mark.exhaustive
 def test_collectives():
     assert run("single")["collectives"] == {}
     assert set(run("data")["collectives"]) == {"all-reduce"}
@@ -64,6 +67,7 @@ def test_collectives():
     assert set(run("tensor")["collectives"]) <= {"all-reduce", "all-gather"}
 
 
+@pytest.mark.exhaustive
 def test_memory_falls_with_the_number_of_devices():
     """Of parameters and of the optimizer's state, which follows them."""
     assert run("data")["shards"]["0.weight"] == [1, 1]
@@ -77,7 +81,9 @@ def test_memory_falls_with_the_number_of_devices():
     }
 
 
-@pytest.mark.parametrize(("layout", "devices"), [("sharded", "4"), ("single", "1")])
+@pytest.mark.parametrize(
+    ("layout", "devices"), [pytest.param("sharded", "4", marks=pytest.mark.exhaustive), ("single", "1")]
+)
 def test_a_checkpoint_loads_on_any_number_of_devices(layout, devices):
     """Values to the bit; what follows as on the eight devices that wrote it."""
     wrote = run("sharded")

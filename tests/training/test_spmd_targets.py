@@ -15,10 +15,9 @@ import pytest
 
 from xla_amp.stablehlo.tools import targets
 
-pytestmark = pytest.mark.timeout(900)  # compilers for TPUs, on a machine that may be busy
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
 
 TARGETS = {"h100": ("gpu", 8), "v5e": ("tpu", 16)}
-EACH = ["h100", pytest.param("v5e", marks=pytest.mark.exhaustive)]
 PROGRAM = Path(__file__).with_name("target_program.py")
 COLLECTIVE = (
     r"= (?P<result>.*?) ?\b(?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-done)?\("
@@ -65,7 +64,7 @@ def collectives(hlo):
     return found
 
 
-@pytest.mark.parametrize("target", EACH)
+@pytest.mark.parametrize("target", TARGETS)
 def test_data_parallel_reduces_gradients_and_nothing_else(compiled, target):
     found = collectives(compiled(target, "data").hlo)
     assert {kind for kind, _ in found} == {"all-reduce"}
@@ -74,7 +73,7 @@ def test_data_parallel_reduces_gradients_and_nothing_else(compiled, target):
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("replicas", "f32"), ("replicas in bfloat16", "bf16")])
-@pytest.mark.parametrize("target", EACH)
+@pytest.mark.parametrize("target", TARGETS)
 def test_processes_reduce_gradients_in_the_dtype_that_was_asked_for(compiled, target, layout, dtype):
     hlo = compiled(target, layout).hlo
     assert collectives(hlo) == {("all-reduce", dtype): WEIGHTS + 128 + 32}
@@ -87,7 +86,6 @@ def test_sharded_parameters_are_gathered_and_their_gradients_scattered_on_h100(c
     assert found["all-gather", "bf16"] > 0
 
 
-@pytest.mark.exhaustive
 def test_sharded_parameters_are_gathered_on_v5e(compiled):
     """Where XLA:TPU likes to send parts around in a ring while it multiplies; with JAX 0.11 it reduces and slices."""
     kinds = {kind for kind, _ in collectives(compiled("v5e", "sharded").hlo)}
@@ -96,7 +94,7 @@ def test_sharded_parameters_are_gathered_on_v5e(compiled):
     assert kinds & {"reduce-scatter", "collective-permute", *newer}
 
 
-@pytest.mark.parametrize("target", EACH)
+@pytest.mark.parametrize("target", TARGETS)
 def test_memory_falls_with_the_number_of_devices(compiled, target):
     """Bytes of a device for parameters, state and batch; tiny tensors of the TPU are padded to its tiles."""
     whole, shard = (compiled(target, layout).argument_memory for layout in ("data", "sharded"))

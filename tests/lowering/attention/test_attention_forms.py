@@ -343,6 +343,7 @@ def compilers():
 
 
 @pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("form", "dtype", "features", "scale"),
     [
