@@ -25,6 +25,16 @@ FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 
 TORCH_XLA = Path(__file__).parent / "torch_xla_engine"
+QUICK = frozenset(Path(__file__).with_name("quick.txt").read_text().split())
+"""Files of `pytest -m quick`; `scripts/quick_tests.py` chooses them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the quick tests."""
+    root = Path(__file__).parent.parent
+    for item in items:
+        if item.path.is_relative_to(root) and item.path.relative_to(root).as_posix() in QUICK:
+            item.add_marker("quick")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
