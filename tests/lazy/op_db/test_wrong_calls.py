@@ -34,6 +34,7 @@ DIFFERENCES: dict[str, str] = {
     "histc": "counts integers, as CUDA does, which models rely on",
     "index_select": OUT,
     "kthvalue": OUT,
+    "masked_select": OUT,
     "multinomial": DATA,
     "narrow_copy": "an IndexError, as other devices raise, where the CPU's kernel fails in an assertion of its own",
     "nn.functional.max_pool1d": "max_pool2d, which the CPU computes for integers, computes it",
