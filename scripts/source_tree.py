@@ -76,6 +76,11 @@ def python_files(root: Path = ROOT) -> list[str]:
     return sorted(path.as_posix() for path in found if "__pycache__" not in path.parts)
 
 
+def python_blocks(page: str) -> list[str]:
+    """The Python programs in the Markdown of `page`, a path relative to the root."""
+    return re.findall(r"^```python[^\n]*\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
 def module_name(path: str) -> str:
     """The name by which `path` is imported; files outside the package are their path with dots."""
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")

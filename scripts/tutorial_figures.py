@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import statistics
 import time
 from typing import Any
 
-from source_tree import ROOT
+from source_tree import ROOT, python_blocks
 
 PAGE = ROOT / "docs" / "tutorial.md"
 STEPS = {
@@ -19,11 +18,6 @@ STEPS = {
     "bfloat16, captured": "captured_step",
 }
 """Row of the table -> function of the page."""
-
-
-def blocks() -> list[str]:
-    """The Python of the page."""
-    return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def milliseconds(step: Any, rounds: int = 7, calls: int = 20) -> float:
@@ -45,7 +39,7 @@ def table() -> str:
 
     namespace: dict[str, Any] = {"__name__": "tutorial"}
     rows = []
-    for block in blocks():
+    for block in python_blocks("docs/tutorial.md"):
         exec(compile(block, str(PAGE), "exec"), namespace)
         for title, name in STEPS.items():
             if f"def {name}(" in block or f"{name} = " in block:

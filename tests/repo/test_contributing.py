@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from source_tree import ROOT
+from source_tree import ROOT, python_blocks
 
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+PROGRAMS = python_blocks("CONTRIBUTING.md")
 NAMED = re.compile(r"`((?:xla_amp|lowering|tests|scripts|docs|examples|benchmarks)/[\w/.]*)(?::(\w+))?`")
 
 

@@ -13,11 +13,10 @@ import environment_page
 import pytest
 import source_tree
 import tutorial_figures
-from source_tree import ROOT
+from source_tree import ROOT, python_blocks
 
 from xla_amp import errors
 
-BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ROW = re.compile(r"^\| `(.+?)` (?:\((.*?)\) )?\|", re.MULTILINE)
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
@@ -35,8 +34,7 @@ def _run(program: str, **environment: str) -> str:
 
 
 def test_blocks_run_and_print_what_their_comments_say():
-    pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in ("index", "install", "concepts")]
-    program = "".join(block for page in pages for block in BLOCK.findall(page))
+    program = "".join(block for page in ("index", "install", "concepts") for block in python_blocks(f"docs/{page}.md"))
     expected = re.findall(r"^ *print\(.*\)  # ([\w.]+)", program, re.MULTILINE)
     printed = _run(program).splitlines()
     assert len(expected) == 6
@@ -45,7 +43,7 @@ def test_blocks_run_and_print_what_their_comments_say():
 
 def test_the_tutorial_trains_in_every_step():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    printed = _run("\n".join(tutorial_figures.blocks()), XLA_FLAGS=flags)
+    printed = _run("\n".join(python_blocks("docs/tutorial.md")), XLA_FLAGS=flags)
     losses = {
         name: (float(first), float(last))
         for name, first, last in re.findall(r"^(.+): (\d.+) to ([\d.]+)", printed, re.M)

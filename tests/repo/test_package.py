@@ -78,7 +78,7 @@ def test_a_missing_or_double_command_is_an_error(text):
         readme_commands.command("tests", text)
 
 
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+SNIPPETS = source_tree.python_blocks("README.md")
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["torch", "jax"])
