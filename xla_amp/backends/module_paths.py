@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from xla_amp.backends import dynamo
+from xla_amp.policy.module_patterns import joined
 
 
 class _Thread(threading.local):
@@ -109,21 +110,17 @@ for _hook in (_enter, _leave):
 def _path(module: torch.nn.Module, parent: str) -> str:
     found = _thread.names.get(id(module))
     if found is None:  # not registered in the model: made while it runs, or reached through a closure
-        found = _joined(parent, type(module).__name__)
+        found = joined(parent, type(module).__name__)
     return found
 
 
 def _outermost(module: torch.nn.Module) -> str:
     recomputed = torch._C._current_graph_task_id() != -1
     top = _seen.get(module, "") if recomputed else ""
-    _thread.names = {id(part): _joined(top, name) for name, part in module.named_modules()}
+    _thread.names = {id(part): joined(top, name) for name, part in module.named_modules()}
     if not recomputed:
         _seen.update((part, name) for name, part in module.named_modules())
     return top
-
-
-def _joined(parent: str, name: str) -> str:
-    return f"{parent}.{name}" if parent and name else parent or name
 
 
 _CALL = torch.nn.Module.__call__.__code__

@@ -49,6 +49,11 @@ class ModulePattern(NamedTuple):
     operations: frozenset[str]
 
 
+def joined(outer: str, inner: str) -> str:
+    """Path of the module at `inner` in the module at `outer`; either may be ``""``."""
+    return f"{outer}.{inner}" if outer and inner else outer or inner
+
+
 def names_class(scope: str) -> bool:
     """Whether a name scope is a class of a library (``eqx.nn.Linear``), no place in the model: paths leave it out."""
     return scope.startswith("eqx.nn.")

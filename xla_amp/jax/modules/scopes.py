@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import jax
 
+from xla_amp.policy.module_patterns import joined
+
 _CALL: Final = "__call__"
 
 
@@ -107,7 +109,7 @@ def _running(module: Any) -> Iterator[None]:
         _walk(module, "", paths)
     parent = stack[-1][1] if stack else ""
     if id(module) not in paths:
-        _walk(module, _joined(parent, type(module).__name__), paths)
+        _walk(module, joined(parent, type(module).__name__), paths)
     path = paths[id(module)][0]
     stack.append((module, path))
     try:
@@ -136,8 +138,4 @@ def _walk(value: Any, path: str, paths: dict[int, tuple[str, Any]]) -> None:
     else:
         return
     for name, item in items:
-        _walk(item, _joined(path, str(name)), paths)
-
-
-def _joined(parent: str, name: str) -> str:
-    return f"{parent}.{name}" if parent else name
+        _walk(item, joined(path, str(name)), paths)

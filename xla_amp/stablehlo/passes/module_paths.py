@@ -66,7 +66,7 @@ class ModulePaths:
     def of(self, operation: Any, function: str | None = None) -> str:
         """Path of an operation in a function; by default in the one that contains it."""
         name = function if function is not None else _enclosing(operation)
-        path = _joined(self._functions.get(name, ""), own_path(operation) or "")
+        path = module_patterns.joined(self._functions.get(name, ""), own_path(operation) or "")
         self.seen.add(path)
         return path
 
@@ -110,7 +110,7 @@ def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
         for operation in ir.operations(ir.functions(module)[caller]):
             if operation.name not in ("func.call", "call"):
                 continue
-            name, path = operation.attributes["callee"].value, _joined(base, own_path(operation) or "")
+            name, path = operation.attributes["callee"].value, module_patterns.joined(base, own_path(operation) or "")
             yield name, path, operation
             callee = operation.attributes["callee"].value  # a clone, perhaps
             if (callee, path) not in seen:
@@ -122,7 +122,3 @@ def _enclosing(operation: Any) -> str:
     while operation is not None and operation.name != "func.func":
         operation = getattr(operation.parent, "operation", operation.parent)
     return "" if operation is None else operation.attributes["sym_name"].value
-
-
-def _joined(outer: str, inner: str) -> str:
-    return f"{outer}.{inner}" if outer and inner else outer or inner
