@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import pytest
 import torch
 import torch.nn.functional as F
 from jax import lax
 
+import xla_amp
+from xla_amp import policy
+from xla_amp.errors import PolicyError
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
@@ -147,3 +151,36 @@ def refused_by_torch(program: Program, cast: Cast) -> str:
     if cast in ("fp32_out", "fp32_append") and not (cast == "fp32_out" and name in TAKES_DTYPE):
         return f"'{cast}' for {name}.*give it 'fp32'"
     return f"'low_fp32_out' for {name}.*JAX and StableHLO follow" if cast == "low_fp32_out" else ""
+
+
+def run_in_torch(cast: Cast, place: torch.device, *, mixed_products: bool) -> Iterator[tuple[Program, DecisionRecord]]:
+    """Runs the programs with that cast; each that runs, with the decision on it.  The others must raise by name.
+
+    Args:
+        cast: the cast of all rules.
+        place: the device.
+        mixed_products: whether the device's products take two dtypes; torch's kernels raise.
+    """
+    y = torch.full((4, 4), 0.5).to(place)
+    low = y.bfloat16()
+    programs = following(cast)
+    rules = policy.override({program.rule: cast for program in programs})
+    with rules, xla_amp.autocast(place, policy="tpu"), xla_amp.explain() as report:
+        for program in programs:
+            name = program.rule.partition(".")[0]
+            operands = (low, y)[: program.operands]
+            if cast == "ban":
+                with pytest.raises(RuntimeError, match=name):
+                    program.torch(*operands)
+            elif error := refused_by_torch(program, cast):
+                with pytest.raises(PolicyError, match=error):
+                    program.torch(*operands)
+            elif cast == "keep" and name in PRODUCTS and not mixed_products:
+                with pytest.raises(RuntimeError, match=r"type|dtype"):  # torch's own error
+                    program.torch(*operands)
+            else:
+                report.records.clear()
+                program.torch(*operands)
+                (record,) = [each for each in report.records if each.layer == "override"]
+                assert record.cast == cast
+                yield program, record

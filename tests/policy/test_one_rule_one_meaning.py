@@ -27,7 +27,7 @@ from helpers.rule_programs import (
     expected,
     following,
     refused,
-    refused_by_torch,
+    run_in_torch,
     seen,
 )
 from jax import lax
@@ -58,29 +58,8 @@ def test_a_cast_that_no_front_can_give_is_refused_by_name(cast: Cast) -> None:
 @pytest.mark.parametrize("device", ["cpu", "lazy"])
 def test_torch(cast: Cast, device: str) -> None:
     place = xla_amp.xla_device() if device == "lazy" else torch.device(device)
-    y = torch.full((4, 4), 0.5, device=place)
-    low = y.bfloat16()
-    programs = following(cast)
-    rules = policy.override({program.rule: cast for program in programs})
-    with rules, xla_amp.autocast(place, policy="tpu"), xla_amp.explain() as report:
-        for program in programs:
-            name = program.rule.partition(".")[0]
-            operands = (low, y)[: program.operands]
-            if cast == "ban":
-                with pytest.raises(RuntimeError, match=name):
-                    program.torch(*operands)
-            elif error := refused_by_torch(program, cast):
-                with pytest.raises(PolicyError, match=error):
-                    program.torch(*operands)
-            elif cast == "keep" and name in PRODUCTS:
-                with pytest.raises(RuntimeError, match=r"type|dtype"):  # torch's own error
-                    program.torch(*operands)
-            else:
-                report.records.clear()
-                program.torch(*operands)
-                (record,) = [each for each in report.records if each.layer == "override"]
-                assert record.cast == cast
-                assert seen(record) == expected(program, cast, asks_result=True), name
+    for program, record in run_in_torch(cast, place, mixed_products=False):
+        assert seen(record) == expected(program, cast, asks_result=True), program.rule
 
 
 def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:

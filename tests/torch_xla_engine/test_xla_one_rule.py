@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.rule_programs import CASTS, PRODUCTS, expected, following, refused_by_torch, seen
+from helpers.rule_programs import CASTS, PRODUCTS, expected, run_in_torch, seen
 
 import xla_amp
 from xla_amp import policy
-from xla_amp.errors import PolicyError
 
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_every_cast(cast):
-    y = torch.full((4, 4), 0.5).to("xla")
-    low = y.bfloat16()
-    programs = following(cast)
-    rules = policy.override({program.rule: cast for program in programs})
-    with rules, xla_amp.autocast("xla", policy="tpu"), xla_amp.explain() as report:
-        for program in programs:
-            name = program.rule.partition(".")[0]
-            operands = (low, y)[: program.operands]
-            if cast == "ban":
-                with pytest.raises(RuntimeError, match=name):
-                    program.torch(*operands)
-            elif error := refused_by_torch(program, cast):
-                with pytest.raises(PolicyError, match=error):
-                    program.torch(*operands)
-            else:
-                report.records.clear()
-                program.torch(*operands)
-                (record,) = [each for each in report.records if each.layer == "override"]
-                assert record.cast == cast
-                used, result = expected(program, cast, asks_result=True)
-                assert seen(record)[0] == used, name
-                # torch_xla gives a product of two dtypes the first one, where torch's kernels refuse it.
-                assert seen(record)[1] == result or (cast == "keep" and name in PRODUCTS), name
+    for program, record in run_in_torch(cast, torch.device("xla"), mixed_products=True):
+        used, result = expected(program, cast, asks_result=True)
+        assert seen(record)[0] == used, program.rule
+        # torch_xla gives a product of two dtypes the first one, where torch's kernels refuse it.
+        assert seen(record)[1] == result or (cast == "keep" and program.rule in PRODUCTS), program.rule
 
 
 def test_norms_in_float32_inside_save_low_tensors():
