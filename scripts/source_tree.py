@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.interrupts",
         "xla_amp.loss_scaling",
         "xla_amp.precision_report",
+        "xla_amp.recorder",
         "xla_amp.tables",
     ),
     ("xla_amp.policy",),
