@@ -270,9 +270,9 @@ def test_an_operation_that_was_removed_is_read_again(device: torch.device) -> No
     with trace.lock:
         start = trace.position()
         x = x + 1
-        before = list(loops._ids.read())
+        before = list(loops._operations.read().ids)
         trace.truncate(start)
         x = x * 2
-        assert loops._ids.read()[-1] != before[-1]
-        assert len(loops._ids.read()) == len(before)
+        assert loops._operations.read().ids[-1] != before[-1]
+        assert len(loops._operations.read().ids) == len(before)
         trace.truncate(start)

@@ -48,7 +48,6 @@ GROWING = 256
 class _Recorded(NamedTuple):
     """The operations of the trace, without the reads of tensors."""
 
-    names: list[str]
     families: dict[int, tuple[Family, tuple[int, ...]]]
     """Index of an operation -> its family and constants."""
     inputs: list[tuple[int, ...]]
@@ -80,7 +79,7 @@ class _Loop:
 _loop = _Loop()
 
 
-class _Ids:
+class _Operations:
     """What each operation of the trace is, without the reads of tensors; read as far as the last look."""
 
     def __init__(self) -> None:
@@ -89,26 +88,30 @@ class _Ids:
         self.length = 0
         """Length of the code that was read."""
         self.ids: list[int] = []
-
-    def read(self) -> list[int]:
         """Id of each instruction; of one with a family the family's number."""
-        code, ids = trace.code, self.ids
+        self.names: list[str] = []
+
+    def read(self) -> _Operations:
+        """Reads what was recorded since."""
+        code, ids, names = trace.code, self.ids, self.names
         position = self.length
         if self.cuts != trace.cuts:
             position, self.cuts = 0, trace.cuts
             ids.clear()
+            names.clear()
         end = len(code)
         while position < end:
             instruction = instruction_of(code[position])
             if instruction.emit is not None:
                 family = instruction.family
                 ids.append(instruction.id if family is None else family.number)
+                names.append(instruction.name)
             position += instruction.inputs + (3 if instruction.random else 1)
         self.length = position
-        return ids
+        return self
 
 
-_ids = _Ids()
+_operations = _Operations()
 
 
 def flush_if_full() -> None:
@@ -133,7 +136,8 @@ def look() -> None:
 
 def _continue() -> None:
     """Ends the step after the next repetition of the loop."""
-    operations: list[Any] = _recorded().names if _loop.growing else _ids.read()
+    read = _operations.read()
+    operations: list[Any] = read.names if _loop.growing else read.ids
     missing = len(_loop.operations) - len(operations)
     if operations == _loop.operations:
         _loop.repeated = True
@@ -152,12 +156,13 @@ def _search() -> None:
     if gradients and mesh.replicas:
         return _wait()
     least = REPEATS_WITH_GRADIENTS if gradients else REPEATS
-    ids: list[Any] = _ids.read()
+    read = _operations.read()
+    ids: list[Any] = read.ids
     inner = _loop.inner if len(ids) < LONG else set()
     found = repetition(ids, least, inner)
     growing = found is None and not gradients and len(ids) >= GROWING
     if growing:
-        ids = _recorded().names
+        ids = read.names
         found = repetition(ids, least, inner)
     if found is None:
         return _wait()
@@ -228,17 +233,16 @@ def repetition(ids: list[Any], least: int, inner: set[tuple[Any, ...]]) -> tuple
 
 
 def _recorded() -> _Recorded:
-    recorded = _Recorded([], {}, [], [], [])
-    names, families, inputs, firsts, reads = recorded
+    recorded = _Recorded({}, [], [], [])
+    families, inputs, firsts, reads = recorded
     count = 0
     for instruction, _, values in steps(trace.code):
         if instruction.emit is None:
-            reads.append((count, len(names)))
+            reads.append((count, len(firsts)))
         else:
             family = instruction.family
             if family is not None:
-                families[len(names)] = family, instruction.integers
-            names.append(instruction.name)
+                families[len(firsts)] = family, instruction.integers
             inputs.append(tuple(values))
             firsts.append(count)
         count += len(instruction.outs)
@@ -247,7 +251,7 @@ def _recorded() -> _Recorded:
 
 def _is_stack(recorded: _Recorded, period: int) -> bool:
     """Whether the last repetition reads more new tensors than old ones, except for those uploaded in the loop."""
-    begin = len(recorded.names) - period
+    begin = len(recorded.firsts) - period
     loop_begin = recorded.firsts[begin - period]
     numbers = [number for number, _ in recorded.reads]
     new = 0
