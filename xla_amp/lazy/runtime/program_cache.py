@@ -31,7 +31,7 @@ PER_OPERATION = 80_000
 _TRIM = 64 << 20
 """Bytes of dropped programs after which the C library is asked to return free memory to the system."""
 _TRACES = 2048
-"""Traces of jitted functions that JAX may keep before those of its own functions are dropped; 8 KiB each."""
+"""Traces that JAX may keep, of 8 KiB each; beyond that `private_api.drop_traces` drops those of JAX's own functions."""
 _LEAST_INSTRUCTIONS = 1024
 """Instructions below which unused ones are not looked for."""
 
