@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.events",
         "xla_amp.interrupts",
         "xla_amp.loss_scaling",
+        "xla_amp.overflow_report",
         "xla_amp.precision_report",
         "xla_amp.recorder",
         "xla_amp.tables",

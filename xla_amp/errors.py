@@ -34,6 +34,10 @@ class StepFailedError(XlaAmpError, RuntimeError):
     """Whether no tensor that existed before the step was lost: every one that the step wrote has its new value."""
 
 
+class StepError(XlaAmpError, RuntimeError):
+    """A step that cannot be examined: two runs of it differ, or nothing of it can be watched."""
+
+
 class EngineError(XlaAmpError, RuntimeError):
     """The engine cannot start, or a call does not fit the engine in use."""
 

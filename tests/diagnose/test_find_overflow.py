@@ -129,7 +129,8 @@ def test_a_finite_step_and_one_that_is_compiled():
     assert state(trainer) == before
     assert report.first is None
     assert report.nonfinite_gradients == ()
-    assert "every result was finite" in str(report)
+    # The mask of the attention is an infinity.
+    assert "every result of a torch operation was finite, apart from infinities" in str(report)
     step(trainer.batch)
     assert state(trainer) != before  # the comparison sees a step
 
@@ -199,6 +200,24 @@ def test_what_is_a_find(device, compute, operation, made):
 def test_what_is_none(device, compute):
     x = torch.ones(3, 3, device=device)
     assert find_overflow(lambda: compute(x)).first is None
+
+
+def test_what_the_step_was_given():
+    x = torch.tensor([1.0, float("nan")])
+    report = find_overflow(lambda: x * 2)
+    assert report.first is None
+    assert "mul.Tensor passed on nan" in str(report)
+    assert "was finite" not in str(report)
+
+
+def test_a_captured_function_in_the_step_is_seen():
+    device = xla_amp.xla_device()
+    captured = xla_amp.compile(lambda x: torch.log(x - 2))
+    x = torch.ones(2, device=device) * 3
+    for _ in range(4):
+        captured(x)
+    assert captured.replays
+    assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
 
 
 def test_gradients_that_underflow(device):

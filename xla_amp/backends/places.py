@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -10,22 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp import events
 from xla_amp.backends import module_paths
+from xla_amp.overflow_report import Place
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where an operation ran."""
-
-    operation: str
-    """ATen name, with the overload unless it is the default."""
-    phase: str
-    """``forward``, ``backward`` or ``update``."""
-    module: str
-    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
-    location: str
-    """The user's ``file:line``; for a backward operation that of its forward operation."""
-    gradient_of: str = ""
-    """For a backward operation: the forward operation."""
+__all__ = ["LocatingMode", "Place"]
 
 
 class LocatingMode(TorchDispatchMode):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.diagnose.state_restore import written_tensors
+from xla_amp.overflow_report import Operand, Producer, produced
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -58,36 +59,6 @@ class NonfiniteResults(LocatingMode):
                 before = self.nonfinite.get(number, (place, 0.0))[1]
                 self.nonfinite[number] = place, (before if before != before else value)
         self.nonfinite = dict(sorted(self.nonfinite.items()))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Operand:
-    """One tensor operand, with its values before the operation."""
-
-    name: str
-    """The argument's name in the operation's schema, with an index for list elements."""
-    dtype: str
-    shape: tuple[int, ...]
-    smallest: float
-    """Smallest nonzero magnitude of its finite values; 0 if there is none."""
-    largest: float
-    """Largest magnitude of its finite values."""
-    infinities: int
-    nans: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Producer:
-    """An operation whose result has an inf or NaN that its operands do not have."""
-
-    place: Place
-    made: str
-    """``inf`` or ``nan``."""
-    inputs: tuple[Operand, ...]
-    result: str
-    """dtype of the result."""
-    step: int
-    """Index of the operation in the step, from 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,17 +111,22 @@ class OperandStatistics(LocatingMode):
         )
         return result
 
-    def producers(self) -> list[Producer]:
-        """The operations that produced an inf or NaN from operands without it."""
+    def producers(self) -> tuple[list[Producer], list[Producer]]:
+        """The operations that produced an inf or NaN from operands without it, and those that passed on one."""
         values = iter(_to_host([numbers for suspect in self._suspects for _, _, numbers in suspect.tensors]))
-        found = []
+        found: list[Producer] = []
+        passed_on: list[Producer] = []
         for suspect in self._suspects:
-            operands = [_operand(name, tensor, next(values)) for name, tensor, _ in suspect.tensors]
-            made = _produced(suspect.value, operands, suspect.intended)
-            if made:
-                place, result, step = suspect.place, suspect.result, suspect.number
-                found.append(Producer(place=place, made=made, inputs=tuple(operands), result=result, step=step))
-        return found
+            operands = tuple(_operand(name, tensor, next(values)) for name, tensor, _ in suspect.tensors)
+            made = "nan" if suspect.value != suspect.value else "inf"
+            own = produced(made, operands, intended=suspect.intended)
+            if own or not suspect.intended:
+                (found if own else passed_on).append(
+                    Producer(
+                        place=suspect.place, made=made, inputs=operands, result=suspect.result, step=suspect.number
+                    )
+                )
+        return found, passed_on
 
 
 class SkipHalfCasts(TorchDispatchMode):
@@ -277,13 +253,6 @@ def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> Opera
         infinities=int(infinities),
         nans=int(nans),
     )
-
-
-def _produced(value: float, operands: Sequence[Operand], intended: bool) -> str:
-    """``inf`` or ``nan`` if the operation produced it, otherwise empty; an infinite scalar argument is intended."""
-    if value != value:
-        return "" if any(operand.nans for operand in operands) else "nan"
-    return "" if intended or any(operand.nans or operand.infinities for operand in operands) else "inf"
 
 
 def _has_infinite_number(args: Any, kwargs: Any) -> bool:

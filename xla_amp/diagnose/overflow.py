@@ -16,19 +16,14 @@ from xla_amp.backends.places import Place
 from xla_amp.diagnose.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,
-    Operand,
     OperandStatistics,
-    Producer,
     SkipHalfCasts,
 )
 from xla_amp.diagnose.state_restore import reachable, restoring
-from xla_amp.errors import XlaAmpError
+from xla_amp.errors import StepError
+from xla_amp.overflow_report import Operand, Producer, findings
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
-
-
-class StepError(XlaAmpError, RuntimeError):
-    """A step that cannot be examined, because two runs of it differ."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +43,8 @@ class OverflowReport:
 
     producers: tuple[Producer, ...]
     """Operations that produced an inf or NaN from operands without it, in order; at most five."""
+    passed_on: Producer | None
+    """If there is none: the first operation that passed on an inf or NaN which it was given."""
     nonfinite_gradients: tuple[str, ...]
     """Parameters with nonfinite gradients."""
     underflow: tuple[Underflow, ...]
@@ -73,13 +70,7 @@ class OverflowReport:
     def __str__(self) -> str:
         scale = "no scaler" if self.scale is None else f"loss scale {self.scale:g}"
         lines = [f"{self.operations} operations, {scale}"]
-        if self.first is None:
-            lines.append("every result was finite")
-        else:
-            lines += ["first inf or NaN:", *(f"  {line}" for line in _described(self.first))]
-            if len(self.producers) > 1:
-                lines.append("later operations that produced another inf or NaN:")
-                lines += [f"  {_headline(producer)}" for producer in self.producers[1:]]
+        lines += findings(self.producers, self.passed_on, "every result of a torch operation was finite")
         if self.nonfinite_gradients:
             lines.append(f"gradients that were not finite ({len(self.nonfinite_gradients)}): " + _some(self))
         if self.underflow:
@@ -100,7 +91,9 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     optimizers, schedulers and scalers that `step` reaches through its arguments, its closure, the globals that it
     names, or the object whose method it is.
 
-    An infinity that the program requests (a mask filled with ``-inf``) is not reported; a NaN computed from it is.
+    Only torch operations are watched: not what the step computes in NumPy, or in JAX, for which
+    `xla_amp.jax.find_overflow` does the same.  An infinity that the program requests (a mask filled with ``-inf``) is
+    not reported; a NaN computed from it is.
 
     Args:
         step: one iteration of a training loop: forward, backward, and optionally the optimizer.  Every call must do
@@ -110,7 +103,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         objects: further modules, optimizers, schedulers and scalers that the step changes.
 
     Raises:
-        StepError: the second run differs from the first.
+        StepError: the second run differs from the first, or the step runs no torch operation.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([300.0]))
@@ -131,7 +124,10 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         with restoring(found), low.recording(), results:
             step(*args, **kwargs)
         results.read()
+        if not results.count:
+            raise StepError(_NO_OPERATIONS)
         producers: list[Producer] = []
+        passed_on: list[Producer] = []
         suspects = list(results.nonfinite.items())
         while suspects and not producers:
             inputs = OperandStatistics(dict(suspects[:_SUSPECTS_PER_RUN]))
@@ -139,7 +135,8 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
                 step(*args, **kwargs)
             if inputs.diverged is not None or inputs.count != results.count:
                 raise StepError(_DIVERGED.format(results.count, inputs.count))
-            producers, suspects = inputs.producers(), suspects[_SUSPECTS_PER_RUN:]
+            (producers, given), suspects = inputs.producers(), suspects[_SUSPECTS_PER_RUN:]
+            passed_on += given
         note = ""
         try:
             with restoring(found), wide.recording(), SkipHalfCasts():  # type: ignore[no-untyped-call]
@@ -152,6 +149,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         note = "underflow is unknown: the step reaches no module and no optimizer; pass them as objects="
     return OverflowReport(
         producers=tuple(producers[:5]),
+        passed_on=passed_on[0] if passed_on and not producers else None,
         nonfinite_gradients=tuple(name for name, count in low.nonfinite.items() if int(count)),
         underflow=() if note else _underflow(low, wide),
         underflow_note=note,
@@ -171,6 +169,10 @@ def _uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
 _SUSPECTS_PER_RUN = 16
 """Operations examined in one run.  Most operations after the first inf only propagate it, so one run suffices unless a
 model has many intended infinities."""
+_NO_OPERATIONS = (
+    "find_overflow: the step ran no torch operation, so nothing was watched. For a JAX function: "
+    "xla_amp.jax.find_overflow(function, *args)"
+)
 _DIVERGED = (
     "find_overflow: two runs of the step differ ({} operations, then {}). Pass the batch as an argument instead of "
     "drawing it from an iterator, and pass objects that the step changes as objects="
@@ -212,30 +214,6 @@ def _underflow(low: GradientRecorder, wide: GradientRecorder) -> tuple[Underflow
             if lost:
                 counts.append(Underflow(parameter=name, lost=lost, of=total))
     return tuple(sorted(counts, key=lambda entry: -entry.lost / entry.of))
-
-
-def _headline(producer: Producer) -> str:
-    place = producer.place
-    what = f"{place.operation} made {producer.made} in the {place.phase} pass"
-    if place.gradient_of:
-        what += f" (gradient of {place.gradient_of})"
-    if place.module:
-        what += f", module {place.module}"
-    return what + (f", {place.location}" if place.location else "")
-
-
-def _described(producer: Producer) -> list[str]:
-    lines = [_headline(producer)]
-    for operand in producer.inputs:
-        extra = f", {operand.infinities:,} inf" if operand.infinities else ""
-        extra += f", {operand.nans:,} NaN" if operand.nans else ""
-        shape = "x".join(map(str, operand.shape)) or "scalar"
-        sizes = f"{operand.smallest:.3g} to {operand.largest:.3g}" if operand.largest else "all zero"
-        lines.append(f"{operand.name}: {operand.dtype} {shape}, magnitudes {sizes}{extra}")
-    largest = torch.finfo(getattr(torch, producer.result)).max
-    if producer.made == "inf":
-        lines.append(f"result: {producer.result}, which holds magnitudes up to {largest:.3g}")
-    return lines
 
 
 def _some(report: OverflowReport) -> str:

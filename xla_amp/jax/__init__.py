@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import all_finite as all_finite
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
+    from xla_amp.jax.monitoring.overflow import JaxOverflowReport as JaxOverflowReport
+    from xla_amp.jax.monitoring.overflow import find_overflow as find_overflow
     from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
@@ -26,12 +28,14 @@ if TYPE_CHECKING:
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
 
 _PUBLIC = {
+    "JaxOverflowReport": "xla_amp.jax.monitoring.overflow",
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
     "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
     "TorchFunction": "xla_amp.lazy.interop.functional",
     "all_finite": "xla_amp.jax.loss_scale",
     "autocast": "xla_amp.jax.api",
+    "find_overflow": "xla_amp.jax.monitoring.overflow",
     "from_jax": "xla_amp.lazy.interop.arrays",
     "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax._src import api_util, core, source_info_util
 from jax._src import linear_util as lu
+from jax._src import shard_map as private_shard_map
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as private_lax
@@ -343,6 +345,30 @@ def is_plain_jit(function: Any, args: Any, kwargs: Any, arguments: int) -> bool:
     infos = jax.tree.leaves(traced.args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
     options = getattr(traced, "_params", {}).get("compiler_options_kvs")
     return len(infos) == arguments and not options and not any(info.donated for info in infos)
+
+
+last_used = core.last_used
+"""Jaxpr -> variable -> the equation that uses it last."""
+clean_up_dead_vars = core.clean_up_dead_vars
+"""Drops the variables of an environment that an equation was the last to use."""
+
+
+def running() -> Any:
+    """The place of the running code, as an equation without anything else."""
+    return types.SimpleNamespace(source_info=source_info_util.current())
+
+
+def phase() -> str:
+    """``backward`` or ``forward`` for running code of a differentiated function, otherwise empty."""
+    stack = source_info_util.current_name_stack().stack
+    if any(map(is_transpose_scope, stack)):
+        return "backward"
+    return "forward" if any(map(is_derivative_scope, stack)) else ""
+
+
+def values_of_shards(value: Any) -> Any:
+    """`value`; inside of a `jax.shard_map` that runs eagerly, the array of all devices' values."""
+    return value.val if isinstance(value, private_shard_map.ShardMapTracer) else value
 
 
 def is_array(value: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_flatten
 
 from xla_amp import events, interrupts
@@ -154,7 +155,9 @@ class Compiled(Generic[_Arguments, _Result]):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if self._given_up or execute.eager or events.sinks or execute.observer is not None:  # the last two see all
+        # The last three see all operations, of which a replay has none.
+        watched = events.sinks or execute.observer is not None or is_in_torch_dispatch_mode()
+        if self._given_up or execute.eager or watched:
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
         if self._guards is None:

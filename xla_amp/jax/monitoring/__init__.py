@@ -1,0 +1,1 @@
+"""Numerics of JAX functions that one can watch."""

@@ -1,0 +1,137 @@
+"""What `find_overflow` reports on every front: the operation that made the first inf or NaN, and its operands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+LARGEST: Final[Mapping[str, float]] = MappingProxyType(
+    {
+        "float8_e4m3fn": 448.0,
+        "float8_e5m2": 57344.0,
+        "float16": 65504.0,
+        "bfloat16": 3.3895313892515355e38,
+        "float32": 3.4028234663852886e38,
+        "complex64": 3.4028234663852886e38,
+        "float64": 1.7976931348623157e308,
+        "complex128": 1.7976931348623157e308,
+    }
+)
+"""dtype -> its largest finite magnitude (IEEE 754; OCP 8-bit formats)."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an operation ran."""
+
+    operation: str
+    """ATen name, with the overload unless it is the default; on other fronts the primitive or StableHLO operation."""
+    phase: str
+    """``forward``, ``backward`` or ``update``; empty where that is unknown."""
+    module: str
+    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
+    location: str
+    """The user's ``file:line``; for a backward operation that of its forward operation."""
+    gradient_of: str = ""
+    """For a backward operation: the forward operation."""
+    iteration: str = ""
+    """In a loop: which iteration, from 0, outermost loop first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Operand:
+    """One operand, with its values before the operation."""
+
+    name: str
+    """The argument's name in the operation's schema, with an index for list elements; ``operand 0`` without names."""
+    dtype: str
+    shape: tuple[int, ...]
+    smallest: float
+    """Smallest nonzero magnitude of its finite values; 0 if there is none."""
+    largest: float
+    """Largest magnitude of its finite values."""
+    infinities: int
+    nans: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Producer:
+    """An operation whose result has an inf or NaN that its operands do not have."""
+
+    place: Place
+    made: str
+    """``inf`` or ``nan``."""
+    inputs: tuple[Operand, ...]
+    result: str
+    """dtype of the result."""
+    step: int
+    """Index of the operation in the step, from 0."""
+
+
+def headline(producer: Producer, verb: str = "made") -> str:
+    """The operation, what it made, and where, on one line."""
+    place = producer.place
+    what = f"{place.operation} {verb} {producer.made}"
+    if place.phase:
+        what += f" in the {place.phase} pass"
+    if place.gradient_of:
+        what += f" (gradient of {place.gradient_of})"
+    if place.iteration:
+        what += f", {place.iteration}"
+    if place.module:
+        what += f", module {place.module}"
+    return what + (f", {place.location}" if place.location else "")
+
+
+def described(producer: Producer, verb: str = "made") -> list[str]:
+    """`headline` and a line for each operand."""
+    lines = [headline(producer, verb)]
+    for operand in producer.inputs:
+        extra = f", {operand.infinities:,} inf" if operand.infinities else ""
+        extra += f", {operand.nans:,} NaN" if operand.nans else ""
+        shape = "x".join(map(str, operand.shape)) or "scalar"
+        sizes = f"{operand.smallest:.3g} to {operand.largest:.3g}" if operand.largest else "all zero"
+        lines.append(f"{operand.name}: {operand.dtype} {shape}, magnitudes {sizes}{extra}")
+    if producer.made == "inf" and producer.result in LARGEST:
+        lines.append(f"result: {producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}")
+    return lines
+
+
+def produced(made: str, operands: tuple[Operand, ...], *, intended: bool = False) -> bool:
+    """Whether an operation made its inf or NaN itself, from operands without it; an `intended` infinity does not count.
+
+    Args:
+        made: ``inf`` or ``nan``.
+        operands: its operands.
+        intended: whether the program asks for an infinity.
+    """
+    if made == "nan":
+        return not any(operand.nans for operand in operands)
+    return not intended and not any(operand.nans or operand.infinities for operand in operands)
+
+
+def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_finite: str) -> list[str]:
+    """The lines of a report about operations.
+
+    Args:
+        producers: as in a report.
+        passed_on: the first operation with a nonfinite result whose operands had it, if no operation made one.
+        all_finite: what to say if there is neither.
+    """
+    if producers:
+        lines = ["first inf or NaN:", *(f"  {line}" for line in described(producers[0]))]
+        if len(producers) > 1:
+            lines.append("later operations that produced another inf or NaN:")
+            lines += [f"  {headline(producer)}" for producer in producers[1:]]
+        return lines
+    if passed_on is None:
+        return [all_finite]
+    first = [f"  {line}" for line in described(passed_on, "passed on")]
+    if passed_on.made == "inf":
+        return [f"{all_finite}, apart from infinities that operations were given (a mask, an argument):", *first]
+    return [
+        "no operation made a NaN; the first that passed one on that it was given (an argument, a constant):",
+        *first,
+    ]
