@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.overflow_report",
         "xla_amp.precision_report",
         "xla_amp.recorder",
+        "xla_amp.report",
         "xla_amp.tables",
     ),
     ("xla_amp.policy",),
@@ -52,7 +53,7 @@ LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
 THIRD_PARTY: Mapping[int, frozenset[str]] = {
     0: frozenset(),
-    1: frozenset({"rich"}),  # tables, where it is installed
+    1: frozenset({"jinja2", "markupsafe", "rich"}),  # reports, where they are installed
     2: frozenset(),
     3: frozenset({"jax", "ml_dtypes", "numpy"}),
 }

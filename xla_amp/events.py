@@ -46,6 +46,11 @@ class DecisionRecord:
     """The user's ``file:line``, where the front can tell."""
     module: str = ""
     """Path of the module that it ran in, where modules are followed; empty for the model itself and outside modules."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the operands of `given`, where known; -1 for a size that is not."""
+    result_shapes: tuple[tuple[int, ...], ...] = ()
+    flops: int | None = None
+    """Floating-point operations of a product or convolution: a multiplication and an addition each; None: unknown."""
 
 
 Sink: TypeAlias = Callable[[DecisionRecord], None]

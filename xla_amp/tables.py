@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import shutil
 import sys
@@ -45,6 +46,11 @@ def rich(
     for line in lines:
         table.add_row(*map(Text, line))
     return table
+
+
+def has_rich() -> bool:
+    """Whether rich is installed."""
+    return importlib.util.find_spec("rich") is not None
 
 
 def for_terminal(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> str:

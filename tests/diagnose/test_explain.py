@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import report_pages
 import torch
 import torch.nn.functional as F
 from torch.nn.modules import module as torch_module
@@ -213,14 +214,39 @@ def report() -> Report:
 
 
 def test_the_table(report):
-    assert str(report) == (
-        "count  operation  module  before    after       result  cast  layer    rule\n"
-        "-----  ---------  ------  --------  ----------  ------  ----  -------  -----------------\n"
-        "3      mm                 f32, f32  bf16, bf16  bf16    low   builtin  tables/tpu.toml:1\n"
-        "1      relu       head    i64                   i64\n"
-        "4 operations; casts inserted: 6 x float32->bfloat16"
+    head, could, risk, casts, table = str(report).split("\n\n", 1)[1].split("\n\n")
+    assert head == "policy          tpu\ncasts inserted  6 x float32->bfloat16"
+    assert could.endswith("nothing: every product and convolution runs low")
+    assert risk.endswith("nothing that the rules know")
+    assert "6 casts of operands" in casts
+    assert table == (
+        "Operations:\n"
+        "count  operation  before  after  result  cast  layer    rule               casts\n"
+        "-----  ---------  ------  -----  ------  ----  -------  -----------------  -----\n"
+        "    3  mm         f32     bf16   bf16    low   builtin  tables/tpu.toml:1      6\n"
+        "1 row of integers and plumbing is left out"
     )
-    assert str(Report()).splitlines()[-1] == "0 operations; casts inserted: none"
+    assert str(Report()).startswith("0 operations under autocast\n\npolicy          none\ncasts inserted  none")
+
+
+def test_the_page_of_a_step(device, tmp_path):
+    """The page answers what runs in float32, where and why, with shapes, cost and the line."""
+    model, x = Model().to(device), torch.rand(4, 4).to(device)
+    rules = {"module:attention.query": "fp32", "module:attention.softmax": "low"}
+    with xla_amp.explain() as report, xla_amp.autocast(device, policy="tpu", rules=rules):
+        model(x)
+    report.to_html(tmp_path / "page.html")
+    page = report_pages.read((tmp_path / "page.html").read_text())
+    rows = {row["operation"].partition(".")[0]: row for row in page.rows("Operations")}
+    linear, softmax = rows["linear"], rows["softmax"]
+    assert (linear["module"], linear["state"], linear["FLOP"]) == ("attention.query", "could", 2 * 4 * 4 * 4)
+    assert linear["shapes"] == "4x4, 4x4, 4 -> 4x4"
+    assert linear["bytes"] == 4 * (16 + 16 + 4 + 16)
+    assert linear["where"].startswith(f"{__file__}:")
+    assert softmax["state"] == "risk", "the built-in rules keep it in float32"
+    assert rows["matmul"]["state"] == "low"
+    assert rows["mse_loss"]["state"] == "wide"
+    assert any("1 of 2 products and convolutions, 128 FLOP of 256 FLOP" in each for each in page.words)
 
 
 def test_rows_are_flat(report):
@@ -287,5 +313,5 @@ def test_the_page(capsys):
     """docs/explain.md: its Python runs, and prints what it shows."""
     page = (Path(__file__).parents[2] / "docs" / "explain.md").read_text(encoding="utf-8")
     (code, *_), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
-    exec(code, {})
+    exec(compile(code, "train.py", "exec"), {"__name__": "train"})
     assert capsys.readouterr().out.strip() == shown.strip()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,29 +13,28 @@ from typing import Any, Final
 
 from xla_amp import events, tables
 from xla_amp.events import DecisionRecord
+from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
+from xla_amp.report import operations, page, terminal, units
+from xla_amp.report.document import Document
 
-_SHORT: Final = {
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "complex64": "c64",
-    "complex128": "c128",
-    "int64": "i64",
-    "int32": "i32",
-    "int16": "i16",
-    "int8": "i8",
-    "uint8": "u8",
-}
-_COLUMNS: Final = ("count", "operation", "module", "before", "after", "result", "cast", "layer", "rule")
+_CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
+"""Operations that only change the dtype."""
+_PLUMBING: Final = frozenset(
+    {
+        "copy_", "detach", "empty_like", "fill_", "full_like", "new_empty", "new_empty_strided", "new_zeros",
+        "ones_like", "resize_", "zero_", "zeros_like", "device_put", "stop_gradient", "broadcast_in_dim", "reshape",
+        "squeeze", "expand_dims", "transpose", "copy", "clone",
+    }
+)  # fmt: skip
+"""Operations that move or create values and round nothing, in torch and in JAX."""
 
 
 class Report:
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
-    ``print(report)`` shows a table, `rows` gives dicts, `to_json` text.
+    ``print(report)`` shows findings and a table, `to_html` writes a page, `rows` gives dicts, `to_json` text.
     """
 
     def __init__(self) -> None:
@@ -73,34 +74,41 @@ class Report:
         """What ran low: contractions, float32 islands and casts, for each module and in total."""
         return summarize(self.records, is_contraction)
 
+    def document(self) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        found = [_operation(entry) for entry in self.records]
+        summary = self.summary()
+        casts = ", ".join(f"{count} x {kind}" for kind, count in summary["casts_inserted"].items()) or "none"
+        policies = ", ".join(dict.fromkeys(entry.policy for entry in self.records)) or "none"
+        count = summary["operations"]
+        return Document(
+            title=f"{count:,} operation{'' if count == 1 else 's'} under autocast",
+            kind="explain",
+            facts=(("policy", policies), ("casts inserted", casts)),
+            findings=operations.findings(found),
+            tables=(operations.table(found),),
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(), path)
+
     def __str__(self) -> str:
-        """A table with one line per group of equal decisions, in order of first appearance."""
-        return tables.plain(_COLUMNS, self._lines()) + "\n" + self._closing()
+        """Findings, and a table with one line per group of equal decisions, in order of first appearance."""
+        return terminal.text(self.document())
 
     def __rich__(self) -> Any:
         """The table for ``rich.print``."""
-        return tables.rich(_COLUMNS, self._lines(), caption=self._closing())
-
-    def _lines(self) -> list[Sequence[str]]:
-        alike = Counter(
-            (
-                entry.operation,
-                entry.module,
-                _dtypes(entry.given),
-                _dtypes(entry.used) if entry.used != entry.given else "",
-                _dtypes(entry.result),
-                entry.cast if entry.origin else "",
-                entry.layer if entry.origin else "",
-                entry.origin,
-            )
-            for entry in self.records
-        )
-        return [(str(count), *line) for line, count in alike.items()]
-
-    def _closing(self) -> str:
-        summary = self.summary()
-        casts = ", ".join(f"{count} x {kind}" for kind, count in summary["casts_inserted"].items()) or "none"
-        return f"{summary['operations']} operations; casts inserted: {casts}"
+        document = self.document()
+        columns, lines = terminal.lines(document.tables[0])
+        numeric = [column.name for column in columns if column.numeric]
+        caption = "; ".join(f"{name}: {value}" for name, value in document.facts)
+        return tables.rich([column.name for column in columns], lines, caption=caption, numeric=numeric)
 
 
 @contextlib.contextmanager
@@ -157,5 +165,54 @@ def _inserted(entry: DecisionRecord) -> list[str]:
     return [f"{given}->{used}" for given, used in zip(entry.given, entry.used, strict=True) if given != used]
 
 
+def _operation(entry: DecisionRecord) -> operations.Operation:
+    name, inserted = entry.operation.partition(".")[0], len(_inserted(entry))
+    results, given = entry.result_shapes, entry.shapes
+    known = len(results) == len(entry.result) and len(given) == len(entry.used)
+    touched = [*zip(given, entry.used, strict=False), *zip(results, entry.result, strict=False)]
+    floating = [dtype for dtype in entry.used if units.is_floating(dtype)]
+    computes = floating or [dtype for dtype in entry.result if units.is_floating(dtype)]
+    product = is_contraction(entry.operation)
+    return operations.Operation(
+        operation=entry.operation,
+        scope=entry.module,
+        shapes=", ".join(map(units.shape, given)) + (f" -> {', '.join(map(units.shape, results))}" if results else ""),
+        before=_dtypes(entry.given),
+        after=_dtypes(entry.used) if entry.used != entry.given else "",
+        result=_dtypes(entry.result),
+        flops=entry.flops,
+        bytes=sum(_bytes(shape, dtype) for shape, dtype in touched) if known and touched else None,
+        casts=inserted or None,
+        where=entry.location,
+        cast=entry.cast if entry.origin else "",
+        layer=entry.layer if entry.origin else "",
+        rule=entry.origin,
+        why=entry.why,
+        source=entry.source,
+        product=product,
+        state=operations.state(
+            floating=bool(computes) and (name not in _PLUMBING or bool(inserted)),
+            cast=name in _CONVERSIONS,
+            low=bool(computes) and all(map(units.is_low, computes)),
+            product=product,
+            ruled=entry.cast.startswith("fp32") or any(map(units.is_low, entry.given)),
+            risky=_is_risky(entry),
+        ),
+    )
+
+
+def _is_risky(entry: DecisionRecord) -> bool:
+    """Whether a rule of the user's made an operation low that the built-in policy keeps in float32."""
+    if entry.layer == "builtin" or entry.cast != "low":
+        return False
+    built_in = load(entry.policy if entry.policy in BUILTIN else "tpu")
+    return built_in.decide(entry.operation).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
+
+
+def _bytes(shape: Sequence[int], dtype: str) -> int:
+    return math.prod(max(size, 1) for size in shape) * units.bits(dtype) // 8
+
+
 def _dtypes(names: Sequence[str]) -> str:
-    return ", ".join(_SHORT.get(name, name) for name in names)
+    """The different ones: ``bf16, f32``."""
+    return ", ".join(dict.fromkeys(map(units.short, names)))

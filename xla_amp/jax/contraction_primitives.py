@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -146,6 +147,21 @@ def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -
         _, features, *_ = numbers.out_spec
         return frozenset(range(left.ndim)) - {features}, frozenset({features})
     return frozenset(), frozenset()
+
+
+def flops(primitive: Any, params: dict[str, Any], operands: Sequence[Any], outs: Sequence[Any]) -> int | None:
+    """Multiplications and additions of a contraction; None for other primitives and sizes that are not known."""
+    shapes = [np.shape(each) for each in (*operands[:2], outs[0])]
+    if any(not isinstance(size, int) for shape in shapes for size in shape):
+        return None
+    left, right, result = shapes
+    numbers: Any = params.get("dimension_numbers")
+    if primitive is lax.dot_general_p:
+        (contracted, _), _ = numbers
+        return int(2 * math.prod(result) * math.prod(left[axis] for axis in contracted))
+    if primitive is lax.conv_general_dilated_p:
+        return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.rhs_spec[0]]))
+    return None
 
 
 def _own_params(params: dict[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def emit_decision(
     outs: list[Any],
     place: tuple[str, str],
     kept: str = "",
+    flops: int | None = None,
 ) -> None:
     """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`.
 
@@ -146,5 +147,12 @@ def emit_decision(
             result=tuple(str(dtype_of(out)) for out in outs),
             location=place[1],
             module=place[0],
+            shapes=tuple(_shape(value) for value in given if dtype_of(value) is not None),
+            result_shapes=tuple(map(_shape, outs)),
+            flops=flops,
         )
     )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else -1 for size in np.shape(value))

@@ -19,7 +19,7 @@ import numpy as np
 
 from xla_amp import events
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import aten_product, contract_low, result_axes
+from xla_amp.jax.contraction_primitives import aten_product, contract_low, flops, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
@@ -303,7 +303,8 @@ class Interpreter:
             if kind == "conversion" and avals is not None:
                 self._record_conversion(avals[0].dtype, operands[0], outs[0])
         if events.sinks:
-            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn), kept)
+            cost = flops(primitive, params, operands, outs) if kind == "contraction" else None
+            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn), kept, cost)
         return outs
 
     def _kept(

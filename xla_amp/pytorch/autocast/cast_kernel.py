@@ -96,8 +96,9 @@ def make(
             if events.sinks and (decision.rule is not None or (decision_events.record_all and not composite)):
                 given = operands.all(args, kwargs)
                 before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
+                shapes = decision_events.shapes_of(given)
                 result = default(keyset, *args, **kwargs)
-                decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
+                decision_events.emit(decision, policy, before, used, shapes, result, path or module_paths.current())
                 return result
             return default(keyset, *args, **kwargs)
         exclude(dispatch_key, True)
@@ -105,12 +106,13 @@ def make(
             target, arguments, keywords = prepare(args, kwargs)
             if not events.sinks:
                 return target(*arguments, **keywords)
-            before = decision_events.dtypes(operands.all(args, kwargs))
+            given = operands.all(args, kwargs)
+            before, shapes = decision_events.dtypes(given), decision_events.shapes_of(given)
             used = decision_events.dtypes(operands.all(arguments, keywords))
             if decision.cast == "fp32_inside":  # in the kernel
-                used = decision_events.after(decision.cast, operands.all(args, kwargs), device_type)
+                used = decision_events.after(decision.cast, given, device_type)
             result = target(*arguments, **keywords)
-            decision_events.emit(decision, policy, before, used, result, path or module_paths.current())
+            decision_events.emit(decision, policy, before, used, shapes, result, path or module_paths.current())
             return result
         finally:
             exclude(dispatch_key, False)

@@ -9,7 +9,7 @@ import torch
 
 from xla_amp import events
 from xla_amp.policy import Decision, Policy
-from xla_amp.pytorch.autocast import casting
+from xla_amp.pytorch.autocast import casting, costs
 from xla_amp.types import Cast
 
 record_all = 0
@@ -21,12 +21,14 @@ def emit(
     rules: Policy,
     given: Sequence[str],
     used: Sequence[str],
+    shapes: tuple[tuple[int, ...], ...],
     result: Any,
     module: str | None,
 ) -> None:
     """Sends the event of one operation to the listeners of `xla_amp.events`."""
     rule = decision.rule
-    results = result if isinstance(result, list | tuple) else (result,)
+    results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
+    result_shapes = shapes_of(results)
     events.emit(
         events.DecisionRecord(
             operation=decision.operation,
@@ -39,9 +41,12 @@ def emit(
             why=rule.why if rule else "",
             source=rule.source if rule else "",
             origin=rule.origin if rule else "",
-            result=dtypes(value for value in results if isinstance(value, torch.Tensor)),
+            result=dtypes(results),
             location=events.user_location(),
             module=module or "",
+            shapes=shapes,
+            result_shapes=result_shapes,
+            flops=costs.flops(decision.operation, shapes, result_shapes),
         )
     )
 
@@ -49,6 +54,18 @@ def emit(
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
     """dtypes by name, ``"bfloat16"``."""
     return tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+
+def shapes_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Shapes; a size that is a symbol is -1, and a nested tensor has none."""
+    return tuple(
+        () if tensor.is_nested else tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+        for tensor in tensors
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def after(cast: Cast, tensors: Sequence[torch.Tensor], device_type: str) -> tuple[str, ...]:

@@ -1,0 +1,44 @@
+"""Paths of layers that differ in their numbers only: ``h.0.attn``, ``h.1.attn`` and so on are ``h.0-11.attn``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def pattern(path: str) -> str:
+    """The path with a star for each number: what equal layers have in common.
+
+    Example:
+        >>> pattern("h.0.attn")
+        'h.*.attn'
+    """
+    return _NUMBER.sub("*", path)
+
+
+def together(paths: Iterable[str]) -> str:
+    """One path for paths of one `pattern`; if several of their numbers differ, a star for each of these.
+
+    Example:
+        >>> together(["h.0.attn", "h.1.attn", "h.2.attn", "h.5.attn"]), together(["a.0.b.1", "a.1.b.2"])
+        ('h.0-2,5.attn', 'a.*.b.*')
+    """
+    first, *others = dict.fromkeys(paths)
+    if not others:
+        return first
+    columns = [sorted({int(number) for number in column}) for column in zip(*map(_NUMBER.findall, (first, *others)))]  # noqa: B905
+    several = sum(len(column) > 1 for column in columns) > 1
+    texts = iter(["*" if several and len(column) > 1 else _ranges(column) for column in columns])
+    return _NUMBER.sub(lambda _: next(texts), first)
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

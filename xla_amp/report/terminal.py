@@ -1,0 +1,164 @@
+"""A document as text for a terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from xla_amp import tables
+from xla_amp.report import paths, units
+from xla_amp.report.document import Cell, Column, Document, Finding, Table
+
+WIDTH: Final = 120
+"""Characters of a line where there is no terminal."""
+MOST_ROWS: Final = 60
+"""Rows of a table that are printed; the page has all."""
+_LEAST: Final = 12
+"""Characters that a cut cell keeps; of a name 18."""
+_BARS: Final = "▁▂▃▄▅▆▇█"
+
+
+def text(document: Document, width: int | None = None) -> str:
+    """The document as text.
+
+    Args:
+        document: what to show.
+        width: characters of a line; default: those of the terminal, or `WIDTH` where there is none.
+    """
+    width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH)
+    parts = [document.title]
+    if document.facts:
+        names = max(len(name) for name, _ in document.facts)
+        parts.append(
+            "\n".join(_wrapped(f"{name.ljust(names)}  {value}", names + 2, width) for name, value in document.facts)
+        )
+    parts += [_finding(each, width) for each in document.findings]
+    parts += [_table(each, width) for each in document.tables if each.rows]
+    return "\n\n".join(parts)
+
+
+def lines(table: Table, width: int = 10**9) -> tuple[list[Column], list[list[str]]]:
+    """The columns that fit into `width`, and the rows: equal ones are one, also of numbered layers (``h.0-11``)."""
+    rows = [row for row in table.rows if row.state != "plumbing"]
+    filled = [any(row.cells[i] not in (None, "") for row in rows) for i in range(len(table.columns))]
+    shown = [i for i, column in enumerate(table.columns) if filled[i] and not column.detail] or [0]
+    while True:
+        columns = [table.columns[i] for i in shown]
+        merged = _merged(columns, [[row.cells[i] for i in shown] for row in rows])
+        written = [[_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in merged]
+        widths = [max(map(len, (column.name, *cells))) for column, *cells in zip(columns, *written, strict=True)]
+        needed = [
+            wide if column.numeric else min(wide, max(_LEAST if index > 2 else _LEAST * 3 // 2, len(column.name)))
+            for index, (wide, column) in enumerate(zip(widths, columns, strict=True))
+        ]
+        room = width - _borders(len(columns))
+        if sum(needed) <= room or len(columns) == 1:
+            break
+        shown = shown[:-1]  # the columns to the right say the least
+    while sum(widths) > room:
+        widest = max(range(len(widths)), key=lambda i: (widths[i] > needed[i], widths[i]))
+        if widths[widest] <= needed[widest]:
+            break
+        widths[widest] -= 1
+    return columns, [[_cut(*each) for each in zip(row, widths, columns, strict=True)] for row in written]
+
+
+def _borders(columns: int) -> int:
+    """Characters between the columns of a table as `tables.for_terminal` draws it."""
+    return 3 * columns + 1 if sys.stdout.isatty() and tables.has_rich() else 2 * (columns - 1)
+
+
+def _finding(finding: Finding, width: int) -> str:
+    words = [_wrapped(finding.question, 0, width), _wrapped(f"  {finding.answer}", 2, width)]
+    words += [_wrapped(f"  - {what}" + (f": {where}" if where else ""), 4, width) for what, where in finding.items]
+    return "\n".join(words)
+
+
+def _wrapped(line: str, indent: int, width: int) -> str:
+    if len(line) <= width:
+        return line
+    indent = min(indent, width // 2)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        drop_whitespace=True,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+def _table(table: Table, width: int) -> str:
+    columns, written = lines(table, width)
+    hidden = sum(row.state == "plumbing" for row in table.rows)
+    notes = [_wrapped(table.note, 0, width)] if table.note else []
+    if len(written) > MOST_ROWS:
+        notes.append(f"and {len(written) - MOST_ROWS} more rows")
+        written = written[:MOST_ROWS]
+    if hidden:
+        are = "row of integers and plumbing is" if hidden == 1 else "rows of integers and plumbing are"
+        notes.append(_wrapped(f"{hidden} {are} left out", 0, width))
+    names = [column.name for column in columns]
+    shown = tables.for_terminal(names, written, numeric=[column.name for column in columns if column.numeric])
+    return "\n".join([f"{table.title}:", *([shown] if written else []), *notes])
+
+
+def _cell(value: Cell, column: Column) -> str:
+    if column.kind == "series" and value is not None and not isinstance(value, str | int | float):
+        return sparkline(value)
+    return units.cell(value, column.kind)
+
+
+def sparkline(values: Sequence[float | None], width: int = 16) -> str:
+    """A series as bars of text, at most `width` of them, each the largest of its part; ``!`` where it is not finite.
+
+    Example:
+        >>> sparkline([0.0, 1.0, 2.0, float("inf")])
+        '▁▄█!'
+    """
+    size = -(-len(values) // width) if values else 1
+    parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
+    finite = [v for part in parts for v in part if v - v == 0]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+
+    def bar(part: list[float]) -> str:
+        if not part:
+            return " "
+        if any(v - v != 0 for v in part):
+            return "!"
+        return _BARS[int((max(part) - low) / (high - low) * (len(_BARS) - 1)) if high > low else 0]
+
+    return "".join(map(bar, parts))
+
+
+def _merged(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> list[list[Cell]]:
+    """Joins rows that differ in summed columns or the numbers of their scope only, in order of first appearance."""
+    summed = [i for i, column in enumerate(columns) if column.sum]
+    scope = next((i for i, column in enumerate(columns) if column.kind == "scope"), None)
+    if not summed:
+        return [list(row) for row in rows]
+    found: dict[Any, tuple[list[Cell], list[str]]] = {}
+    for row in rows:
+        path = str(row[scope] or "") if scope is not None else ""
+        pattern = paths.pattern(path)
+        rest = (tuple(v) if isinstance(v, list) else v for i, v in enumerate(row) if i not in summed and i != scope)
+        cells, seen = found.setdefault((pattern, *rest), (list(row), []))
+        if seen:
+            for i in summed:
+                one, other = cells[i], row[i]
+                if isinstance(other, int | float):
+                    cells[i] = other + (one if isinstance(one, int | float) else 0)
+        seen.append(path)
+    if scope is not None:
+        for cells, seen in found.values():
+            cells[scope] = paths.together(seen)
+    return [cells for cells, _ in found.values()]
+
+
+def _cut(cell: str, width: int, column: Column) -> str:
+    if len(cell) <= width:
+        return cell
+    return "…" + cell[1 - width :] if column.kind in ("place", "scope") else cell[: width - 1] + "…"
