@@ -36,7 +36,7 @@ DIFFERENCES: dict[str, str] = {
     "kthvalue": OUT,
     "masked_select": OUT,
     "multinomial": DATA,
-    "narrow_copy": "other devices raise IndexError, and so do we; the CPU's kernel has an internal assertion that fails first",
+    "narrow_copy": "IndexError, as on other devices; an internal assertion of the CPU's kernel fails before",
     "nn.functional.max_pool1d": "max_pool2d, which the CPU computes for integers, computes it",
     "take": OUT,
 }
