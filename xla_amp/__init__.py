@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
     from xla_amp.pytorch.optim import syncfree as syncfree
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
+    from xla_amp.pytorch.recorder.monitor import monitor as monitor
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _PUBLIC = {
     "make_mesh": "xla_amp.lazy.distributed.spmd",
     "mark_sharding": "xla_amp.lazy.distributed.spmd",
     "metrics": "xla_amp.backends.base",
+    "monitor": "xla_amp.pytorch.recorder.monitor",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "sync": "xla_amp.backends.base",
     "xla_device": "xla_amp.pytorch.distributed.xla_model",

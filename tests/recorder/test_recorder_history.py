@@ -81,9 +81,9 @@ def test_each_kind_of_advice():
     steps = [
         StepRecord(
             step=31000 + index,
-            loss=1.0 if index < 5 else math.nan,
-            loss_scale=2.0 ** (3 - index),
-            skipped=True,
+            loss=1.0 if index < 6 else math.nan,
+            loss_scale=2.0 ** (4 - index),
+            skipped=index > 0,
             statistics={
                 HIDDEN: low if index else ROW,
                 Key("wte", "gradient"): dataclasses.replace(ROW, underflow=0.37),
@@ -92,14 +92,14 @@ def test_each_kind_of_advice():
                 Key("ln", "update"): dataclasses.replace(ROW, update_ratio=1e-9),
             },
         )
-        for index in range(6)
+        for index in range(7)
     ]
     found = advice(History(low="float16", steps=steps))
     assert [each.text for each in found] == [
-        "the loss is not finite since step 31,005",
+        "the loss is not finite since step 31,006",
         "the weights of lm_head are not finite in step 31,002 (50.00% of the values)",
-        "the loss scale is 0.25 in step 31,005: the loss overflows float16 by itself",
-        "the loss scale has halved 5 times in 6 steps",
+        "the loss scale is 0.25 in step 31,006: the loss overflows float16 by itself",
+        "the loss scale has halved 6 times in 7 steps",
         "layer h.7.attn has 0.4 exponents of headroom in float16 since step 31,001",
         "37% of the gradients of wte underflow in float16 since step 31,000",
         "updates of wte are 30% of its weights since step 31,000",
@@ -111,15 +111,16 @@ def test_each_kind_of_advice():
 
 def test_a_good_run_gets_no_advice():
     good = dataclasses.replace(ROW, underflow=0.0)
-    probe = [StepRecord(step=step, loss=1.0, loss_scale=2.0 ** (10 + step), skipped=True) for step in range(8)]
+    probe = [StepRecord(step=step, loss=1.0, loss_scale=2.0 ** (20 - step), skipped=True) for step in range(8)]
     assert advice(History(low="float16", steps=[*probe, StepRecord(step=8, loss=1.0, statistics={HIDDEN: good})])) == []
 
 
 def test_a_skip_after_growth_is_a_probe():
-    small, large = StepRecord(step=1, loss_scale=2.0), StepRecord(step=2, loss_scale=4.0, skipped=True)
-    assert is_probe(small, large)
-    assert is_probe(None, large)
-    assert not is_probe(large, dataclasses.replace(large, loss_scale=2.0))
+    good, grown = StepRecord(step=1, loss_scale=2.0), StepRecord(step=2, loss_scale=4.0, skipped=True)
+    assert is_probe(good, grown)
+    assert is_probe(None, grown)  # the run looks for its first scale
+    assert not is_probe(good, dataclasses.replace(grown, loss_scale=2.0))
+    assert not is_probe(good, dataclasses.replace(grown, skipped=False))
 
 
 def bad(rank: int, local: bool) -> bad_step.BadStep:

@@ -39,6 +39,17 @@ class Metrics(Protocol):
         """The counters as an aligned text table."""
 
 
+@runtime_checkable
+class Read(Protocol):
+    """A value on its way to the host."""
+
+    def ready(self) -> bool:
+        """Whether `value` returns at once."""
+
+    def value(self) -> torch.Tensor | None:
+        """The value on the CPU; None if the step that was to compute it failed.  Waits unless it is `ready`."""
+
+
 class Processes(Protocol):
     """The processes that train together, one device each, and their collectives."""
 
@@ -103,6 +114,14 @@ class Engine(Protocol):
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copies a CPU tensor to the device.  Records nothing: a loader's thread may call it at any time."""
+
+    def read_later(self, tensor: torch.Tensor, overwritten: bool = False) -> Read:
+        """Starts to read `tensor`, a whole storage, without waiting for it.
+
+        Args:
+            tensor: on the device.
+            overwritten: later steps write to it in place.
+        """
 
     def zeros(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
         """Contiguous zeros of each shape and dtype, made outside the step; None if the step must make them."""

@@ -113,7 +113,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
         ('mul.Tensor', 'inf', 300.0)
     """
-    step = _uncompiled(step)
+    step = uncompiled(step)
     found = [*reachable(step, (*args, *kwargs.values())), *objects]
     parameters = _parameters(found)
     low, wide = GradientRecorder(parameters), GradientRecorder(parameters)
@@ -159,10 +159,10 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     )
 
 
-def _uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
+def uncompiled(step: Callable[..., Any]) -> Callable[..., Any]:
     """The function behind `xla_amp.compile`, whose replays dispatch no operations."""
     if isinstance(step, functools.partial):
-        return functools.partial(_uncompiled(step.func), *step.args, **step.keywords)
+        return functools.partial(uncompiled(step.func), *step.args, **step.keywords)
     return step.__wrapped__ if getattr(step, "replays_without_operations", False) else step  # type: ignore[attr-defined]
 
 

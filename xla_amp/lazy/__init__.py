@@ -5,6 +5,7 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.runtime.pjrt import platform
+from xla_amp.lazy.tensors.later import read_later
 from xla_amp.lazy.tensors.rollback import restore_where, snapshot
 from xla_amp.lazy.tensors.step_marker import step_begins
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -22,6 +23,7 @@ __all__ = [
     "metrics",
     "platform",
     "processes",
+    "read_later",
     "restore_where",
     "set_rng_state",
     "snapshot",

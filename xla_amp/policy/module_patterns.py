@@ -98,6 +98,13 @@ def reaches(pattern: str, operation: str, path: str) -> bool:
     return _computes(operation) and any(_matches(parsed.modules, module) for module in enclosing)
 
 
+def selects(pattern: str, path: str) -> bool:
+    """Whether `pattern`, with or without ``module:``, names the module at `path` or one around it."""
+    modules = op_catalog.glob(pattern.removeprefix(PREFIX).replace("/", "."))
+    names = path.split(".") if path else []
+    return any(_matches(modules, ".".join(names[:depth])) for depth in range(len(names), -1, -1))
+
+
 def nearest(pattern: str, paths: Iterable[str]) -> str:
     """What to write instead of a pattern that matched nothing, for the end of an error."""
     known = sorted(path for path in paths if path)

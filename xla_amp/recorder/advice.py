@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -80,7 +79,11 @@ def _scales(history: History) -> Iterator[Advice]:
     records = [record for record in history.steps if record.loss_scale is not None]
     window = int(THRESHOLDS["window"].value)
     recent = [record for record in records if record.step > records[-1].step - window]
-    halvings = sum(_is_unprobed_skip(*pair) for pair in itertools.pairwise(recent))
+    halvings = 0
+    good: StepRecord | None = None
+    for record in recent:
+        halvings += record.skipped and not is_probe(good, record)
+        good = good if record.skipped else record
     if halvings >= THRESHOLDS["halvings"].value:
         span = recent[-1].step - recent[0].step + 1
         text = f"the loss scale has halved {halvings} times in {span:,} steps"
@@ -96,16 +99,13 @@ def _scale(record: StepRecord) -> float:
     return 1.0 if record.loss_scale is None else record.loss_scale
 
 
-def _is_unprobed_skip(before: StepRecord, record: StepRecord) -> bool:
-    return record.skipped and not is_probe(before, record)
+def is_probe(good: StepRecord | None, record: StepRecord) -> bool:
+    """Whether a skipped step only tried a larger scale than fits.
 
-
-def is_probe(before: StepRecord | None, record: StepRecord) -> bool:
-    """Whether a skipped step was the first at a grown scale: the scaler tries whether the scale fits.
-
-    `before` is the record of the step before, None for the first step of a run, whose scale is a first try as well.
+    `good` is the last step before it that was not skipped: its scale was smaller.  None: the run still looks for its
+    first scale.
     """
-    return record.skipped and (before is None or _scale(record) > _scale(before))
+    return record.skipped and (good is None or _scale(record) > _scale(good))
 
 
 def _of_layer(history: History, key: Key) -> Iterator[Advice]:

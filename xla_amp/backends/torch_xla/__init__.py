@@ -112,6 +112,26 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
     """None: the step makes its zeros."""
 
 
+class Read:
+    """A value that is read when it is asked for: torch_xla has no transfer to the host that does not wait."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._value = tensor.detach().clone()
+
+    def ready(self) -> bool:
+        """False: `value` waits for the device."""
+        return False
+
+    def value(self) -> torch.Tensor:
+        """The value on the CPU."""
+        return self._value.cpu()
+
+
+def read_later(tensor: torch.Tensor, overwritten: bool = False) -> Read:
+    """The value that `tensor` has now."""
+    return Read(tensor)
+
+
 class Snapshot:
     """Values of tensors at one moment, recorded as copies; XLA removes those that are not needed."""
 

@@ -1,0 +1,39 @@
+"""Run a bad step that xla_amp.monitor kept once more, under find_overflow; writes report.txt beside it.
+
+MODULE:FUNCTION returns (model, optimizer, scaler, step).  Exit status: 1 if the step was not reproduced bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from xla_amp.cli import arguments as common
+
+HELP = "run a bad step that a monitor kept once more, and find where it overflows"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``replay``."""
+    where = parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="of the monitor, or a bad step's")
+    where.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument(
+        "--make",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="function that returns (model, optimizer, scaler, step)",
+    )
+    common.json_instead(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    import dataclasses
+
+    from xla_amp.diagnose.replay_step import replay
+
+    report = replay(arguments.directory, arguments.make)
+    status = int(not report.reproduced)
+    if arguments.json:
+        return common.as_json({**dataclasses.asdict(report), "folder": str(report.folder)}), status
+    return str(report), status

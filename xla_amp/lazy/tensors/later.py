@@ -1,0 +1,83 @@
+"""Read a tensor's value without waiting for it: the copy to the host starts when the value is dispatched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_amp.lazy.dtypes import to_torch
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.runtime import causes, execute, memory_layout
+from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.tensors import tensor_io
+
+
+class Read:
+    """The value that a tensor has now; `read_later` makes it."""
+
+    def __init__(self, tensor: torch.Tensor, overwritten: bool) -> None:
+        self._overwritten = overwritten
+        self._array: Any = None
+        self._buffer: Buffer | None = None
+        with trace.lock:
+            buffer = tensor_io.buffer_of(tensor)
+            if tuple(tensor.shape) != buffer.spec.shape or tensor.dtype is not buffer.spec.dtype:
+                raise ValueError(f"read_later expects a whole tensor, got a view of {buffer.spec}")
+            self._buffer = buffer
+            if buffer.number < 0:
+                self._take()
+            else:
+                _waiting.append(self)
+
+    def _take(self) -> None:
+        """Starts the copy; the caller holds the trace's lock."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or buffer.array is None or isinstance(buffer.array, Poisoned):
+            return
+        if self._overwritten:
+            self._array = memory_layout.copy(buffer.array)
+        else:
+            # Held for as long as the tensor has it: whether this read is still held must not make another program.
+            self._array = buffer.external = buffer.array
+        self._array.copy_to_host_async()
+
+    def ready(self) -> bool:
+        """Whether `value` returns at once."""
+        return self._array is not None and bool(self._array.is_ready())
+
+    def value(self) -> torch.Tensor | None:
+        """The value on the CPU; None if the step that was to compute it failed.  Waits unless it is `ready`."""
+        if self._buffer is not None:
+            execute.flush()
+        if self._array is None:
+            return None
+        if not self._array.is_ready():
+            metrics.host_syncs += 1
+            causes.host_waits()
+        metrics.device_to_host += 1
+        return to_torch(np.array(self._array, copy=True))
+
+
+_waiting: list[Read] = []
+"""Reads of values that the present trace computes."""
+
+
+def read_later(tensor: torch.Tensor, overwritten: bool = False) -> Read:
+    """Starts to read `tensor` without waiting; records nothing.
+
+    Args:
+        tensor: on the device, a whole storage.
+        overwritten: later steps write to it in place, so that the value has to be copied on the device.
+    """
+    return Read(tensor, overwritten)
+
+
+def _take_all() -> None:
+    while _waiting:
+        _waiting.pop()._take()
+
+
+execute.after_run.append(_take_all)

@@ -1,0 +1,1 @@
+"""The flight recorder of the PyTorch front."""

@@ -1,0 +1,73 @@
+"""The newest statistics as a table for the terminal, once or kept up to date."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_amp import tables
+from xla_amp.recorder.history import History, StepRecord
+
+COLUMNS = ("layer", "kind", "amax", "rms", "headroom", "underflow", "inf", "NaN", "update ratio")
+_NUMBERS = COLUMNS[2:]
+
+
+def headline(record: StepRecord) -> str:
+    """One line about a step."""
+    parts = [f"step {record.step:,}"]
+    if record.loss is not None:
+        parts.append(f"loss {record.loss:.5g}")
+    if record.loss_scale is not None:
+        parts.append(f"loss scale {record.loss_scale:g}")
+    if record.gradient_norm is not None:
+        parts.append(f"gradient norm {record.gradient_norm:.4g}")
+    return ", ".join(parts) + (", skipped" if record.skipped else "")
+
+
+def lines(record: StepRecord) -> list[list[str]]:
+    """The rows of `COLUMNS`, least headroom first."""
+    rows = sorted(record.statistics.items(), key=lambda item: item[1].headroom)
+    return [
+        [key.layer or "(model)", key.kind, f"{row.amax:.3g}", f"{row.rms:.3g}", f"{row.headroom:.1f}",
+         f"{row.underflow:.1%}", f"{row.inf:.1%}", f"{row.nan:.1%}",
+         "" if row.update_ratio is None else f"{row.update_ratio:.1e}"]
+        for key, row in rows
+    ]  # fmt: skip
+
+
+def text(history: History, most: int = 40) -> str:
+    """The newest sampled step of `history`, and the newest step; at most `most` layers, least headroom first."""
+    if not history.steps:
+        return "no step has been read yet"
+    sampled = next((record for record in reversed(history.steps) if record.statistics), None)
+    parts = [headline(history.steps[-1])]
+    if sampled is not None:
+        if sampled is not history.steps[-1]:
+            parts.append(f"statistics of step {sampled.step:,}, against {history.low}:")
+        parts.append(tables.for_terminal(COLUMNS, lines(sampled)[:most], numeric=_NUMBERS))
+    return "\n".join(parts)
+
+
+class Live:
+    """Sink that keeps a table of the newest sampled step on the terminal, with ``rich``.
+
+    Raises:
+        ImportError: rich is not installed: ``pip install rich``.
+    """
+
+    def __init__(self, most: int = 25) -> None:
+        from rich.live import Live as Display
+
+        self._most = most
+        self._sampled: StepRecord | None = None
+        self._display: Any = Display(refresh_per_second=4)
+        self._display.start()
+
+    def __call__(self, record: StepRecord) -> None:
+        if record.statistics:
+            self._sampled = record
+        rows = [] if self._sampled is None else lines(self._sampled)[: self._most]
+        self._display.update(tables.rich(COLUMNS, rows, headline(record), numeric=_NUMBERS))
+
+    def close(self) -> None:
+        """Leaves the last table and ends."""
+        self._display.stop()
