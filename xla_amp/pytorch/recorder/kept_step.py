@@ -6,12 +6,12 @@ import math
 import platform
 import random
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from xla_amp import __version__
 from xla_amp.backends import base, devices
 from xla_amp.recorder import advice, bad_step
 from xla_amp.recorder.history import History, StepRecord
@@ -142,9 +142,7 @@ def write(
 
 def versions() -> dict[str, str]:
     """Versions of the packages whose change can change a number."""
-    import jax
-
-    found = {"xla_amp": __version__, "torch": str(torch.__version__), "jax": jax.__version__}
+    found = {name: metadata.version(name) for name in ("xla-amp", "torch", "jax")}
     return {**found, "python": platform.python_version()}
 
 

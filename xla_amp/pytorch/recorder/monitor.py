@@ -497,7 +497,8 @@ class Monitor:
             state = self.scaler._per_optimizer_states.get(id(self.optimizer))
             found = list(state["found_inf_per_device"].values()) if state else []
             if found:
-                return sum(found[1:], found[0])
+                total: torch.Tensor = sum(found[1:], found[0])
+                return total
         found_inf: torch.Tensor | None = getattr(self.optimizer, "found_inf", None)
         return found_inf
 
