@@ -162,7 +162,7 @@ def test_the_terminal_leaves_out_plumbing_and_says_so():
 
 def test_a_table_sums_what_it_joins():
     found = [operation(scope="h.0", flops=None), operation(scope="h.1"), operation(scope="h.3")]
-    columns, lines = terminal.lines(operations.table(found))
+    columns, lines, _ = terminal.lines(operations.table(found))
     assert dict(zip([column.name for column in columns], lines[0], strict=True)) == {
         "count": "3", "operation": "linear", "module": "h.0-1,3", "before": "f32", "after": "bf16", "result": "bf16",
         "FLOP": "200 FLOP",

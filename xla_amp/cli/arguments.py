@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from xla_amp.errors import FileError, MissingLibraryError
 
 if TYPE_CHECKING:
-    from xla_amp.cli.documents import Document
+    from xla_amp.report.document import Document
 
 FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """The value by which shtab completes an argument with file names."""
@@ -31,7 +30,7 @@ def json_instead(parser: argparse.ArgumentParser) -> None:
 
 def report(parser: argparse.ArgumentParser) -> None:
     """``--report``."""
-    what = "also write an HTML page with charts"
+    what = "also write the report as one HTML page"
     parser.add_argument("--report", metavar="HTML", type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
 
 
@@ -50,23 +49,13 @@ def check_report(arguments: argparse.Namespace) -> None:
         raise FileError(f"--report {arguments.report}: no folder {arguments.report.parent}")
 
 
-def report_page(
-    arguments: argparse.Namespace, document: Document, module: Any = None, why: Callable[[Any], str] | None = None
-) -> str | None:
-    """The HTML page for ``--report``, with the graph of `module`; None without ``--report``."""
-    if arguments.report is None:
-        return None
-    from xla_amp.cli import html_report
-
-    return html_report.page(document, module, why)
-
-
-def write_report(arguments: argparse.Namespace, page: str | None) -> None:
-    """Writes the result of `report_page`."""
-    if page is not None:
+def write_report(arguments: argparse.Namespace, document: Document) -> None:
+    """Writes the page for ``--report``; without it nothing."""
+    if arguments.report is not None:
+        from xla_amp.report import page
         from xla_amp.stablehlo import io
 
-        io.write_whole(arguments.report, page.encode())
+        io.write_whole(arguments.report, page.html(document).encode())
 
 
 def as_json(document: Any) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,9 +15,9 @@ from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
-    from xla_amp.cli.documents import Document
-    from xla_amp.cli.module_tables import States
+    from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
+    from xla_amp.stablehlo.tools.module_tables import States
 
 HELP = "convert a program to mixed precision"
 
@@ -95,7 +95,8 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.cli import html_report
+    from xla_amp.report import page as report_page
+    from xla_amp.report import terminal
     from xla_amp.stablehlo import io
     from xla_amp.stablehlo.passes import autocast
     from xla_amp.stablehlo.tools import inspection, samples
@@ -120,11 +121,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     document = _document(arguments, converted, states, program.format, kind)
-    page = common.report_page(arguments, document, converted.module, html_report.reasons(converted.report))
+    page = None if arguments.report is None else report_page.html(document)
     io.save(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
-    common.write_report(arguments, page)
+    if page is not None:
+        io.write_whole(arguments.report, page.encode())
     if not arguments.json:
-        return document.text(), 0
+        return terminal.text(document), 0
     plain = {
         "input": str(arguments.source),
         "output": str(arguments.output),
@@ -137,32 +139,18 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _document(arguments: argparse.Namespace, converted: Converted, states: States, before: str, after: str) -> Document:
-    from xla_amp.cli import module_tables
-    from xla_amp.cli.documents import Document, Table
+    from xla_amp.stablehlo.tools import module_tables
 
-    report = converted.report
-    decided = Counter(
-        (each.operation.partition("#")[0], each.colour, each.after, each.result, each.why) for each in report.operations
-    )
-    casts = ", ".join(f"{count} {kind}" for kind, count in sorted(report.casts.items())) or "none"
-    return Document(
-        title=f"{arguments.source} ({before}) -> {arguments.output} ({after})",
-        facts=(
-            ("policy", f"{report.policy}, low = {report.low}"),
-            ("casts inserted", casts),
-            ("casts folded", str(report.folded)),
-            ("signature", "kept" if arguments.keep_io else "narrowed where only low operations read or write"),
-        ),
+    document = converted.report.document(f"{arguments.source} ({before}) -> {arguments.output} ({after})")
+    signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
+    return dataclasses.replace(
+        document,
+        facts=(*document.facts, ("signature", signature)),
         tables=(
+            *document.tables,
             module_tables.contractions(states),
             module_tables.by_dtype(states),
             module_tables.casts(states),
-            Table(
-                "Decisions",
-                ("operation", "colour", "computes in", "gives", "why", "count"),
-                [[*key, str(count)] for key, count in decided.most_common()],
-                ("count",),
-            ),
         ),
-        charts=tuple(module_tables.charts(states)),
+        edges=states["after"].edges,
     )

@@ -31,8 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
-    from xla_amp.cli import module_tables
-    from xla_amp.cli.documents import Document, size
+    from xla_amp.report import terminal
     from xla_amp.stablehlo import io
     from xla_amp.stablehlo.tools import inspection
 
@@ -41,25 +40,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     chosen = targets.names() if EVERY in arguments.target else dict.fromkeys(arguments.target)
     found = inspection.inspect(program, targets=chosen, largest=arguments.largest)
     status = int(any(isinstance(each, str) for each in found.targets.values()))
-    states = {"": found}
-    document = Document(
-        title=f"{arguments.file}: {program.format}",
-        facts=(
-            ("arguments", size(found.arguments)),
-            ("results", size(found.results)),
-            ("constants", size(found.constants)),
-        ),
-        tables=(
-            module_tables.by_dtype(states),
-            module_tables.contractions(states),
-            module_tables.casts(states),
-            module_tables.operations(found, 20),
-            module_tables.largest(found),
-            module_tables.targets(states),
-        ),
-        charts=tuple(module_tables.charts(states)),
-    )
-    common.write_report(arguments, common.report_page(arguments, document, program.module))
+    document = found.document(f"{arguments.file}: {program.format}")
+    common.write_report(arguments, document)
     if arguments.json:
         return common.as_json({"file": str(arguments.file), "format": program.format, **found.to_dict()}), status
-    return document.text(), status
+    return terminal.text(document), status

@@ -105,7 +105,7 @@ class Report:
     def __rich__(self) -> Any:
         """The table for ``rich.print``."""
         document = self.document()
-        columns, lines = terminal.lines(document.tables[0])
+        columns, lines, _ = terminal.lines(document.tables[0], most=None)
         numeric = [column.name for column in columns if column.numeric]
         caption = "; ".join(f"{name}: {value}" for name, value in document.facts)
         return tables.rich([column.name for column in columns], lines, caption=caption, numeric=numeric)

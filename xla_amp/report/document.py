@@ -7,7 +7,7 @@ and `xla_amp.report.terminal` show it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 State: TypeAlias = Literal["risk", "could", "low", "wide", "same", "cast", "plumbing", ""]
@@ -23,9 +23,11 @@ STATES: Final[dict[State, str]] = {
 }
 """State of a row -> its words. ``plumbing`` is integers, views and constants: hidden until the reader asks."""
 
-Kind: TypeAlias = Literal["text", "scope", "place", "count", "bytes", "flops", "seconds", "share", "error", "series"]
-"""How the cells of a column are written. ``scope`` is a path with dots, ``place`` ``file:line``, ``series`` one number
-for each of `Table.steps`; the others but ``text`` are single numbers."""
+Kind: TypeAlias = Literal[
+    "text", "name", "scope", "place", "count", "bytes", "flops", "seconds", "share", "error", "series"
+]
+"""How the cells of a column are written. ``scope`` is a path with dots, ``place`` ``file:line``, ``name`` says most at
+its end, ``series`` is one number for each of `Table.steps`; the others but ``text`` are single numbers."""
 
 Cell: TypeAlias = str | float | int | Sequence[float | None] | None
 """None is an empty cell."""
@@ -45,7 +47,7 @@ class Column(NamedTuple):
 
     @property
     def numeric(self) -> bool:
-        return self.kind not in ("text", "scope", "place", "series")
+        return self.kind not in ("text", "name", "scope", "place", "series")
 
 
 class Row(NamedTuple):
@@ -65,6 +67,9 @@ class Table:
     steps: tuple[int, ...] = ()
     """Steps of the cells of kind ``series``."""
     note: str = ""
+    ranked: bool = False
+    """Whether the most important rows come first; otherwise those with the most FLOP or bytes are the most important.
+    A terminal without room for all rows shows these."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -79,6 +84,11 @@ class Table:
             columns=tuple(self.columns[i] for i in kept),
             rows=tuple(row._replace(cells=tuple(row.cells[i] for i in kept)) for row in self.rows),
         )
+
+    def renamed(self, names: Mapping[str, str]) -> Table:
+        """The same table with other names of columns."""
+        columns = tuple(column._replace(name=names.get(column.name, column.name)) for column in self.columns)
+        return dataclasses.replace(self, columns=columns)
 
 
 class Finding(NamedTuple):

@@ -14,19 +14,20 @@ from xla_amp.report.document import Cell, Column, Document, Finding, Table
 
 WIDTH: Final = 120
 """Characters of a line where there is no terminal."""
-MOST_ROWS: Final = 60
+MOST_ROWS: Final = 40
 """Rows of a table that are printed; the page has all."""
 _LEAST: Final = 12
 """Characters that a cut cell keeps; of a name 18."""
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
 
-def text(document: Document, width: int | None = None) -> str:
+def text(document: Document, width: int | None = None, *, most: int = MOST_ROWS) -> str:
     """The document as text.
 
     Args:
         document: what to show.
         width: characters of a line; default: those of the terminal, or `WIDTH` where there is none.
+        most: rows of the first table.
     """
     width = width or (shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH)
     parts = [document.title]
@@ -36,18 +37,25 @@ def text(document: Document, width: int | None = None) -> str:
             "\n".join(_wrapped(f"{name.ljust(names)}  {value}", names + 2, width) for name, value in document.facts)
         )
     parts += [_finding(each, width) for each in document.findings]
-    parts += [_table(each, width) for each in document.tables if each.rows]
+    tables_ = [each for each in document.tables if each.rows]
+    parts += [_table(each, width, MOST_ROWS if number else most) for number, each in enumerate(tables_)]
     return "\n\n".join(parts)
 
 
-def lines(table: Table, width: int = 10**9) -> tuple[list[Column], list[list[str]]]:
-    """The columns that fit into `width`, and the rows: equal ones are one, also of numbered layers (``h.0-11``)."""
+def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tuple[list[Column], list[list[str]], int]:
+    """The columns that fit into `width`; the rows, of which the `most` with the largest numbers; how many there are.
+
+    Equal rows are one, also of numbered layers (``h.0-11``).
+    """
     rows = [row for row in table.rows if row.state != "plumbing"]
     filled = [any(row.cells[i] not in (None, "") for row in rows) for i in range(len(table.columns))]
     shown = [i for i, column in enumerate(table.columns) if filled[i] and not column.detail] or [0]
     while True:
         columns = [table.columns[i] for i in shown]
         merged = _merged(columns, [[row.cells[i] for i in shown] for row in rows])
+        total = len(merged)
+        if most is not None and total > most:
+            merged = merged[:most] if table.ranked else _largest(merged, columns, most)
         written = [[_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in merged]
         widths = [max(map(len, (column.name, *cells))) for column, *cells in zip(columns, *written, strict=True)]
         needed = [
@@ -63,7 +71,18 @@ def lines(table: Table, width: int = 10**9) -> tuple[list[Column], list[list[str
         if widths[widest] <= needed[widest]:
             break
         widths[widest] -= 1
-    return columns, [[_cut(*each) for each in zip(row, widths, columns, strict=True)] for row in written]
+    return columns, [[_cut(*each) for each in zip(row, widths, columns, strict=True)] for row in written], total
+
+
+def _largest(rows: list[list[Cell]], columns: Sequence[Column], most: int) -> list[list[Cell]]:
+    """The `most` rows with the largest numbers of FLOP, then of bytes, in their order."""
+    by = [i for i, column in enumerate(columns) if column.kind in ("flops", "bytes")]
+
+    def rank(at: int) -> tuple[float, ...]:
+        numbers = (rows[at][i] for i in by)
+        return (*(-number if isinstance(number, int | float) else 0.0 for number in numbers), at)
+
+    return [rows[at] for at in sorted(sorted(range(len(rows)), key=rank)[:most])]
 
 
 def _borders(columns: int) -> int:
@@ -91,13 +110,12 @@ def _wrapped(line: str, indent: int, width: int) -> str:
     )
 
 
-def _table(table: Table, width: int) -> str:
-    columns, written = lines(table, width)
+def _table(table: Table, width: int, most: int) -> str:
+    columns, written, total = lines(table, width, most)
     hidden = sum(row.state == "plumbing" for row in table.rows)
     notes = [_wrapped(table.note, 0, width)] if table.note else []
-    if len(written) > MOST_ROWS:
-        notes.append(f"and {len(written) - MOST_ROWS} more rows")
-        written = written[:MOST_ROWS]
+    if len(written) < total:
+        notes.append(f"and {total - len(written)} more rows")
     if hidden:
         are = "row of integers and plumbing is" if hidden == 1 else "rows of integers and plumbing are"
         notes.append(_wrapped(f"{hidden} {are} left out", 0, width))
@@ -161,4 +179,4 @@ def _merged(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> list[l
 def _cut(cell: str, width: int, column: Column) -> str:
     if len(cell) <= width:
         return cell
-    return "…" + cell[1 - width :] if column.kind in ("place", "scope") else cell[: width - 1] + "…"
+    return "…" + cell[1 - width :] if column.kind in ("name", "place", "scope") else cell[: width - 1] + "…"

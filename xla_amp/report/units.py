@@ -100,8 +100,8 @@ def bits(dtype: str) -> int:
         (16, 8, 8, 64, 8)
     """
     found = _DIGITS.search(dtype)
-    if dtype in ("bool", "i1") or found is None:
-        return 8
+    if found is None or dtype == "i1":
+        return 64 if dtype == "index" else 8
     number = int(found[0])
     return 2 * number if dtype.startswith("complex<") else number
 

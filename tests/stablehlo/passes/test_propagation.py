@@ -531,7 +531,7 @@ def test_report() -> None:
     assert (dot.cast, dot.given, dot.used, dot.policy) == ("low", ("float32",), ("bfloat16",), "tpu")
     assert "tpu.toml" in dot.origin
     assert '"casts_inserted": {"f32->bf16": 2}' in converted.report.to_json()
-    assert "casts inserted: 2 x f32->bf16" in str(converted.report)
+    assert "casts inserted  2 x f32->bf16" in str(converted.report)
 
 
 def test_the_table_names_operations_that_exist() -> None:

@@ -95,7 +95,7 @@
       this.steps = table.steps;
       this.size = table.states.length;
       this.scope = this.columns.find((column) => column.kind === "scope") || null;
-      this.name = this.columns.find((column) => column.kind === "text") || this.columns[0];
+      this.name = this.columns.find((column) => ["text", "name"].includes(column.kind)) || this.columns[0];
       this.weight = this.columns.find((column) => column.kind === "flops") || this.columns.find((column) => column.kind === "bytes" && column.sum) || this.columns.find((column) => column.sum);
       this.withStates = this.states.some((state) => state >= 0);
       this.hidden = this.states.filter((state) => state === PLUMBING).length;
@@ -172,7 +172,7 @@
         this.head.append(make("th", { scope: "col", class: column.numeric ? "number" : null, "aria-sort": sorted }, make("button", { type: "button", title: column.meaning || null, onclick: () => this.order(column) }, name)));
       });
       this.grid.style.width = `${total}px`;
-      this.grid.style.minWidth = "100%";
+      this.grid.style.minWidth = this.tree || this.shown.length > 7 ? "100%" : "0";
     }
 
     order(column) {
@@ -204,7 +204,7 @@
 
     // Layers of the found rows: {name, path, first, layers, rows, sums, states}
     layers(rows) {
-      const node = (name, path, first) => ({ name, path, first, layers: new Map(), rows: [], count: 0, sums: this.columns.map(() => null), states: STATES.map(() => 0) });
+      const node = (name, path, first) => ({ name, path, first, layers: new Map(), rows: [], count: 0, risks: 0, sums: this.columns.map(() => null), states: STATES.map(() => 0) });
       const root = node("", "", 0);
       const outside = rows.filter((row) => !this.scope.value(row)).length > FEW;
       for (const row of rows) {
@@ -223,6 +223,7 @@
         const weight = this.weight ? asNumber(this.weight.cells[row]) : 1;
         for (const each of chain) {
           each.count += 1;
+          if (STATES[state] === "risk") each.risks += 1;
           if (state >= 0 && Number.isFinite(weight)) each.states[state] += weight;
           this.columns.forEach((column, i) => {
             if (!column.numeric) return;
@@ -255,12 +256,16 @@
       if (this.tree && !this.opened) {
         this.opened = new Set();
         let level = [...this.root.layers.values()], seen = level.length + this.root.rows.length;
+        const inside = (each) => each.layers.size + each.rows.length;
         while (level.length) {
-          const more = level.reduce((n, each) => n + each.layers.size + each.rows.length, 0);
-          if (seen + more > OPEN_AT_FIRST && seen > 1) break;
-          level.forEach((each) => this.opened.add(each.path));
-          seen += more;
-          level = level.flatMap((each) => [...each.layers.values()]);
+          const opened = [];
+          for (const each of [...level].sort((a, b) => inside(a) - inside(b))) {
+            if (seen + inside(each) > OPEN_AT_FIRST && seen > 1) break;
+            this.opened.add(each.path);
+            opened.push(each);
+            seen += inside(each);
+          }
+          level = opened.flatMap((each) => [...each.layers.values()]);
         }
       }
       const all = this.size - (this.plumbing ? 0 : this.hidden);
@@ -352,7 +357,10 @@
         td.style.paddingLeft = `${10 + 16 * (level - 1)}px`;
         return td;
       }
-      if (column === "state") return make("td", {}, mix(layer.states, `share of ${this.weight ? this.weight.name : "rows"}`));
+      if (column === "state") {
+        const risks = layer.risks ? make("span", { class: "risks", title: `${layer.risks} rows: ${data.states.risk}` }, dot("risk"), String(layer.risks)) : null;
+        return make("td", {}, ...[mix(layer.states, `share of ${this.weight ? this.weight.name : "rows"}`), risks].filter(Boolean));
+      }
       const sum = column.numeric ? layer.sums[this.columns.indexOf(column)] : null;
       return make("td", { class: column.numeric ? "number sum" : null, title: column.numeric && sum !== null ? (column.sum ? "sum of the layer" : "largest of the layer") : null }, written(sum, column.kind));
     }

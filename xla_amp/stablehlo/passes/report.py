@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xla_amp import events
 from xla_amp.events import DecisionRecord
+from xla_amp.policy import load
+from xla_amp.report import operations, page, terminal, units
+from xla_amp.report.document import Document
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
@@ -41,6 +46,12 @@ class OperationDecision:
     """ATen operation whose rule decided; empty if none corresponds."""
     origin: str
     """Location of the rule; empty without one."""
+    shapes: str = ""
+    """Shapes of operands and results: ``4x8, 8x8 -> 4x8``."""
+    flops: int | None = None
+    """Multiplications and additions of a contraction; None for others, and where a size is dynamic."""
+    bytes: int = 0
+    """Bytes of operands and results, before the conversion."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +78,7 @@ class Report:
             "casts_folded": self.folded,
         }
 
-    def rows(self) -> list[dict[str, str]]:
+    def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
         return [dataclasses.asdict(each) for each in self.operations]
 
@@ -75,12 +86,69 @@ class Report:
         """Summary and decisions as JSON."""
         return json.dumps({"summary": self.summary(), "operations": self.rows()}, indent=indent)
 
-    def __str__(self) -> str:
-        """One line per group of equal decisions, most frequent first."""
-        alike = Counter((e.operation.partition("#")[0], e.colour, e.after, e.result, e.why) for e in self.operations)
-        lines = [f"{n:6} {op:28} {c:6} {a:9} -> {r:9} {why}" for (op, c, a, r, why), n in alike.most_common()]
+    def document(self, title: str = "a StableHLO program in mixed precision") -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        found = [_row(each) for each in self.operations]
         casts = ", ".join(f"{count} x {kind}" for kind, count in sorted(self.casts.items())) or "none"
-        return "\n".join([*lines, f"{len(self.operations)} operations; casts inserted: {casts}"])
+        return Document(
+            title=title,
+            kind="convert",
+            facts=(
+                ("policy", f"{self.policy}, low = {self.low}"),
+                ("casts inserted", casts),
+                ("casts folded", str(self.folded)),
+            ),
+            findings=operations.findings(found),
+            tables=(operations.table(found, title="Decisions"),),
+        )
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "a StableHLO program in mixed precision") -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(title), path)
+
+    def __str__(self) -> str:
+        """Findings and a table with one line per group of equal decisions."""
+        return terminal.text(self.document())
+
+
+def _row(each: OperationDecision) -> operations.Operation:
+    before, after, result = (units.short(dtype) for dtype in (each.before, each.after, each.result))
+    low, product = units.is_low(each.after), each.flops is not None
+    moves = each.colour == "clear" and not product
+    return operations.Operation(
+        operation=each.operation.partition("#")[0],
+        scope=each.module,
+        shapes=each.shapes,
+        before=before,
+        after=after if after != before else "",
+        result=result,
+        flops=each.flops,
+        bytes=each.bytes,
+        where=costs.source_line(each.location),
+        cast=each.cast if each.origin else "",
+        layer=each.layer if each.origin else "",
+        rule=each.origin,
+        why=f"{each.colour}: {each.why}",
+        product=product,
+        state=operations.state(
+            floating=not moves and each.operation not in ("argument", "result"),
+            cast=False,
+            low=low,
+            product=product,
+            ruled=each.colour in ("deny", "widest"),
+            risky=low and each.layer != "builtin" and _built_in(each.aten),
+        ),
+    )
+
+
+def _built_in(aten: str) -> bool:
+    """Whether the built-in rules keep an ATen operation in float32."""
+    return bool(aten) and load("tpu").decide(aten).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
 
 
 def decisions(
@@ -117,6 +185,9 @@ def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str
         layer=decision.layer if decision else "builtin",
         aten=decision.operation if decision else "",
         origin=decision.origin if decision else "",
+        shapes=costs.shapes(node.operation) if node.index is None else "",
+        flops=costs.flops(node.operation) if node.structure == "contraction" else None,
+        bytes=costs.bytes_moved(node.operation) if node.index is None else 0,
     )
 
 
@@ -145,5 +216,6 @@ def emit_events(report: Report) -> None:
                 result=(each.result,),
                 location=each.location,
                 module=each.module,
+                flops=each.flops,
             )
         )

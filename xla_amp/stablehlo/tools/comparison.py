@@ -13,15 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from xla_amp.errors import ModuleError
+from xla_amp.report import operations, page, terminal, units
+from xla_amp.report.document import Column, Document, Finding, Row, Table
+from xla_amp.report.operations import Operation
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.tools import inspection, samples, widen
+from xla_amp.stablehlo.tools import inspection, names, samples, widen
 from xla_amp.stablehlo.tools.widen import Site
 
 TOLERANCE: Final = 0.05
@@ -55,6 +59,13 @@ class OutputError(NamedTuple):
     type: str
     a: Error
     b: Error
+    name: str = ""
+    """``result[0]['w']``, as the program says."""
+    update_of: str = ""
+    """The argument whose new value it is, by their names; empty for other results."""
+    update_a: float | None = None
+    """For a new value: norm of the difference divided by the norm of the update, which the reference makes."""
+    update_b: float | None = None
 
 
 class OperationError(NamedTuple):
@@ -66,6 +77,10 @@ class OperationError(NamedTuple):
     location: str
     a: Error
     b: Error
+    module: str = ""
+    """Path of the layer."""
+    where: str = ""
+    """The user's ``file:line``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +97,7 @@ class Comparison:
 
     def agrees(self, tolerance: float = TOLERANCE) -> bool:
         """Whether each result of B is within `tolerance` of the reference, and finite where A is."""
-        return all(
-            each.b.relative <= max(tolerance, each.a.relative) and each.b.nonfinite <= each.a.nonfinite
-            for each in self.outputs
-        )
+        return all(_agrees(each, tolerance) for each in self.outputs)
 
     def worst(self, most: int = 10) -> list[OperationError]:
         """Operations with the largest relative error in B; those with a large error in A, too, come last.
@@ -97,6 +109,114 @@ class Comparison:
             return -each.b.nonfinite, each.a.relative > _CANCELLED, -each.b.relative
 
         return sorted(self.operations, key=order)[:most]
+
+    def document(self, title: str = "two StableHLO programs", tolerance: float = TOLERANCE) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        facts = [("reference", self.reference)]
+        if any(self.unmatched):
+            facts.append(("without counterpart", f"{self.unmatched[0]} results in A, {self.unmatched[1]} in B"))
+        return Document(
+            title=title,
+            kind="compare",
+            facts=tuple(facts),
+            findings=tuple(self._findings(tolerance)),
+            tables=(self._operations(tolerance), self._results(tolerance)),
+        )
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "two StableHLO programs") -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(title), path)
+
+    def __str__(self) -> str:
+        """Findings and tables."""
+        return terminal.text(self.document())
+
+    def _findings(self, tolerance: float) -> Iterator[Finding]:
+        far = [each for each in self.outputs if not _agrees(each, tolerance)]
+        answer = f"{'agree' if not far else 'differ'} at a tolerance of {tolerance:g}"
+        items = tuple((each.name, f"error {units.error(each.b.relative)}") for each in far[:5])
+        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", items)
+        updates = [each for each in self.outputs if each.update_b is not None]
+        if updates:
+            worst = sorted(updates, key=lambda each: -(each.update_b or 0.0))[:5]
+            items = tuple((each.update_of, units.error(each.update_b or 0.0)) for each in worst)
+            yield Finding(
+                "How wrong are the updates?",
+                f"{len(updates)} results are new values; error relative to the update of the step",
+                "could",
+                items,
+            )
+        places: dict[tuple[str, str], OperationError] = {}
+        for each in self.worst(len(self.operations)):
+            if each.b.nonfinite or (each.b.relative > 0 and each.a.relative <= _CANCELLED):
+                places.setdefault((each.module, each.where), each)
+        if worst_operations := list(places.values())[:5]:
+            items = tuple(
+                (
+                    each.operation,
+                    ", ".join(filter(None, (f"error {units.error(each.b.relative)}", each.module, each.where))),
+                )
+                for each in worst_operations
+            )
+            yield Finding("Where do errors begin or grow?", "the places with the largest errors in B", "wide", items)
+
+    def _results(self, tolerance: float) -> Table:
+        columns = (
+            Column("result", "name"),
+            Column("type"),
+            Column("error of A", "error", meaning="Relative error against the reference"),
+            Column("error of B", "error", meaning="Relative error against the reference"),
+            Column("update of", "name", meaning="The argument whose new value it is"),
+            Column("of update, A", "error", meaning="Error relative to the update that the reference makes"),
+            Column("of update, B", "error", meaning="Error relative to the update that the reference makes"),
+            Column("largest in A", "error", meaning="Largest absolute difference"),
+            Column("largest in B", "error", meaning="Largest absolute difference"),
+            Column("not finite in B", "count"),
+        )
+        rows = tuple(
+            Row(
+                (
+                    each.name, each.type, each.a.relative, each.b.relative, each.update_of, each.update_a,
+                    each.update_b, each.a.largest, each.b.largest, each.b.nonfinite,
+                ),
+                "" if _agrees(each, tolerance) else "risk",
+            )
+            for each in self.outputs
+        )  # fmt: skip
+        return Table(title="Results", columns=columns, rows=rows).without_empty_columns()
+
+    def _operations(self, tolerance: float) -> Table:
+        found = []
+        for each in self.worst(len(self.operations)):
+            cancels = each.a.relative > _CANCELLED
+            low = units.is_low(each.type_b.partition("[")[0])
+            far = each.b.nonfinite > each.a.nonfinite or each.b.relative > max(tolerance, each.a.relative)
+            found.append(
+                Operation(
+                    operation=each.operation,
+                    scope=each.module,
+                    before=each.type_a.partition("[")[0],
+                    result=each.type_b.partition("[")[0],
+                    shapes=each.type_b.partition("[")[2].rstrip("]").replace(",", "x") or "scalar",
+                    error=None if cancels else each.b.relative,
+                    reference_error=None if cancels else each.a.relative,
+                    nonfinite=each.b.nonfinite or None,
+                    where=each.where,
+                    why=f"a sum that cancels: errors {units.error(each.a.relative)} and {units.error(each.b.relative)}"
+                    if cancels
+                    else "",
+                    source=each.location,
+                    state="risk" if far and not cancels else "low" if low else "same",
+                )
+            )
+        table = operations.table(found, note="Errors of operations include those of their operands.")
+        titles = {"before": "in A", "result": "in B", "error": "error of B", "source": "from"}
+        return dataclasses.replace(table.renamed(titles), ranked=True)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON."""
@@ -138,12 +258,40 @@ def compare(
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
     runs = _Runs(first, second, arrays)
-    outputs = tuple(
-        OutputError(index, kind.element if kind else "", measure(left, exact), measure(right, exact))
-        for index, (kind, left, right, exact) in enumerate(zip(kinds[1], *runs.results(), strict=True))
-    )
+    inputs_of, outputs_of = _names(a, first)
+    before = names.updated(inputs_of, outputs_of)
+    outputs = []
+    for index, (kind, left, right, exact) in enumerate(zip(kinds[1], *runs.results(), strict=True)):
+        errors = measure(left, exact), measure(right, exact)
+        output = OutputError(index, kind.element if kind else "", *errors, name=outputs_of[index])
+        if index in before and np.shape(arrays[before[index]]) == np.shape(exact):
+            old = arrays[before[index]]
+            shares = [_of_update(made, exact, old) for made in (left, right)]
+            output = output._replace(update_of=inputs_of[before[index]], update_a=shares[0], update_b=shares[1])
+        outputs.append(output)
     found, unmatched = runs.operations() if operations else ((), (0, 0))
-    return Comparison(outputs=outputs, operations=tuple(found), unmatched=unmatched, reference="A in float64")
+    return Comparison(outputs=tuple(outputs), operations=tuple(found), unmatched=unmatched, reference="A in float64")
+
+
+def _agrees(each: OutputError, tolerance: float) -> bool:
+    return each.b.relative <= max(tolerance, each.a.relative) and each.b.nonfinite <= each.a.nonfinite
+
+
+def _names(program: Any, module: ir.MlirModule) -> tuple[list[str], list[str]]:
+    """Names of arguments and results: those of a program from `xla_amp.export`, or those in the module."""
+    if hasattr(program, "inputs") and hasattr(program, "outputs"):
+        return [each.name for each in program.inputs], [each.name for each in program.outputs]
+    return names.arguments(module), names.results(module)
+
+
+def _of_update(array: Any, exact: Any, old: Any) -> float | None:
+    """Norm of the error divided by the norm of the update from `old` to `exact`; None for other than real numbers."""
+    if np.asarray(exact).dtype.kind != "f":
+        return None
+    new, wide = np.asarray(exact, np.float64), np.asarray(array).astype(np.float64)
+    update = float(np.linalg.norm(new - np.asarray(old).astype(np.float64)))
+    error = float(np.linalg.norm(wide - new))
+    return error / update if update else (0.0 if error == 0 else float("inf"))
 
 
 def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:
@@ -176,7 +324,9 @@ class _Runs:
                 site, other = sites_a[left], sites_b[right]
                 types = site.element + site.type, other.element + other.type
                 errors = measure(in_a, exact), measure(in_b, exact)
-                found.append(OperationError(site.name, *types, site.location or other.location, *errors))
+                location = site.location or other.location
+                place = site.module or other.module, site.where or other.where
+                found.append(OperationError(site.name, *types, location, *errors, *place))
         return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
 
 

@@ -12,18 +12,22 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from xla_amp.errors import DeviceError
+from xla_amp.report import operations as report_operations
+from xla_amp.report import page, terminal, units
+from xla_amp.report.document import Document, Edge
+from xla_amp.report.operations import Operation
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.stablehlo.tools import listing, module_tables
 from xla_amp.stablehlo.tools.targets import Compiled, Compilers
-
-_BITS: Final = {"i1": 8, "index": 64}
-"""Bits of one element in memory, for types whose name does not contain them."""
 
 _QUOTED = re.compile(r'"([^"]+)"')
 
@@ -68,6 +72,47 @@ class Inspection:
     """Bytes of the constants as stored: one element for a splat."""
     targets: Mapping[str, Compiled | str]
     """Target -> the compiled module, or the compiler's error."""
+    rows: tuple[Operation, ...]
+    """Every operation with its layer, shapes, cost and line, for a report."""
+    edges: tuple[Edge, ...]
+    """What flows between layers."""
+
+    def document(self, title: str = "a StableHLO program") -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        states = {"": self}
+        return Document(
+            title=title,
+            kind="inspect",
+            facts=(
+                ("operations", f"{sum(tally.number for tally in self.dtypes.values()):,}"),
+                ("arguments", units.size(self.arguments)),
+                ("results", units.size(self.results)),
+                ("constants", units.size(self.constants)),
+            ),
+            findings=report_operations.findings(self.rows),
+            tables=(
+                report_operations.table(self.rows),
+                module_tables.contractions(states),
+                module_tables.by_dtype(states),
+                module_tables.casts(states),
+                module_tables.largest(self),
+                module_tables.targets(states),
+            ),
+            edges=self.edges,
+        )
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str = "a StableHLO program") -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(title), path)
+
+    def __str__(self) -> str:
+        """Findings and tables."""
+        return terminal.text(self.document())
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON, without the targets' HLO."""
@@ -127,7 +172,7 @@ def inspect(
     for operation, _ in walk(module):
         if not len(operation.results):
             continue
-        element, size = _element(operation.results[0].type), sum(bytes_of(each.type) for each in operation.results)
+        element, size = _element(operation.results[0].type), sum(costs.size(each.type) for each in operation.results)
         name, structure = short_name(operation), structure_of(operation)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
@@ -140,6 +185,7 @@ def inspect(
             left, right = (_element(operand.type) for operand in list(operation.operands)[:2])
             contractions[left, right, element] += 1
     signature = ir.signature(module)
+    rows, edges = listing.rows(module, walk(module))
     return Inspection(
         dtypes=_most_bytes_first(dtypes),
         operations={
@@ -148,10 +194,12 @@ def inspect(
         contractions=dict(contractions.most_common()),
         casts=_most_bytes_first(casts),
         largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
-        arguments=sum(map(_size, signature.inputs)),
-        results=sum(map(_size, signature.outputs)),
+        arguments=sum(map(_bytes, signature.inputs)),
+        results=sum(map(_bytes, signature.outputs)),
         constants=constants,
         targets=_compiled(module, targets, compilers),
+        rows=rows,
+        edges=edges,
     )
 
 
@@ -203,11 +251,11 @@ def _inside(root: Any) -> Iterator[Any]:
 def values(module: ir.MlirModule) -> Iterator[Value]:
     """The program's arguments, then every result of every operation."""
     for index, kind in enumerate(ir.signature(module).inputs):
-        yield Value(f"argument {index}", type_text(kind), _size(kind), "main", "")
+        yield Value(f"argument {index}", type_text(kind), _bytes(kind), "main", "")
     for operation, function in walk(module):
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(short_name(operation), type_text(kind), _size(kind), function, source_name(operation))
+            yield Value(short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation))
 
 
 def device_count(module: ir.MlirModule) -> int:
@@ -247,24 +295,12 @@ def type_text(kind: ir.TensorType | None) -> str:
     return f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
 
 
-def bytes_of(value_type: Any) -> int:
-    """Bytes of one value; 0 for other types than tensors. A dynamic dimension counts as 1."""
-    return _size(ir.tensor_type(value_type))
-
-
-def _size(kind: ir.TensorType | None) -> int:
-    if kind is None:
-        return 0
-    return math.prod(1 if size is None else size for size in kind.shape) * _bits(kind.element) // 8
-
-
-def _bits(element: str) -> int:
-    if element in _BITS:
-        return _BITS[element]
-    if element.startswith("complex<"):
-        return 2 * _bits(element.removeprefix("complex<").removesuffix(">"))
-    digits = element.lstrip("abcdefghijklmnopqrstuvwxyz!.").partition("E")[0]
-    return int("".join(each for each in digits if each.isdigit()) or 0)
+def _bytes(kind: ir.TensorType | None) -> int:
+    return (
+        0
+        if kind is None
+        else math.prod(1 if size is None else size for size in kind.shape) * units.bits(kind.element) // 8
+    )
 
 
 def _element(value_type: Any) -> str:

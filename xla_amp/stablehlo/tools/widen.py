@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.tools import inspection
 
 NOT_WIDENED: Final[Mapping[str, str]] = MappingProxyType(
@@ -37,6 +39,10 @@ class Site(NamedTuple):
     """Name and location of the producers of a contraction's operands, which tell swapped operands apart."""
     location: str
     bytes: int
+    module: str = ""
+    """Path of the layer."""
+    where: str = ""
+    """The user's ``file:line``."""
 
     def key(self, located: bool) -> tuple[object, ...]:
         """The key by which sites of two modules match."""
@@ -233,7 +239,9 @@ def _site(result: Any) -> Site:
         attributes=_attributes(operation),
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
         location=inspection.source_name(operation),
-        bytes=inspection.bytes_of(result.type),
+        bytes=costs.size(result.type),
+        module=own_path(operation) or "",
+        where=costs.source_line(str(operation.location)),
     )
 
 

@@ -1,0 +1,71 @@
+"""Shapes, floating-point operations, bytes and the source line of one StableHLO operation, for reports."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Final
+
+from xla_amp.report import units
+from xla_amp.stablehlo import ir
+
+_FILE: Final = re.compile(r'"((?:[^"\\]|\\.)+)":(\d+):\d+')
+
+
+def shapes(operation: Any) -> str:
+    """Shapes of operands and results: ``4x8, 8x8 -> 4x8``."""
+    given, made = (", ".join(units.shape(_sizes(each)) for each in ends) for ends in _ends(operation))
+    return f"{given} -> {made}" if given else made
+
+
+def flops(operation: Any) -> int | None:
+    """Multiplications and additions of a product or convolution; None for others, and where a size is dynamic."""
+    name = str(operation.name).removeprefix("stablehlo.")
+    if name not in ("dot", "dot_general", "convolution"):
+        return None
+    (left, right), (result,) = ([_sizes(each) for each in ends] for ends in _ends(operation))
+    if any(size < 0 for size in (*left, *right, *result)):
+        return None
+    if name == "convolution":
+        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.kernel_output_feature_dimension]))
+    contracted = [len(left) - 1]
+    if name == "dot_general":
+        numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+        contracted = list(numbers.lhs_contracting_dimensions)
+    return int(2 * math.prod(result) * math.prod(left[axis] for axis in contracted))
+
+
+def bytes_moved(operation: Any) -> int:
+    """Bytes of operands and results; a dynamic dimension counts as 1."""
+    return sum(map(size, (value.type for ends in _ends(operation) for value in ends)))
+
+
+def size(value_type: Any) -> int:
+    """Bytes of a value; 0 for other types than tensors. A dynamic dimension counts as 1."""
+    kind = ir.tensor_type(value_type)
+    if kind is None:
+        return 0
+    return math.prod(1 if each is None else each for each in kind.shape) * units.bits(kind.element) // 8
+
+
+def source_line(location: str) -> str:
+    """The innermost ``file:line`` in the text of a location; empty without one.
+
+    Example:
+        >>> source_line('loc("jit(f)/mul"(callsite("f"("/home/me/model.py":3:8 to :32) at "main"("run.py":1:0))))')
+        '/home/me/model.py:3'
+    """
+    found = _FILE.search(location)
+    return f"{found[1]}:{found[2]}" if found and found[1] != "-" else ""  # "-" is text without a name
+
+
+def _ends(operation: Any) -> tuple[list[Any], list[Any]]:
+    """Operands and results that are tensors."""
+    given, made = ([v for v in ends if ir.tensor_type(v.type)] for ends in (operation.operands, operation.results))
+    return given, made
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    kind = ir.tensor_type(value.type)
+    return tuple(-1 if each is None else each for each in kind.shape) if kind else ()

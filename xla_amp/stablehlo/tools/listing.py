@@ -1,0 +1,86 @@
+"""The operations of a module as rows of a report, and what flows between its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from xla_amp.policy import load
+from xla_amp.report import operations, units
+from xla_amp.report.document import Edge
+from xla_amp.report.operations import Operation
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
+from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
+
+_CONTROL: Final = frozenset({"loop", "branch", "inline", "call", "identity", "constant"})
+"""Structures that compute nothing themselves."""
+_COMPUTES: Final = frozenset({"abs", "clamp", "maximum", "minimum", "negate", "sign"})
+"""Operations that do not round and are not plumbing either."""
+
+
+def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tuple[Operation, ...], tuple[Edge, ...]]:
+    """One row for each operation, and the values that operations of one layer give to those of another.
+
+    Args:
+        module: the program.
+        walked: its operations with their functions, in program order.
+    """
+    paths = ModulePaths(module)
+    classifier = Classifier(load("tpu"), paths)
+    found: list[Operation] = []
+    scopes: dict[Any, str] = {}
+    flows: dict[tuple[str, str, str], list[int]] = {}
+    seen: set[tuple[Any, str]] = set()
+    for operation, function in walked:
+        if not len(operation.results):
+            continue
+        scope = paths.of(operation, function)
+        kind = classifier.classify(operation)
+        for value in operation.operands:
+            source = scopes.get(value)
+            if source is None or source == scope or (value, scope) in seen:
+                continue
+            seen.add((value, scope))
+            flow = flows.setdefault((source, scope, _element(value)), [0, 0])
+            flow[0] += 1
+            flow[1] += costs.size(value.type)
+        if kind.structure != "constant":
+            scopes.update((result, scope) for result in operation.results)
+        found.append(_row(operation, kind, scope))
+    return tuple(found), tuple(Edge(*key, number, size) for key, (number, size) in flows.items())
+
+
+def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
+    name = str(operation.name).removeprefix("stablehlo.")
+    given, made = [_element(value) for value in operation.operands], [_element(value) for value in operation.results]
+    product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
+    computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
+    moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
+    floating = any(map(units.is_floating, made)) and not moves
+    return Operation(
+        operation=name,
+        scope=scope,
+        shapes=costs.shapes(operation),
+        before=", ".join(dict.fromkeys(given)),
+        result=", ".join(dict.fromkeys(made)),
+        flops=costs.flops(operation),
+        bytes=costs.bytes_moved(operation),
+        where=costs.source_line(str(operation.location)),
+        why=kind.why,
+        product=product,
+        state=operations.state(
+            floating=floating or (cast and any(map(units.is_floating, (*given, *made)))),
+            cast=cast,
+            low=all(map(units.is_low, computes)),
+            product=product,
+            ruled=kind.colour == "deny" or any(map(units.is_low, given)),
+            risky=kind.colour == "deny",
+        ),
+    )
+
+
+def _element(value: Any) -> str:
+    kind = ir.tensor_type(value.type)
+    return kind.element if kind else str(value.type)
