@@ -8,9 +8,11 @@ the first call with new specs takes the slow path (`_Operation.specialize`).
 
 from __future__ import annotations
 
+import functools
 import keyword
 import weakref
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -263,9 +265,16 @@ class _Operation:
             "_lift": lift,
         }
         scope |= {f"_d{i}": argument.default for i, argument in enumerate(self.arguments)}
-        exec(compile(source, f"<kernel of {self.name}>", "exec"), scope)
+        exec(_compiled(source), scope)
         kernel: Callable[..., Any] = scope["kernel"]
+        kernel.__code__ = kernel.__code__.replace(co_filename=f"<kernel of {self.name}>")
         return kernel
+
+
+@functools.cache
+def _compiled(source: str) -> CodeType:
+    """Two kernels in three have the source of another one."""
+    return compile(source, "<kernel>", "exec")
 
 
 def number_key(value: Any) -> Any:
