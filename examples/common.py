@@ -105,7 +105,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         app.usage(shorthelp=True, writeto_stdout=True, exitcode=0)
 
     def quiet(argv: list[str]) -> None:
-        if not any(flag.startswith(("-v", "--v", "--verbosity")) for flag in sys.argv[1:]):
+        if not any(flag.startswith(("-v", "--v")) for flag in sys.argv[1:]):
             absl.logging.set_verbosity(absl.logging.WARNING)  # `app.run` has set INFO
         main(argv)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -17,8 +16,7 @@ FOLDER = ROOT / "tests" / "torch_xla_engine"
 def test_the_stored_step_is_the_lazy_devices():
     stored = json.loads((FOLDER / "same_step.json").read_text())
     environment = config.child_environment({"XLA_AMP_ENGINE": "jax", "OMP_NUM_THREADS": "1"})
-    command = [sys.executable, FOLDER / "same_step.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    done = forked.run(FOLDER / "same_step.py", environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("engine") == "jax"

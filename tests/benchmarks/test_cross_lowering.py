@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forked
 from source_tree import ROOT
 
 COUNT = r"""
@@ -23,8 +22,7 @@ print(json.dumps([found(True), found(False), xla_amp.metrics()["device_to_host"]
 
 
 def test_every_contraction_is_low_under_autocast_and_none_without():
-    command = [sys.executable, "-c", COUNT, str(ROOT / "benchmarks")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = forked.run(ROOT / "benchmarks", program=COUNT)
     assert done.returncode == 0, done.stderr
     low, wide, read = json.loads(done.stdout.splitlines()[-1])
     assert list(low) == ["bf16 bf16"]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forked
 from source_tree import ROOT
 
 COUNT = """
@@ -21,8 +20,7 @@ print(json.dumps(found))
 
 
 def test_every_layer_adds_the_same_operations_and_inputs():
-    command = [sys.executable, "-c", COUNT, str(ROOT / "benchmarks")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = forked.run(ROOT / "benchmarks", program=COUNT)
     assert done.returncode == 0, done.stderr
     (_, *first), (_, *second), *deeper = json.loads(done.stdout.splitlines()[-1])
     per_layer = [b - a for a, b in zip(first, second, strict=True)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -19,8 +18,7 @@ SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--log-st
 
 def run(*flags: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples" / "flax_lm.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(ROOT / "examples" / "flax_lm.py", *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,7 +41,6 @@ def test_the_precisions_learn_alike(tmp_path: Path) -> None:
 
 
 def test_wrong_flags_are_explained() -> None:
-    command = [sys.executable, ROOT / "examples" / "flax_lm.py", "--width=33"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forked.run(ROOT / "examples" / "flax_lm.py", "--width=33")
     assert done.returncode != 0
     assert "--width=33 must be a multiple of 32" in done.stdout + done.stderr

@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -17,8 +16,7 @@ SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--write=
 
 def results(*flags: str) -> dict[str, object]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples" / "gpt.py", *SMALL, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(ROOT / "examples" / "gpt.py", *SMALL, *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,10 +6,9 @@ import csv
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -20,8 +19,7 @@ SMALL = ["--layers=1", "--width=32", "--context=16", "--batch-size=8", "--log-st
 
 def run(*flags: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, ROOT / "examples" / "huggingface.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(ROOT / "examples" / "huggingface.py", *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

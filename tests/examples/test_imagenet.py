@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -18,9 +18,8 @@ SMALL = ["--blocks=1,1", "--width=4", "--image-size=32", "--batch-size=8", "--lr
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "examples" / "imagenet.py", *SMALL, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    return forked.run(ROOT / "examples" / "imagenet.py", *SMALL, *flags, environment=environment)
 
 
 def results(*flags: str) -> dict[str, object]:

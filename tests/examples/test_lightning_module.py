@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -19,8 +18,8 @@ pytest.importorskip("lightning", reason="the extra `lightning`")
 def run(*flags: str) -> tuple[dict[str, Any], str]:
     """The results, and all that was printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ROOT / "examples" / "lightning_module.py", "--batch-size=128", "--json", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    script = ROOT / "examples" / "lightning_module.py"
+    done = forked.run(script, "--batch-size=128", "--json", *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -19,8 +18,8 @@ SMALL = ["--width=32", "--context=16", "--batch-size=8", "--base-steps=40", "--s
 @pytest.mark.exhaustive
 def test_adapters_learn_and_are_saved(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, ROOT / "examples" / "lora.py", *SMALL, "--precision=fp16", f"--output={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    flags = [*SMALL, "--precision=fp16", f"--output={tmp_path}"]
+    done = forked.run(ROOT / "examples" / "lora.py", *flags, environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["device"] == "jax:0"

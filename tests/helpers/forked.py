@@ -13,13 +13,14 @@ import select
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 MODULES = "torch torch.fx.experimental.symbolic_shapes jax jax.numpy scipy.stats xla_amp.lazy xla_amp.pytorch"
 
 SERVER = r"""
-import importlib, json, os, runpy, sys, types
+import importlib, json, os, runpy, sys, types, warnings
 for name in sys.argv[1].split():
     importlib.import_module(name)
 
@@ -37,6 +38,8 @@ for number, path in enumerate((os.devnull, order["out"], order["err"])):
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     os.dup2(file, number)
     os.close(file)
+warnings.resetwarnings()
+warnings.simplefilter(order["warnings"])
 os.environ.clear()
 os.environ.update(order["environment"])
 os.chdir(order["folder"])
@@ -57,6 +60,7 @@ def run(
     program: str | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float = 280,
+    warnings: Literal["default", "error", "ignore"] = "default",
 ) -> subprocess.CompletedProcess[str]:
     """What ``python SCRIPT ARGUMENT...`` does or, with a program, ``python -c PROGRAM ARGUMENT...``.
 
@@ -65,6 +69,7 @@ def run(
         program: Python source.
         environment: of the copy, otherwise that of this process.
         timeout: in seconds.
+        warnings: what is done with them, ``-W``.
 
     Raises:
         subprocess.TimeoutExpired: the program has not ended by then; it is killed.
@@ -77,8 +82,9 @@ def run(
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        order = {"out": str(out), "err": str(err), "environment": environment, "folder": os.getcwd()}
-        print(json.dumps({**order, "arguments": words, "program": program}), file=server.stdin, flush=True)
+        order: dict[str, object] = {"out": str(out), "err": str(err), "environment": environment}
+        order |= {"folder": os.getcwd(), "arguments": words, "program": program, "warnings": warnings}
+        print(json.dumps(order), file=server.stdin, flush=True)
         if not select.select([server.stdout], [], [], timeout)[0]:
             _kill(server)
             raise subprocess.TimeoutExpired(words, timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,10 +294,7 @@ print("agreed")
 
 
 def test_devices_agree():
-    import subprocess
-    import sys
-
-    result = subprocess.run([sys.executable, "-c", MESH_PROGRAM], capture_output=True, text=True, timeout=200)
+    result = forked.run(program=MESH_PROGRAM)
     assert result.stdout.strip() == "agreed", result.stderr[-3000:]
 
 

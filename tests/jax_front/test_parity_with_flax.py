@@ -5,12 +5,11 @@ from __future__ import annotations
 import collections
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -243,8 +242,7 @@ def test_a_scattered_sum_follows_its_data_and_gradients_stay_float32():
 
 
 def test_a_decoder_on_eight_devices_trains_as_in_float32():
-    command = [sys.executable, str(SCRIPT), "50"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    run = forked.run(SCRIPT, "50")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     for way in ("inside", "outside"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
+
+import forked
 
 PROGRAM = """
 import threading
@@ -27,8 +28,7 @@ print(work("cpu"))
 
 
 def run(start: str) -> subprocess.CompletedProcess[str]:
-    program = PROGRAM.format(start=start)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return forked.run(program=PROGRAM.format(start=start))
 
 
 def test_a_backward_pass_came_first():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 from source_tree import ROOT, python_blocks
 
@@ -15,7 +14,7 @@ NAMED = re.compile(r"`((?:xla_amp|lowering|tests|scripts|docs|examples|benchmark
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["lowering", "rule", "primitive"])
 def test_a_worked_example_runs(program):
-    run = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    run = forked.run(program=program, warnings="error")
     assert run.returncode == 0, run.stderr
 
 

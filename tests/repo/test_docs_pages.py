@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import environment_page
+import forked
 import pytest
 import source_tree
 import tutorial_figures
@@ -22,13 +21,7 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 
 def _run(program: str, **environment: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    run = forked.run(program=program, environment={**os.environ, **environment}, warnings="error")
     assert run.returncode == 0, run.stderr
     return run.stdout
 

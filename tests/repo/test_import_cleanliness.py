@@ -7,14 +7,17 @@ import subprocess
 import sys
 import textwrap
 
+import forked
 import pytest
 
 PLUGIN_LOGS = ("All log messages before absl::InitializeLog()", "cudart_stub.cc")
 HEAVY = ("jax", "jaxlib", "numpy", "torch", "torch_xla")
 
 
-def after(statement: str, question: str) -> str:
+def after(statement: str, question: str, fresh: bool = True) -> str:
     """What a fresh interpreter prints for `question` after `statement`, together with whatever that printed.
+
+    One that is not fresh has imported torch, JAX and the package.
 
     It runs with a JAX platform that does not exist, so that starting any JAX device is an error.  XLA's CUDA plugin
     logs at ``import jax`` where there is no GPU; those lines are left out.
@@ -22,7 +25,10 @@ def after(statement: str, question: str) -> str:
     program = f"import sys, os\n{textwrap.dedent(statement)}\n{textwrap.dedent(question)}"
     environment = {**os.environ, "JAX_PLATFORMS": "none_shall_start"}
     command = [sys.executable, "-W", "error", "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    if fresh:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    else:
+        run = forked.run(program=program, environment=environment, warnings="error")
     assert run.returncode == 0, run.stderr
     logged = [line for line in run.stderr.splitlines() if not any(words in line for words in PLUGIN_LOGS)]
     return "\n".join([run.stdout.strip(), *logged])
@@ -104,4 +110,4 @@ def test_a_started_device_is_noticed():
     ],
 )
 def test_the_patch_check_can_fail(change, named):
-    assert named in after(f"{textwrap.dedent(SNAPSHOT)}\n{change}", CHANGED)
+    assert named in after(f"{textwrap.dedent(SNAPSHOT)}\n{change}", CHANGED, fresh=False)

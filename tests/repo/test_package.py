@@ -11,6 +11,7 @@ import tomllib
 import pytest
 import readme_commands
 import source_tree
+import step_figure
 from source_tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -87,6 +88,10 @@ def test_readme_python_runs_as_printed(snippet):
     run = subprocess.run([sys.executable, "-W", "error", "-c", snippet], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert ("print(" in snippet) == bool(run.stdout)
+
+
+def test_the_figure_is_that_of_its_script():
+    assert step_figure.PATH.read_text() == step_figure.svg(), "run scripts/step_figure.py"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+import forked
 from source_tree import ROOT
 
 from xla_amp import config
 
 
 def test_disturbed_training_equals_undisturbed_training_bit_for_bit() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "scripts" / "soak_training.py"), "--steps", "130"]
-    environment = config.child_environment({"PYTHONPATH": str(ROOT)})
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    script, environment = ROOT / "scripts" / "soak_training.py", config.child_environment({})
+    run = forked.run(script, "--steps", "130", environment=environment, warnings="ignore")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["different"] == []

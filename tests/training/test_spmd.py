@@ -7,12 +7,12 @@ import functools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -34,10 +34,9 @@ def folder():
 
 @functools.cache
 def run(layout, *more):
-    command = [sys.executable, str(Path(__file__).with_name("spmd_program.py")), layout]
-    command += more or ["save", str(folder() / layout)]
+    words = more or ("save", str(folder() / layout))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(Path(__file__).with_name("spmd_program.py"), layout, *words, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

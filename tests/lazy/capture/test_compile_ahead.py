@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,8 +101,7 @@ def test_warming_up_says_what_cannot_be_replayed(device):
 
 def start(folder, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_PLATFORM": "cpu", **environment}
-    command = [sys.executable, str(PROGRAM), folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(PROGRAM, folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 
+import forked
 import pytest
 
 PROGRAM = """
@@ -67,8 +66,7 @@ def outcomes() -> dict[str, list]:
     found = {}
     for eager in ("0", "1"):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_AMP_EAGER": eager}
-        command = [sys.executable, "-W", "ignore", "-c", text.replace("LINE", str(line))]
-        out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        out = forked.run(program=text.replace("LINE", str(line)), environment=environment, warnings="ignore")
         assert out.returncode == 0, out.stderr
         found[eager] = json.loads(out.stdout.splitlines()[-1])
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import forked
 import jax.numpy as jnp
 import pytest
 import torch
@@ -410,8 +410,7 @@ def test_autocast_for_xla_is_noticed_once(device: torch.device, monkeypatch: pyt
 
 def _python(code: str) -> str:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
-    out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    out = forked.run(program=textwrap.dedent(code), environment=environment, warnings="ignore")
     assert out.returncode == 0, out.stderr
     return out.stdout.strip()
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 import threading
 import traceback
 
+import forked
 import pytest
 import torch
 
@@ -163,7 +162,6 @@ PROGRAM = """
 
 
 def test_the_first_backward_pass_of_a_process_may_raise():
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    run = forked.run(program=textwrap.dedent(PROGRAM))
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["caught division by zero", "[2.0, 2.0]"]

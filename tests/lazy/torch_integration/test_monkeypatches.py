@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 import torch
 from source_tree import ROOT
@@ -67,11 +66,10 @@ print(json.dumps(sorted(
 
 
 def changed(statement: str) -> set[str]:
-    """The attributes of torch that `statement` replaces or adds in a new interpreter."""
-    command = [sys.executable, "-c", PROGRAM.replace("CHANGE", statement)]
+    """The attributes of torch that `statement` replaces or adds in a process that has started no device."""
     # Without autoload: `import torch` would register the checkpoint loader before the first snapshot.
     environment = config.child_environment({"JAX_PLATFORMS": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    run = forked.run(program=PROGRAM.replace("CHANGE", statement), environment=environment)
     assert run.returncode == 0, run.stderr
     return set(json.loads(run.stdout.splitlines()[-1]))
 

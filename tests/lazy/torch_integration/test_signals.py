@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import time
 import weakref
 
+import forked
 import interrupt_fuzz
 import pytest
 import torch
@@ -414,7 +414,6 @@ def test_in_a_program(case):
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
     # Python leaves Ctrl-C ignored if it was at the start, as it is for a job in the background.
     program = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{program}"
-    command = [sys.executable, "-c", program]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+    run = forked.run(program=program, environment=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "stopped" in run.stdout

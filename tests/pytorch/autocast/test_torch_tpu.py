@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -129,7 +128,7 @@ except DeviceError as error:
 
 
 def test_rules_act_on_its_key_and_the_lazy_device_does_not_start_beside_it() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=200)
+    done = forked.run(program=PROGRAM)
     assert done.returncode == 0, done.stderr
     *found, refused = done.stdout.splitlines()
     assert found == [

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Write docs/step.svg: a training step in float32 beside the same step under autocast.
+
+The dtypes are those that `xla_amp.explain` finds for a small network; nothing of the step is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from source_tree import ROOT
+
+import xla_amp
+
+PATH = ROOT / "docs" / "step.svg"
+COLOURS = {"float32": "#d7dbe0", "bfloat16": "#9fc5f8"}
+WIDTH, BOX, GAP = 230, 26, 8
+HEAD = 42
+
+
+def forward_dtypes(low: bool) -> dict[str, str]:
+    """Operation -> dtype that it computes in, in the order of the forward pass and the loss."""
+    device = xla_amp.xla_device()
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 10)
+    )
+    network, images = layers.to(device), torch.ones(2, 1, 8, 8, device=device)
+    with xla_amp.explain() as report, xla_amp.autocast(device, enabled=low):
+        torch.nn.functional.cross_entropy(network(images), torch.zeros(2, dtype=torch.int64, device=device))
+    xla_amp.sync()
+    shown = ("conv2d", "batch_norm", "relu", "linear", "cross_entropy_loss")
+    found = dict.fromkeys(shown, "float32")
+    found |= {row["operation"]: "bfloat16" for row in report.rows() if row["cast"] == "low" and row["operation"] in shown}
+    return found
+
+
+def boxes(low: bool) -> list[tuple[str, str]]:
+    """(text, dtype) of each part of the step."""
+    dtypes = forward_dtypes(low)
+    backward = "backward: as each operation's forward" if low else "backward"
+    return [*dtypes.items(), (backward, "bfloat16" if low else "float32"), ("optimizer: float32 weights", "float32")]
+
+
+def svg() -> str:
+    """The figure."""
+    columns = {"float32": boxes(False), "with autocast(device)": boxes(True)}
+    height = HEAD + len(columns["float32"]) * (BOX + GAP) + 52
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + 60} {height}" width="{2 * WIDTH + 60}" '
+        'font-family="sans-serif" font-size="12" role="img">',
+        "<title>A training step in float32, and the same step under autocast</title>",
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    for number, (title, parts) in enumerate(columns.items()):
+        left = 20 + number * (WIDTH + 20)
+        lines.append(f'<text x="{left + WIDTH / 2:g}" y="26" text-anchor="middle" font-size="14">{title}</text>')
+        for place, (text, dtype) in enumerate(parts):
+            top = HEAD + place * (BOX + GAP)
+            label = text if ":" in text or text == "backward" else f"{text}: {dtype}"
+            lines += [
+                f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" rx="4" fill="{COLOURS[dtype]}"/>',
+                f'<text x="{left + WIDTH / 2:g}" y="{top + 17}" text-anchor="middle">{label}</text>',
+            ]
+    legend = height - 34
+    for number, (dtype, colour) in enumerate(COLOURS.items()):
+        left = 20 + number * 90
+        lines.append(f'<rect x="{left}" y="{legend - 10}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 18}" y="{legend}">{dtype}</text>')
+    said = "Either column is one XLA executable, for which Python does not wait."
+    return "\n".join([*lines, f'<text x="20" y="{height - 12}">{said}</text>', "</svg>", ""])
+
+
+if __name__ == "__main__":
+    PATH.write_text(svg())
