@@ -30,7 +30,9 @@ def forward_dtypes(low: bool) -> dict[str, str]:
     xla_amp.sync()
     shown = ("conv2d", "batch_norm", "relu", "linear", "cross_entropy_loss")
     found = dict.fromkeys(shown, "float32")
-    found |= {row["operation"]: "bfloat16" for row in report.rows() if row["cast"] == "low" and row["operation"] in shown}
+    found |= {
+        row["operation"]: "bfloat16" for row in report.rows() if row["cast"] == "low" and row["operation"] in shown
+    }
     return found
 
 

@@ -1,0 +1,131 @@
+"""Every block of Python in docs/ runs: what a page leaves to the reader's program is in `SETUPS` here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import forked
+from source_tree import ROOT
+
+ELSEWHERE = {
+    "concepts": "test_docs_pages",
+    "explain": "test_explain",
+    "index": "test_docs_pages",
+    "install": "test_docs_pages",
+    "migration": "test_docs_pages",
+    "tutorial": "test_docs_pages",
+}
+"""Page -> test that runs its blocks and compares what they print."""
+
+TORCH = """
+import torch, xla_amp
+device = xla_amp.xla_device()
+model = torch.nn.Linear(8, 4).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_fn = torch.nn.functional.cross_entropy
+loader = [(torch.ones(8, 8).to(device), torch.zeros(8, dtype=torch.int64).to(device)) for _ in range(3)]
+"""
+SETUPS: dict[str, str] = {
+    "command_line": "",
+    "compile": TORCH
+    + """
+from transformers import GPT2Config, GPT2LMHeadModel
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+tokens, labels = torch.ones(2, 100, dtype=torch.int64), torch.ones(2, 100, dtype=torch.int64)
+text, ids = "", {"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 3)}
+tokenizer = lambda text, return_tensors: ids
+sizes = dict(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=32, bos_token_id=0, eos_token_id=1)
+classifier, step = model, None
+def model(x): return classifier(x)
+model.to, model.generate = classifier.to, GPT2LMHeadModel(GPT2Config(pad_token_id=1, **sizes)).to(device).generate
+""",
+    "distributed": TORCH
+    + """
+from xla_amp import GradScaler, xla_model as xm
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.embedding = torch.nn.Linear(8, 8), torch.nn.Embedding(8, 8)
+scaler, step = GradScaler(device), 0
+""",
+    "frameworks": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
+    "jax": """
+import jax, jax.numpy as jnp, xla_amp
+params, batch = jnp.ones((8, 4)), jnp.ones((2, 8))
+def loss(params, x): return jnp.mean((x @ params) ** 2)
+model, x, train_step = jnp.tanh, batch, jax.grad(loss)
+""",
+    "jax_training": "",
+    "lightning": TORCH
+    + """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+    def training_step(self, batch, index): return loss_fn(self.layer(batch[0]), batch[1])
+    def validation_step(self, batch, index): self.log("loss", self.training_step(batch, index))
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
+    def on_train_epoch_end(self): self.trainer.should_stop = True
+model = Module()
+train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 0)] * 4, batch_size=2)
+""",
+    "loss_scaling": TORCH,
+    "lowering": "",
+    "policy": TORCH + "names = set",
+    "stablehlo": "",
+    "huggingface": TORCH  # last: it changes the frameworks for the whole process
+    + """
+from accelerate import Accelerator
+from transformers import Trainer, TrainingArguments
+rows = [{"x": torch.ones(8)}]
+""",
+}
+"""Page -> the reader's program around its blocks."""
+
+PROGRAM = """
+import json, os, sys
+pages = json.loads(sys.argv[1])
+os.chdir(sys.argv[2])
+for page, (setup, *blocks) in pages.items():
+    scope = {"__name__": "page"}
+    exec(compile(setup, f"setup of {page}", "exec"), scope)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page}.md, block {number}", "exec"), scope)
+    print("ran", page, len(blocks))
+"""
+RULES = 'extends = "tpu"\n\n[[rule]]\ncast = "fp32"\nwhy = "An example."\nsource = "a test"\noperations = ["tanh"]\n'
+
+
+def blocks(page: str) -> list[str]:
+    """The programs of a page; what a reader replaces is marked ``title="before"``."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(r"^```python(?! title=\"before\")[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+def ran(pages: list[str], folder: Path, **environment: str) -> dict[str, int]:
+    """Page -> number of its blocks that ran, all in one process in `folder`."""
+    for name in ("mine.toml", "rules.toml"):
+        (folder / name).write_text(RULES)
+    given = {page: [SETUPS[page], *blocks(page)] for page in pages}
+    done = forked.run(json.dumps(given), folder, program=PROGRAM, environment={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {page: int(count) for page, count in re.findall(r"^ran (\w+) (\d+)$", done.stdout, re.MULTILINE)}
+
+
+def test_every_page_with_python_is_run():
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md") if blocks(path.stem)}
+    assert pages == set(SETUPS) | set(ELSEWHERE)
+
+
+def test_on_one_device(tmp_path):
+    pages = [page for page in SETUPS if page != "distributed"]
+    assert ran(pages, tmp_path) == {page: len(blocks(page)) for page in pages}
+
+
+def test_on_eight_devices(tmp_path):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    assert ran(["distributed"], tmp_path, XLA_FLAGS=flags) == {"distributed": 4}
