@@ -68,6 +68,9 @@ class Producer:
     """dtype of the result."""
     step: int
     """Index of the operation in the step, from 0."""
+    element: tuple[int, ...] | None = None
+    """Index of the first inf or NaN in the result; None where it was not looked for.  The first number is often that of
+    the batch element."""
 
 
 def headline(producer: Producer, verb: str = "made") -> str:
@@ -96,6 +99,8 @@ def described(producer: Producer, verb: str = "made") -> list[str]:
         lines.append(f"{operand.name}: {operand.dtype} {shape}, magnitudes {sizes}{extra}")
     if producer.made == "inf" and producer.result in LARGEST:
         lines.append(f"result: {producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}")
+    if producer.element:
+        lines.append(f"first in element {list(producer.element)} of the result")
     return lines
 
 

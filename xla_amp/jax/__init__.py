@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import all_finite as all_finite
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
+    from xla_amp.jax.monitoring.collect import observe as observe
+    from xla_amp.jax.monitoring.monitor import Monitor as Monitor
+    from xla_amp.jax.monitoring.monitor import monitor as monitor
     from xla_amp.jax.monitoring.overflow import JaxOverflowReport as JaxOverflowReport
     from xla_amp.jax.monitoring.overflow import find_overflow as find_overflow
+    from xla_amp.jax.monitoring.replay import Replay as Replay
+    from xla_amp.jax.monitoring.replay import replay as replay
     from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
@@ -31,6 +36,8 @@ _PUBLIC = {
     "JaxOverflowReport": "xla_amp.jax.monitoring.overflow",
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
+    "Monitor": "xla_amp.jax.monitoring.monitor",
+    "Replay": "xla_amp.jax.monitoring.replay",
     "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
     "TorchFunction": "xla_amp.lazy.interop.functional",
     "all_finite": "xla_amp.jax.loss_scale",
@@ -39,6 +46,9 @@ _PUBLIC = {
     "from_jax": "xla_amp.lazy.interop.arrays",
     "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",
+    "monitor": "xla_amp.jax.monitoring.monitor",
+    "observe": "xla_amp.jax.monitoring.collect",
+    "replay": "xla_amp.jax.monitoring.replay",
     "select": "xla_amp.jax.loss_scale",
     "skip_nonfinite": "xla_amp.jax.optax_wrapper",
     "to_jax": "xla_amp.lazy.interop.arrays",

@@ -314,6 +314,11 @@ def per_operand_params() -> dict[str, Any]:
     return {"donated_invars": False, "in_layouts": None, "in_shardings": UNSPECIFIED}
 
 
+def per_result_params() -> dict[str, Any]:
+    """Parameters of ``jit`` with an entry for each result -> the entry of an added result."""
+    return {"out_layouts": None, "out_shardings": UNSPECIFIED}
+
+
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
     """The jaxprs among the parameters of an equation."""
     found = []
@@ -337,6 +342,12 @@ def is_jit(function: Any) -> bool:
 
 
 _JIT = type(jax.jit(lambda: None))
+
+
+def donated_arguments(function: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
+    """For each array and number that a function of `jax.jit` traces, whether it is donated."""
+    infos = jax.tree.leaves(function.trace(*args, **kwargs).args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
+    return tuple(bool(info.donated) for info in infos)
 
 
 def is_plain_jit(function: Any, args: Any, kwargs: Any, arguments: int) -> bool:
@@ -364,6 +375,13 @@ def phase() -> str:
     if any(map(is_transpose_scope, stack)):
         return "backward"
     return "forward" if any(map(is_derivative_scope, stack)) else ""
+
+
+def varying_axes(value: Any) -> frozenset[Any]:
+    """Axes of the shard_map around over which `value` differs between devices, as far as JAX checks that."""
+    aval = core.typeof(value)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
 def values_of_shards(value: Any) -> Any:

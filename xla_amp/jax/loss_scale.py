@@ -19,6 +19,7 @@ import numpy as np
 
 from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
+from xla_amp.jax.monitoring.collect import observe
 
 _Tree = TypeVar("_Tree")
 _T = TypeVar("_T")
@@ -258,16 +259,17 @@ def value_and_grad(
                 raise TypeError(f"value_and_grad(fn): expected fn to return a real scalar loss, got {got}")
             return loss_scale.scale(loss), result
 
+        used = dataclasses.replace(loss_scale, value=observe("loss_scale", loss_scale.value))
         scaled, value = jax.grad(scaled_loss, has_aux=True)([jnp.asarray(leaves[index]) for index in indices])
-        unscaled = loss_scale.unscale(scaled, keep_dtype=keep_dtype)
-        finite = all_finite(unscaled, axis_name=axis_name)
+        unscaled = used.unscale(scaled, keep_dtype=keep_dtype)
+        finite = ~observe("skipped", ~all_finite(unscaled, axis_name=axis_name))
         grads: list[Any] = [None] * len(leaves)
         for index, gradient in zip(indices, unscaled, strict=True):
             grads[index] = gradient
         gradients = jax.tree.unflatten(tree, grads)
-        return ScaledGradients(
-            value, gradients[0] if isinstance(argnums, int) else gradients, finite, loss_scale.update(finite)
-        )
+        gradients = observe("gradient", gradients[0] if isinstance(argnums, int) else gradients)
+        value = (observe("loss", value[0]), *value[1:]) if has_aux else observe("loss", value)  # type: ignore[index]
+        return ScaledGradients(value, gradients, finite, used.update(finite))
 
     return scaled_value_and_grad  # type: ignore[return-value]  # also by keyword
 

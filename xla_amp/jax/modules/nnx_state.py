@@ -43,6 +43,8 @@ def functionalize(function: Any, args: Any, kwargs: Any) -> tuple[Any, tuple[Any
         out = function(*positional, **named)
         return out, nnx.state(merged)
 
+    pure.graph = graph  # type: ignore[attr-defined]  # what a compiled program depends on, besides types
+
     def finish(result: tuple[Any, Any]) -> Any:
         out, state = result
         nnx.update(objects, state)

@@ -115,7 +115,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if lifted is not None:
         function, args, _ = lifted
         kwargs = {}
-    with scopes.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
+    with compat.retraced(), scopes.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
         if lifted is not None:
             args = jax.tree.map(lambda leaf: leaf, args)  # variables that belong to this trace
         result = function(*args, **kwargs)
@@ -323,6 +323,7 @@ class _Watch:
                     inputs=inputs,
                     result=str(out.dtype),
                     step=self.operations - 1,
+                    element=_first_element(out),
                 )
                 if finds:
                     self.producers.append(producer)
@@ -470,6 +471,13 @@ def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
     if compat.is_array(array) and not array.is_fully_addressable:
         return [np.asarray(shard.data) for shard in array.addressable_shards], False
     return [np.asarray(array)], True
+
+
+def _first_element(value: Any) -> tuple[int, ...] | None:
+    parts, whole = _parts(value)
+    if not whole or np.shape(parts[0]) != np.shape(value):  # shards
+        return None
+    return tuple(int(each[0]) for each in np.nonzero(~np.isfinite(parts[0])))
 
 
 def _operand(name: str, value: Any) -> Operand:

@@ -1,0 +1,93 @@
+"""`replay`: run a bad step that a monitor kept once more, and find where it overflows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xla_amp.errors import StepError
+from xla_amp.jax.monitoring import kept_step
+from xla_amp.jax.monitoring.monitor import Monitor
+from xla_amp.jax.monitoring.overflow import JaxOverflowReport, find_overflow
+from xla_amp.recorder import bad_step, history
+from xla_amp.recorder.bad_step import BadStep
+from xla_amp.recorder.history import StepRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """The result of `replay`; ``print(replay)`` for people."""
+
+    bad: BadStep
+    """What is known of the step."""
+    record: StepRecord
+    """Of the step as it ran now."""
+    reproduced: bool
+    """Whether its record is that of the run, bit for bit."""
+    overflow: JaxOverflowReport
+    folder: Path
+
+    def __str__(self) -> str:
+        same = "bit for bit as in the run" if self.reproduced else "NOT as in the run: its numbers differ"
+        return f"step {self.bad.step:,} ({self.bad.reason}), {same}\n{self.overflow}"
+
+
+def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs: Any) -> Replay:
+    """Runs the first bad step of a run again: compiled, as it ran, and under `find_overflow`.  Writes ``report.txt``.
+
+    Args:
+        step: the step, not the monitor around it.
+        directory: of the monitor, or the folder of the bad step.
+        *args: as for `step`.  Arrays and numbers that were kept take the place of these; what was not kept (the state,
+            where the step's ``jax.jit`` donates it and ``save_state`` was not set) is used as it is given.
+        **kwargs: as for `step`.
+
+    Raises:
+        FileError: there is no bad step, or it cannot be read.
+        StepError: the arguments do not fit those that were kept.
+    """
+    folders = bad_step.ranks(directory)
+    folder = folders[min(jax.process_index(), len(folders) - 1)]
+    bad, kept = kept_step.load(folder)
+    step = getattr(step, "__wrapped__", step) if isinstance(step, Monitor) else step
+    call = kept_step.Call(step, args, kwargs)
+    for index, leaf in kept.items():
+        if index >= len(call.leaves) or jax.numpy.shape(leaf) != jax.numpy.shape(call.leaves[index]):
+            got = "nothing" if index >= len(call.leaves) else f"shape {jax.numpy.shape(call.leaves[index])}"
+            raise StepError(
+                f"replay: leaf {index} of the arguments was kept with shape {jax.numpy.shape(leaf)}, got {got}; pass "
+                "arguments as the step had them"
+            )
+    leaves = [kept.get(index, leaf) for index, leaf in enumerate(call.leaves)]
+    again = Monitor(
+        call.run,
+        every=1,
+        history=1,
+        directory=None,
+        layers=tuple(bad.options["layers"]),
+        kinds=tuple(bad.options["kinds"]),
+        sample=1 if bad.options["sampled"] else 2,
+        low=bad.low,
+        save_state=False,
+        sinks=(),
+        first_step=bad.step if bad.options["sampled"] else bad.step - 1,
+        donate=False,
+    )
+    again.skip_to(bad.step)
+    again(leaves)
+    record = again.read().steps[-1]
+    before = next((each for each in history.read(folder / bad_step.HISTORY).steps if each.step == bad.step), None)
+    report = find_overflow(call.run, leaves)
+    found = Replay(
+        bad=bad,
+        record=record,
+        reproduced=before is not None and record.to_dict() == before.to_dict(),
+        overflow=report,
+        folder=folder,
+    )
+    (folder.parent / "report.txt").write_text(f"{found}\n", encoding="utf-8")
+    return found
