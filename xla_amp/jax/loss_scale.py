@@ -268,8 +268,8 @@ def value_and_grad(
             grads[index] = gradient
         gradients = jax.tree.unflatten(tree, grads)
         gradients = observe("gradient", gradients[0] if isinstance(argnums, int) else gradients)
-        value = (observe("loss", value[0]), *value[1:]) if has_aux else observe("loss", value)  # type: ignore[index]
-        return ScaledGradients(value, gradients, finite, used.update(finite))
+        marked: Any = (observe("loss", value[0]), *value[1:]) if has_aux else observe("loss", value)
+        return ScaledGradients(marked, gradients, finite, used.update(finite))
 
     return scaled_value_and_grad  # type: ignore[return-value]  # also by keyword
 

@@ -94,7 +94,7 @@ class Found(NamedTuple):
     sums: dict[Key, jax.Array]
     """float32 (7): fields of `xla_amp.recorder.history.Sums`."""
     scalars: dict[str, jax.Array]
-    """float32 (): by a name of `SCALARS`; ``norm2`` is the sum of the squares of all gradients, NaN or inf if one is."""
+    """float32 (): by a name of `SCALARS`; ``norm2`` is the sum of the squares of all gradients, nonfinite if one is."""
 
 
 def evaluate(closed: Any, values: Sequence[Any], wanted: Wanted) -> tuple[list[Any], Found]:
@@ -264,9 +264,7 @@ class _Part(NamedTuple):
         """Takes the further results off and adds them to what was recorded."""
         count = len(self.eqn.outvars)
         rows, scalars = outs[count : count + len(keys)], outs[count + len(keys) :]
-        self.collector.add(
-            Found(dict(zip(keys, rows, strict=True)), dict(zip(names, scalars, strict=True)))
-        )
+        self.collector.add(Found(dict(zip(keys, rows, strict=True)), dict(zip(names, scalars, strict=True))))
         return list(outs[:count])
 
 
@@ -403,7 +401,9 @@ def _cond(part: _Part) -> list[Any] | None:
         new.append(_with_all_constants(traced, start, consts, avals))
         start += len(traced.consts)
     params = {**part.eqn.params, "branches": tuple(new)}
-    return part.finish(compat.bind(part.eqn.primitive, [part.operands[0], *consts, *part.operands[1:]], params), keys, names)
+    return part.finish(
+        compat.bind(part.eqn.primitive, [part.operands[0], *consts, *part.operands[1:]], params), keys, names
+    )
 
 
 def _with_all_constants(traced: Any, start: int, consts: Sequence[Any], avals: Sequence[Any]) -> Any:
@@ -442,9 +442,7 @@ def _shard_map(part: _Part) -> list[Any] | None:
     )
     outs, recorded = mapped(*part.operands)
     rows = [_joined(row) for row in recorded[: len(keys)]]
-    scalars = [
-        _ON_DEVICES[name](column) for name, column in zip(names, recorded[len(keys) :], strict=True)
-    ]
+    scalars = [_ON_DEVICES[name](column) for name, column in zip(names, recorded[len(keys) :], strict=True)]
     return part.finish([*outs, *rows, *scalars], keys, names)
 
 

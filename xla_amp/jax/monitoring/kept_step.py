@@ -22,6 +22,9 @@ from xla_amp.recorder.history import History
 _ARRAYS: Final = "batch.npz"
 
 
+_KEPT: Final = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
 class Call:
     """A call of a step as a pure function of the leaves of its arguments.
 
@@ -61,9 +64,8 @@ def keep(directory: Path, bad: BadStep, history: History, leaves: Mapping[int, A
     path.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
-    for index, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
-            continue
+    kept: Mapping[int, Any] = {index: leaf for index, leaf in leaves.items() if isinstance(leaf, _KEPT)}
+    for index, leaf in kept.items():
         if compat.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             kinds[str(index)] = f"key<{jax.random.key_impl(leaf)}>"
             arrays[str(index)] = np.asarray(jax.random.key_data(leaf))

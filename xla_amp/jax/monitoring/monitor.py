@@ -19,7 +19,7 @@ import numpy as np
 
 from xla_amp.errors import StepError
 from xla_amp.jax import compat
-from xla_amp.jax.modules import nnx_state, scopes
+from xla_amp.jax.modules import scopes
 from xla_amp.jax.monitoring import collect, kept_step
 from xla_amp.jax.monitoring.collect import SCALARS, Found, Wanted
 from xla_amp.policy import module_patterns
@@ -284,9 +284,7 @@ class Monitor(Generic[_P, _R]):
 
     def _wanted(self, closed: Any, sampled: bool) -> Wanted:
         low = self._low or _low_of(closed.jaxpr)
-        return Wanted(
-            layers=self._patterns, kinds=self._kinds if sampled else (), zero=RANGES[low].zero
-        )
+        return Wanted(layers=self._patterns, kinds=self._kinds if sampled else (), zero=RANGES[low].zero)
 
     def _build(self, call: kept_step.Call, args: Any, kwargs: Any) -> _Programs:
         dynamic, donated = _dynamic(self._step, call.leaves, args, kwargs)
@@ -349,8 +347,8 @@ class Monitor(Generic[_P, _R]):
             self._last_low = waiting.layout.low
             self._history.append(record)
             reason = _reason(self._good, record)
-            if reason and waiting.kept is not None and self.bad_step is None:
-                self._keep(waiting, record, reason)
+            if reason and waiting.kept is not None and self.bad_step is None and self._directory is not None:
+                self._keep(self._directory, waiting, record, reason)
             if not record.skipped:
                 self._good = record
             if self._file is not None:
@@ -358,8 +356,7 @@ class Monitor(Generic[_P, _R]):
             for sink in self._sinks:
                 sink(record)
 
-    def _keep(self, waiting: _Waiting, record: StepRecord, reason: str) -> None:
-        assert self._directory is not None
+    def _keep(self, directory: Path, waiting: _Waiting, record: StepRecord, reason: str) -> None:
         state = "kept" if self._save_state else "checkpoint" if self._checkpoint else "none"
         bad = BadStep(
             front="jax",
@@ -383,7 +380,7 @@ class Monitor(Generic[_P, _R]):
             checkpoint_step=self._checkpoint[1] if self._checkpoint else None,
         )
         history = History(low=waiting.layout.low, steps=list(self._history))
-        self.bad_step = kept_step.keep(self._directory, bad, history, waiting.kept)
+        self.bad_step = kept_step.keep(directory, bad, history, waiting.kept)
         for index, other in enumerate(self._waiting):  # frees the arguments of later steps
             self._waiting[index] = other._replace(kept=None)
 

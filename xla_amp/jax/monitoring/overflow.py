@@ -477,7 +477,7 @@ def _first_element(value: Any) -> tuple[int, ...] | None:
     parts, whole = _parts(value)
     if not whole or np.shape(parts[0]) != np.shape(value):  # shards
         return None
-    return tuple(int(each[0]) for each in np.nonzero(~np.isfinite(parts[0])))
+    return tuple(map(int, np.argwhere(~np.isfinite(parts[0]))[0]))
 
 
 def _operand(name: str, value: Any) -> Operand:
