@@ -27,7 +27,7 @@ from xla_amp.recorder.history import Key, Kind
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
 
-_MARK: Final = "xla_amp.observe"
+_MARK: Final = "xla_amp:observe"
 _RECOMPUTED: Final = "rematted_computation"
 
 
