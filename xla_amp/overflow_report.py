@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from xla_amp.report import units
+from xla_amp.report.document import Column, Finding, Row, Table
+
 LARGEST: Final[Mapping[str, float]] = MappingProxyType(
     {
         "float8_e4m3fn": 448.0,
@@ -88,20 +91,24 @@ def headline(producer: Producer, verb: str = "made") -> str:
     return what + (f", {place.location}" if place.location else "")
 
 
-def described(producer: Producer, verb: str = "made") -> list[str]:
-    """`headline` and a line for each operand."""
-    lines = [headline(producer, verb)]
+def _described(producer: Producer) -> tuple[tuple[str, str], ...]:
+    """(operand, its dtype, shape and values), and the same of the result."""
+    items = []
     for operand in producer.inputs:
         extra = f", {operand.infinities:,} inf" if operand.infinities else ""
         extra += f", {operand.nans:,} NaN" if operand.nans else ""
-        shape = "x".join(map(str, operand.shape)) or "scalar"
         sizes = f"{operand.smallest:.3g} to {operand.largest:.3g}" if operand.largest else "all zero"
-        lines.append(f"{operand.name}: {operand.dtype} {shape}, magnitudes {sizes}{extra}")
+        items.append((operand.name, f"{operand.dtype} {units.shape(operand.shape)}, magnitudes {sizes}{extra}"))
     if producer.made == "inf" and producer.result in LARGEST:
+<<<<<<< HEAD
         lines.append(f"result: {producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}")
     if producer.element:
         lines.append(f"first in element {list(producer.element)} of the result")
     return lines
+=======
+        items.append(("result", f"{producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}"))
+    return tuple(items)
+>>>>>>> 6a9cb0e (find_overflow: the page and text of the other reports)
 
 
 def produced(made: str, operands: tuple[Operand, ...], *, intended: bool = False) -> bool:
@@ -117,26 +124,63 @@ def produced(made: str, operands: tuple[Operand, ...], *, intended: bool = False
     return not intended and not any(operand.nans or operand.infinities for operand in operands)
 
 
-def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_finite: str) -> list[str]:
-    """The lines of a report about operations.
+def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_finite: str) -> list[Finding]:
+    """What a report says about operations.
 
     Args:
         producers: as in a report.
         passed_on: the first operation with a nonfinite result whose operands had it, if no operation made one.
         all_finite: what to say if there is neither.
     """
+    question = "Which operation made the first inf or NaN?"
     if producers:
-        lines = ["first inf or NaN:", *(f"  {line}" for line in described(producers[0]))]
+        found = [Finding(question, headline(producers[0]), "risk", _described(producers[0]))]
         if len(producers) > 1:
-            lines.append("later operations that produced another inf or NaN:")
-            lines += [f"  {headline(producer)}" for producer in producers[1:]]
-        return lines
+            items = tuple((headline(producer), "") for producer in producers[1:])
+            found.append(Finding("Which made another one later?", f"{len(items)} more", "risk", items))
+        return found
     if passed_on is None:
-        return [all_finite]
-    first = [f"  {line}" for line in described(passed_on, "passed on")]
+        return [Finding(question, all_finite, "low")]
+    items = ((headline(passed_on, "passed on"), ""), *_described(passed_on))
     if passed_on.made == "inf":
-        return [f"{all_finite}, apart from infinities that operations were given (a mask, an argument):", *first]
-    return [
-        "no operation made a NaN; the first that passed one on that it was given (an argument, a constant):",
-        *first,
-    ]
+        answer = f"{all_finite}, apart from infinities that operations were given (a mask, an argument)"
+        return [Finding(question, answer, "low", items)]
+    answer = "no operation made a NaN; the first that passed one on that it was given (an argument, a constant):"
+    return [Finding(question, answer, "could", items)]
+
+
+def table(producers: tuple[Producer, ...], passed_on: Producer | None) -> Table:
+    """The operands of the operations, for the page."""
+    shown = [(each, each.made) for each in producers] + ([(passed_on, "passed on")] if passed_on else [])
+    rows = [
+        Row(
+            (
+                place.operation, place.module, place.phase, place.gradient_of, place.iteration, verb, operand.name,
+                operand.dtype, units.shape(operand.shape), operand.smallest, operand.largest, operand.infinities,
+                operand.nans, LARGEST.get(operand.dtype), place.location,
+            ),
+            "risk" if verb != "passed on" else "",
+        )
+        for producer, verb in shown
+        for place in [producer.place]
+        for operand in producer.inputs
+    ]  # fmt: skip
+    columns = (
+        Column("operation"),
+        Column("module", "scope"),
+        Column("pass"),
+        Column("gradient of"),
+        Column("iteration"),
+        Column("made"),
+        Column("operand"),
+        Column("dtype"),
+        Column("shape"),
+        Column("smallest", "error", meaning="Smallest magnitude that is not zero, before the operation"),
+        Column("largest", "error", meaning="Largest finite magnitude, before the operation"),
+        Column("inf", "count"),
+        Column("NaN", "count"),
+        Column("dtype holds", "error", meaning="Largest finite magnitude of the dtype"),
+        Column("where", "place"),
+    )
+    title = "Operands of these operations"
+    return Table(title=title, columns=columns, rows=tuple(rows), page_only=True).without_empty_columns()

@@ -117,7 +117,7 @@ def test_operands_scopes_and_json():
     text = str(report)
     assert "exp made inf, iteration 1 of scan" in text
     assert "result: float32, which holds magnitudes up to 3.4e+38" in text
-    assert "results that are not finite (1): result[1]" in text
+    assert "Which results are not finite?\n  1: result[1]" in text
 
 
 def test_the_program_that_autocast_makes_is_watched():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from xla_amp import tables
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import Place
 from xla_amp.diagnose.dispatch_modes import (
@@ -21,7 +21,9 @@ from xla_amp.diagnose.dispatch_modes import (
 )
 from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import StepError
-from xla_amp.overflow_report import Operand, Producer, findings
+from xla_amp.overflow_report import Operand, Producer, findings, table
+from xla_amp.report import page, terminal
+from xla_amp.report.document import Column, Document, Finding, Row, State, Table
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 
@@ -67,19 +69,49 @@ class OverflowReport:
         """Everything as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
-    def __str__(self) -> str:
-        scale = "no scaler" if self.scale is None else f"loss scale {self.scale:g}"
-        lines = [f"{self.operations} operations, {scale}"]
-        lines += findings(self.producers, self.passed_on, "every result of a torch operation was finite")
+    def document(self) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        found = findings(self.producers, self.passed_on, "every result of a torch operation was finite")
         if self.nonfinite_gradients:
-            lines.append(f"gradients that were not finite ({len(self.nonfinite_gradients)}): " + _some(self))
-        if self.underflow:
-            lines.append("gradients that are zero at this scale and nonzero in float32:")
-            rows = [(u.parameter, f"{u.lost:,}", f"{u.of:,}", f"{u.lost / u.of:.1%}") for u in self.underflow[:20]]
-            table = tables.plain(("parameter", "lost", "of", "share"), rows, numeric=("lost", "of", "share"))
-            lines += [f"  {line}" for line in table.splitlines()]
-        lines.append(self.underflow_note or ("" if self.underflow else "no gradient underflows to zero at this scale"))
-        return "\n".join(line for line in lines if line)
+            answer = f"{len(self.nonfinite_gradients)}: {_some(self)}"
+            found.append(Finding("Which gradients were not finite?", answer, "risk"))
+        lost = f"{len(self.underflow)} parameters have values that are zero at this scale and nonzero in float32"
+        answer = self.underflow_note or (lost if self.underflow else "no gradient underflows to zero at this scale")
+        state: State = "could" if self.underflow or self.underflow_note else "low"
+        found.append(Finding("Which gradients underflow?", answer, state))
+        columns = (
+            Column("parameter", "name"),
+            Column("lost", "count", meaning="Values that are zero, and nonzero in float32"),
+            Column("of", "count", meaning="Values that are nonzero in float32"),
+            Column("share", "share"),
+        )
+        rows = tuple(Row((u.parameter, u.lost, u.of, u.lost / u.of)) for u in self.underflow)
+        return Document(
+            title="A step with an inf or NaN" if self.producers or self.passed_on else "A finite step",
+            kind="find_overflow",
+            facts=(
+                ("operations", f"{self.operations:,}"),
+                ("loss scale", "no scaler" if self.scale is None else f"{self.scale:g}"),
+            ),
+            findings=tuple(found),
+            tables=(
+                table(self.producers, self.passed_on),
+                Table(title="Gradients that underflow", columns=columns, rows=rows, ranked=True),
+            ),
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(), path)
+
+    def __str__(self) -> str:
+        """Findings and tables."""
+        return terminal.text(self.document())
 
 
 def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] = (), **kwargs: Any) -> OverflowReport:

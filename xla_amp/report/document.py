@@ -70,6 +70,8 @@ class Table:
     ranked: bool = False
     """Whether the most important rows come first; otherwise those with the most FLOP or bytes are the most important.
     A terminal without room for all rows shows these."""
+    page_only: bool = False
+    """Whether a terminal shows nothing of it: findings say the same."""
 
     def __post_init__(self) -> None:
         for row in self.rows:

@@ -37,7 +37,7 @@ def text(document: Document, width: int | None = None, *, most: int = MOST_ROWS)
             "\n".join(_wrapped(f"{name.ljust(names)}  {value}", names + 2, width) for name, value in document.facts)
         )
     parts += [_finding(each, width) for each in document.findings]
-    tables_ = [each for each in document.tables if each.rows]
+    tables_ = [each for each in document.tables if each.rows and not each.page_only]
     parts += [_table(each, width, MOST_ROWS if number else most) for number, each in enumerate(tables_)]
     return "\n\n".join(parts)
 

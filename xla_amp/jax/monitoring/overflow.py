@@ -25,7 +25,9 @@ from xla_amp.errors import StepError
 from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import PRIMITIVES
-from xla_amp.overflow_report import Operand, Place, Producer, findings, produced
+from xla_amp.overflow_report import Operand, Place, Producer, findings, produced, table
+from xla_amp.report import page, terminal
+from xla_amp.report.document import Document, Finding
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _MOST: Final = 5
@@ -58,17 +60,41 @@ class JaxOverflowReport:
         """Everything as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=indent)
 
-    def __str__(self) -> str:
-        lines = [f"{self.operations:,} operations"]
-        lines += findings(self.producers, self.passed_on, "every result that was watched was finite")
+    def document(self) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        found = findings(self.producers, self.passed_on, "every result that was watched was finite")
         if self.arguments:
-            lines.append(f"arguments that are not finite ({len(self.arguments)}): {_some(self.arguments)}")
+            answer = f"{len(self.arguments)}: {_some(self.arguments)}"
+            found.append(Finding("Which arguments are not finite?", answer, "risk"))
         if self.results:
-            lines.append(f"results that are not finite ({len(self.results)}): {_some(self.results)}")
+            answer = f"{len(self.results)}: {_some(self.results)}"
+            found.append(Finding("Which results are not finite?", answer, "risk"))
         elif self.producers:
-            lines.append("the results of the function are finite: it did not use what is named above")
-        lines += [f"not watched: {each}" for each in self.not_watched]
-        return "\n".join(lines)
+            answer = "the results of the function are finite: it did not use what is named above"
+            found.append(Finding("Which results are not finite?", answer, "low"))
+        if self.not_watched:
+            items = tuple((f"not watched: {each}", "") for each in self.not_watched)
+            found.append(Finding("What was not watched?", "only its results were seen, or nothing", "could", items))
+        return Document(
+            title="A function with an inf or NaN" if self.producers or self.passed_on else "A finite function",
+            kind="find_overflow",
+            facts=(("operations", f"{self.operations:,}"),),
+            findings=tuple(found),
+            tables=(table(self.producers, self.passed_on),),
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(), path)
+
+    def __str__(self) -> str:
+        """Findings and tables."""
+        return terminal.text(self.document())
 
 
 def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> JaxOverflowReport:

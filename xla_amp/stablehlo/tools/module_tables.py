@@ -21,14 +21,16 @@ States: TypeAlias = "Mapping[str, Inspection]"
 def by_dtype(states: States) -> Table:
     """Operations and the bytes of their results, by dtype."""
     dtypes = _keys(found.dtypes for found in states.values())
-    rows = [(dtype, *_tallies(found.dtypes.get(dtype) for found in states.values())) for dtype in dtypes]
+    rows: list[tuple[Cell, ...]] = [
+        (dtype, *_tallies(found.dtypes.get(dtype) for found in states.values())) for dtype in dtypes
+    ]
     columns = (Column("dtype"), *_pairs("operations", states))
     return Table(title="Operations by dtype of their result", columns=columns, rows=_rows(rows))
 
 
 def contractions(states: States) -> Table:
     """Products and convolutions by operand dtypes."""
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
             f"{left} x {right} -> {result}",
             *(found.contractions.get((left, right, result), 0) for found in states.values()),
@@ -42,7 +44,7 @@ def contractions(states: States) -> Table:
 def casts(states: States) -> Table:
     """Conversions between dtypes."""
     kinds = _keys(found.casts for found in states.values())
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (f"{kind[0]} -> {kind[1]}", *_tallies(found.casts.get(kind) for found in states.values())) for kind in kinds
     ]
     return Table(title="Casts", columns=(Column("from and to"), *_pairs("count", states)), rows=_rows(rows))
