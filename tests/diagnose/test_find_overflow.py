@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import report_pages
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +19,7 @@ from xla_amp import GradScaler
 from xla_amp.backends import module_paths
 from xla_amp.diagnose import overflow
 from xla_amp.diagnose.overflow import find_overflow
+from xla_amp.report import terminal
 
 # A skipped step is none to torch's schedulers.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
@@ -87,7 +89,7 @@ def state(trainer):
     ]
 
 
-def test_the_first_overflow_of_a_forward_pass(device):
+def test_the_first_overflow_of_a_forward_pass(device, tmp_path):
     trainer = Trainer(device, Block(), Block(1e6))
     trainer.epoch(trainer.batch)
     before = state(trainer)
@@ -116,6 +118,11 @@ def test_the_first_overflow_of_a_forward_pass(device):
     assert "self: float16 2x3x8, magnitudes" in text
     assert "result: float16, which holds magnitudes up to 6.55e+04" in text
     assert json.loads(report.to_json())["producers"][0]["place"]["module"] == "1"
+    report.to_html(tmp_path / "page.html")
+    page = report_pages.read((tmp_path / "page.html").read_text())
+    row = page.rows("Operands of these operations")[0]
+    assert (row["operation"], row["module"], row["operand"], row["dtype holds"]) == ("mul.Tensor", "1", "self", 65504.0)
+    assert (row["largest"], row["state"]) == (given.largest, "risk")
 
 
 def test_a_finite_step_and_one_that_is_compiled():
@@ -276,11 +283,12 @@ def test_a_step_that_fails_is_taken_back(device):
     assert F.relu(trainer.batch).device.type == device.type
 
 
-def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys):
+def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys, monkeypatch):
     page = (Path(__file__).parents[2] / "docs/loss_scaling.md").read_text(encoding="utf-8")
     script, report = re.search(r"`overflow_demo.py`:\n\n```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()
     file = tmp_path / "overflow_demo.py"
     file.write_text(script)
+    monkeypatch.setattr(terminal, "WIDTH", 1000)  # the folder's name makes lines long
     capsys.readouterr()
     runpy.run_path(str(file))
     printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import report_pages
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -107,13 +108,21 @@ def test_what_is_found(function, x, expected, line):
             assert line in source.read().splitlines()[int(number) - 1]
 
 
-def test_operands_scopes_and_json():
+def test_operands_scopes_and_json(tmp_path):
     report = find_overflow(scanned, jnp.float32(0.01))
     (operand,) = report.first.inputs
     assert (operand.dtype, operand.shape, operand.largest) == ("float32", (), 100.0)
     assert report.producers[-1].place.module == ""
     assert report.operations == 8
     assert json.loads(report.to_json())["producers"][0]["place"]["iteration"] == "iteration 1 of scan"
+    report.to_html(tmp_path / "page.html")
+    row = report_pages.read((tmp_path / "page.html").read_text()).rows("Operands of these operations")[0]
+    assert (row["operation"], row["iteration"], row["made"], row["largest"]) == (
+        "exp",
+        "iteration 1 of scan",
+        "inf",
+        100,
+    )
     text = str(report)
     assert "exp made inf, iteration 1 of scan" in text
     assert "result: float32, which holds magnitudes up to 3.4e+38" in text

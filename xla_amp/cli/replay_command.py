@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function that returns (model, optimizer, scaler, step)",
     )
+    common.report(parser)
     common.json_instead(parser)
     parser.set_defaults(run=_run)
 
@@ -32,7 +33,9 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
 
     from xla_amp.diagnose.replay_step import replay
 
+    common.check_report(arguments)
     report = replay(arguments.directory, arguments.make)
+    common.write_report(arguments, report.document())
     status = int(not report.reproduced)
     if arguments.json:
         return common.as_json({**dataclasses.asdict(report), "folder": str(report.folder)}), status

@@ -75,7 +75,7 @@ class OverflowReport:
         if self.nonfinite_gradients:
             answer = f"{len(self.nonfinite_gradients)}: {_some(self)}"
             found.append(Finding("Which gradients were not finite?", answer, "risk"))
-        lost = f"{len(self.underflow)} parameters have values that are zero at this scale and nonzero in float32"
+        lost = f"zero at this scale and nonzero in float32: values of {len(self.underflow)} of the parameters"
         answer = self.underflow_note or (lost if self.underflow else "no gradient underflows to zero at this scale")
         state: State = "could" if self.underflow or self.underflow_note else "low"
         found.append(Finding("Which gradients underflow?", answer, state))

@@ -21,9 +21,10 @@ from xla_amp.diagnose.state_restore import restoring
 from xla_amp.errors import FileError, XlaAmpError
 from xla_amp.pytorch.recorder import columns, kept_step
 from xla_amp.pytorch.recorder.monitor import Monitor
-from xla_amp.recorder import bad_step, history
+from xla_amp.recorder import bad_step, history, history_report
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import StepRecord
+from xla_amp.report.document import Document, Finding, State
 
 RUNS = 3
 """Runs of the step, of which the last is compared: the first may create state, and a captured step records twice."""
@@ -54,6 +55,26 @@ class ReplayReport:
     def reproduced(self) -> bool:
         """Whether every number is the same, bit for bit."""
         return not self.differences
+
+    def document(self) -> Document:
+        """The report of `find_overflow`, with what is known of the step, and the history before it."""
+        bad, found = self.bad, self.overflow.document()
+        answer = f"yes, {self.compared} numbers" if self.reproduced else f"no: {len(self.differences)} numbers differ"
+        state: State = "low" if self.reproduced else "risk"
+        items = tuple((each, "") for each in (*self.differences[:10], *self.notes))
+        said = [Finding("Is the step the same, bit for bit?", answer, state, items)]
+        if self.elements:
+            shown = ", ".join(map(str, self.elements[:16])) + (", ..." if len(self.elements) > 16 else "")
+            said.append(Finding("Which batch elements?", f"{shown} (of {self.batch_size})", "risk"))
+        before = history_report.document(history.read(self.folder / bad_step.HISTORY))
+        return dataclasses.replace(
+            found,
+            title=f"step {bad.step:,}: {_REASONS[bad.reason]}",
+            kind="replay",
+            facts=(*found.facts, ("process", f"{bad.rank} of {bad.world_size}")),
+            findings=(*found.findings, *said),
+            tables=(*found.tables, *before.tables),
+        )
 
     def __str__(self) -> str:
         bad = self.bad

@@ -5,22 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from xla_amp import tables
+from xla_amp.recorder import history_report
 from xla_amp.recorder.history import History, StepRecord
+from xla_amp.report import terminal
 
 COLUMNS = ("layer", "kind", "amax", "rms", "headroom", "underflow", "inf", "NaN", "update ratio")
 _NUMBERS = COLUMNS[2:]
-
-
-def headline(record: StepRecord) -> str:
-    """One line about a step."""
-    parts = [f"step {record.step:,}"]
-    if record.loss is not None:
-        parts.append(f"loss {record.loss:.5g}")
-    if record.loss_scale is not None:
-        parts.append(f"loss scale {record.loss_scale:g}")
-    if record.gradient_norm is not None:
-        parts.append(f"gradient norm {record.gradient_norm:.4g}")
-    return ", ".join(parts) + (", skipped" if record.skipped else "")
 
 
 def lines(record: StepRecord) -> list[list[str]]:
@@ -34,17 +24,9 @@ def lines(record: StepRecord) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def text(history: History, most: int = 40) -> str:
-    """The newest sampled step of `history`, and the newest step; at most `most` layers, least headroom first."""
-    if not history.steps:
-        return "no step has been read yet"
-    sampled = next((record for record in reversed(history.steps) if record.statistics), None)
-    parts = [headline(history.steps[-1])]
-    if sampled is not None:
-        if sampled is not history.steps[-1]:
-            parts.append(f"statistics of step {sampled.step:,}, against {history.low}:")
-        parts.append(tables.for_terminal(COLUMNS, lines(sampled)[:most], numeric=_NUMBERS))
-    return "\n".join(parts)
+def text(history: History) -> str:
+    """Advice, and the newest statistics with their course."""
+    return terminal.text(history_report.document(history))
 
 
 class Live:
@@ -66,7 +48,7 @@ class Live:
         if record.statistics:
             self._sampled = record
         rows = [] if self._sampled is None else lines(self._sampled)[: self._most]
-        self._display.update(tables.rich(COLUMNS, rows, headline(record), numeric=_NUMBERS))
+        self._display.update(tables.rich(COLUMNS, rows, history_report.headline(record), numeric=_NUMBERS))
 
     def close(self) -> None:
         """Leaves the last table and ends."""

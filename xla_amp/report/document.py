@@ -40,6 +40,8 @@ class Column(NamedTuple):
     kind: Kind = "text"
     sum: bool = False
     """Whether layers show the sum of their rows."""
+    least: bool = False
+    """Whether layers show the smallest of their rows; otherwise the largest, unless they show the sum."""
     detail: bool = False
     """Whether the terminal leaves it out, and the page shows it for the chosen row only."""
     meaning: str = ""

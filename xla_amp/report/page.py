@@ -76,6 +76,7 @@ def _table(table: Table) -> dict[str, Any]:
             "name": column.name,
             "kind": column.kind,
             "sum": column.sum,
+            "least": column.least,
             "detail": column.detail,
             "meaning": column.meaning,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
@@ -75,12 +76,12 @@ def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tup
 
 
 def _largest(rows: list[list[Cell]], columns: Sequence[Column], most: int) -> list[list[Cell]]:
-    """The `most` rows with the largest numbers of FLOP, then of bytes, in their order."""
-    by = [i for i, column in enumerate(columns) if column.kind in ("flops", "bytes")]
+    """The `most` rows that matter most, in their order: of most FLOP, then bytes; or of the least headroom."""
+    by = [(i, column.least) for i, column in enumerate(columns) if column.kind in ("flops", "bytes") or column.least]
 
     def rank(at: int) -> tuple[float, ...]:
-        numbers = (rows[at][i] for i in by)
-        return (*(-number if isinstance(number, int | float) else 0.0 for number in numbers), at)
+        numbers = [(rows[at][i], least) for i, least in by]
+        return (*((n if least else -n) if isinstance(n, int | float) else math.inf for n, least in numbers), at)
 
     return [rows[at] for at in sorted(sorted(range(len(rows)), key=rank)[:most])]
 

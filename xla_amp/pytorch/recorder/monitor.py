@@ -9,6 +9,7 @@ captured step, whose replays run no Python.  The host reads a few numbers of eac
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from xla_amp.backends import base, devices, dynamo
 from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch.recorder import columns, kept_step, reads
 from xla_amp.pytorch.recorder.statistics import FIELDS, tensor_sums
-from xla_amp.recorder import advice, table
+from xla_amp.recorder import advice, history_report, table
 from xla_amp.recorder.history import KINDS, RANGES, History, Key, Kind, Statistics, StepRecord, Sums
 from xla_amp.recorder.sinks import JsonLines
 from xla_amp.types import Dtype
@@ -298,6 +299,15 @@ class Monitor:
     def table(self) -> str:
         """The newest statistics as a table for the terminal."""
         return table.text(self.history)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes what has been read so far as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        history_report.write(self.history, path)
 
     def saved(self, checkpoint: str | Path) -> None:
         """Tells that the run has just saved a checkpoint: a bad step refers to it."""

@@ -98,6 +98,7 @@
       this.name = this.columns.find((column) => ["text", "name"].includes(column.kind)) || this.columns[0];
       this.weight = this.columns.find((column) => column.kind === "flops") || this.columns.find((column) => column.kind === "bytes" && column.sum) || this.columns.find((column) => column.sum);
       this.withStates = this.states.some((state) => state >= 0);
+      this.withShares = this.states.some((state) => state >= 0 && STATES[state] !== "risk");
       this.hidden = this.states.filter((state) => state === PLUMBING).length;
       this.words = "";
       this.wanted = new Set();
@@ -160,14 +161,14 @@
       this.head.replaceChildren();
       let total = 0;
       this.shown.forEach((column, index) => {
-        let characters = column === "state" ? 22 : column.characters;
+        let characters = column === "state" ? (this.withShares ? 22 : 12) : column.characters;
         if (index === 0 && this.tree) characters = Math.min(Math.max(characters + 8, 30), 44);
         const pixels = Math.round(characters * 7.6 + 20);
         const col = make("col");
         col.style.width = index === 0 ? `min(${pixels}px, 46vw)` : `${pixels}px`;
         total += pixels;
         this.cols.append(col);
-        const name = column === "state" ? "runs" : index === 0 && this.tree ? `layer and ${column.name}` : column.name;
+        const name = column === "state" ? (this.withShares ? "runs" : "state") : index === 0 && this.tree ? `layer and ${column.name}` : column.name;
         const sorted = this.sort && this.sort.column === column ? (this.sort.down ? "descending" : "ascending") : "none";
         this.head.append(make("th", { scope: "col", class: column.numeric ? "number" : null, "aria-sort": sorted }, make("button", { type: "button", title: column.meaning || null, onclick: () => this.order(column) }, name)));
       });
@@ -176,7 +177,7 @@
     }
 
     order(column) {
-      const down = column === "state" ? false : column.numeric || column.kind === "series";
+      const down = column === "state" ? false : (column.numeric && !column.least) || column.kind === "series";
       if (!this.sort || this.sort.column !== column) this.sort = { column, down };
       else if (this.sort.down === down) this.sort = { column, down: !down };
       else this.sort = null; // the program's order
@@ -230,7 +231,7 @@
             const value = column.cells[row];
             if (value === null) return;
             if (column.sum && typeof value === "number") each.sums[i] = (each.sums[i] || 0) + value;
-            else if (!column.sum && (each.sums[i] === null || asNumber(value) > asNumber(each.sums[i]))) each.sums[i] = value;
+            else if (!column.sum && (each.sums[i] === null || asNumber(value) > asNumber(each.sums[i]) !== column.least)) each.sums[i] = value;
           });
         }
       }
@@ -359,10 +360,10 @@
       }
       if (column === "state") {
         const risks = layer.risks ? make("span", { class: "risks", title: `${layer.risks} rows: ${data.states.risk}` }, dot("risk"), String(layer.risks)) : null;
-        return make("td", {}, ...[mix(layer.states, `share of ${this.weight ? this.weight.name : "rows"}`), risks].filter(Boolean));
+        return make("td", {}, ...[this.withShares ? mix(layer.states, `share of ${this.weight ? this.weight.name : "rows"}`) : null, risks].filter(Boolean));
       }
       const sum = column.numeric ? layer.sums[this.columns.indexOf(column)] : null;
-      return make("td", { class: column.numeric ? "number sum" : null, title: column.numeric && sum !== null ? (column.sum ? "sum of the layer" : "largest of the layer") : null }, written(sum, column.kind));
+      return make("td", { class: column.numeric ? "number sum" : null, title: column.numeric && sum !== null ? `${column.sum ? "sum" : column.least ? "smallest" : "largest"} of the layer` : null }, written(sum, column.kind));
     }
 
     focus() { const row = this.body.querySelector(`tr[data-at="${this.active}"]`); if (row) row.focus({ preventScroll: true }); }
