@@ -100,15 +100,10 @@ def _described(producer: Producer) -> tuple[tuple[str, str], ...]:
         sizes = f"{operand.smallest:.3g} to {operand.largest:.3g}" if operand.largest else "all zero"
         items.append((operand.name, f"{operand.dtype} {units.shape(operand.shape)}, magnitudes {sizes}{extra}"))
     if producer.made == "inf" and producer.result in LARGEST:
-<<<<<<< HEAD
-        lines.append(f"result: {producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}")
-    if producer.element:
-        lines.append(f"first in element {list(producer.element)} of the result")
-    return lines
-=======
         items.append(("result", f"{producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}"))
+    if producer.element:
+        items.append((f"first in element {list(producer.element)} of the result", ""))
     return tuple(items)
->>>>>>> 6a9cb0e (find_overflow: the page and text of the other reports)
 
 
 def produced(made: str, operands: tuple[Operand, ...], *, intended: bool = False) -> bool:
