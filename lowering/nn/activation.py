@@ -142,6 +142,13 @@ def glu_backward(grad: jax.Array, x: jax.Array, dim: int, *, platform: str = "cp
     return jnp.concatenate([grad * gate, grad * value * gate * (1 - gate)], axis=dim)
 
 
+@register("glu_jvp")
+def glu_jvp(glu: jax.Array, x: jax.Array, dx: jax.Array, dim: int) -> jax.Array:
+    gate = jax.nn.sigmoid(jnp.split(up(x), 2, axis=dim)[1])
+    dvalue, dgate = jnp.split(up(dx), 2, axis=dim)
+    return dvalue * gate + up(glu) * (1 - gate) * dgate
+
+
 # -- piecewise, with exponentials -------------------------------------------------------------------------------------
 
 

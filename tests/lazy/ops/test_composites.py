@@ -131,6 +131,12 @@ def test_transforms_see_the_composite(device):
     torch.testing.assert_close(got, want, **EXACT)
 
 
+def test_forward_mode_of_glu(device):
+    x = sample(2, 4, 8)
+    results = [torch.func.jvp(torch.nn.functional.glu, (y[0],), (y[1],)) for y in (x.to(device), x)]
+    torch.testing.assert_close(*([y.cpu() for y in result] for result in results), **EXACT)
+
+
 def test_inference_mode(device):
     @torch.inference_mode()
     def program(where: str) -> Any:

@@ -46,6 +46,10 @@ def of_result(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return grad(dtype), torch.sigmoid(finite(torch.float64)).to(dtype)
 
 
+def glu_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.nn.functional.glu(finite(torch.float64), 1).to(dtype)
+
+
 def channels(dtype: torch.dtype) -> torch.Tensor:
     return sample(8, dtype=dtype, seed=2).expand(4, 8).contiguous()
 
@@ -63,6 +67,7 @@ ROWS = [
     row("glu", "fdb", forward(), wide=True),
     row("glu", "fdb", forward(0), wide=True),
     row("glu_backward", "fdb", lambda d: (sample(4, 4, dtype=d, seed=3), finite(d), 1), wide=True),
+    row("glu_jvp", "fd", lambda d: (glu_of(d), finite(d), sample(4, 8, dtype=d, seed=4), 1), wide=True),
     row("hardshrink", "fdbh", forward(0.5)),
     row("hardshrink_backward", "fdb", backward(0.5)),
     row("hardsigmoid", "fdb", forward(), wide=True),

@@ -186,6 +186,7 @@ def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) 
 @_of("_standard_gamma")  # torch 2.13 has a meta kernel of this and the last
 @_of("_standard_gamma_grad")
 @_of("_transformer_encoder_layer_fwd")
+@_of("glu_jvp")
 def _like_the_first(x: torch.Tensor, *rest: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
