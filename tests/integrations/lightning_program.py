@@ -78,12 +78,11 @@ class Counts(lightning.Callback):
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.counted()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if index == 7:
-            self.found.append(self.counted())
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.found.append(self.counted())
 
 
-def train_lightning(folder: Path, precision: Any, accumulate: int = 1) -> dict[str, Any]:
+def train_lightning(folder: Path, precision: Any, accumulate: int = 1, bar: bool = False) -> dict[str, Any]:
     counts = Counts()
     trainer = lightning.Trainer(
         accelerator="xla_amp",
@@ -95,7 +94,7 @@ def train_lightning(folder: Path, precision: Any, accumulate: int = 1) -> dict[s
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        enable_progress_bar=accumulate > 1,  # rank 0 alone reads values
+        enable_progress_bar=bar,  # rank 0 alone reads values
         num_sanity_val_steps=0,
     )
     trainer.scaler_is_used = precision == "16-mixed"
@@ -146,6 +145,7 @@ def train_fabric(folder: Path, precision: Any) -> dict[str, Any]:
 KINDS = {
     "lightning-fp16": lambda folder: train_lightning(folder, "16-mixed"),
     "lightning-accumulated": lambda folder: train_lightning(folder, "bf16-mixed", 2),
+    "lightning-bar": lambda folder: train_lightning(folder, "bf16-mixed", 2, bar=True),
     "fabric-fp16": lambda folder: train_fabric(folder, "16-mixed"),
 }
 

@@ -358,6 +358,18 @@ def _average(gradients: list[torch.Tensor]) -> None:
         xm.all_reduce("sum", gradients, scale=1 / xm.xrt_world_size())
 
 
+def _is_watched(trainer: Any) -> bool:
+    """Whether a progress bar, or code that is not Lightning's, may read values of one process after each batch."""
+    hooks = [
+        getattr(part, name)
+        for part in (*trainer.callbacks, trainer.lightning_module)
+        for name in ("on_train_batch_start", "on_train_batch_end")
+    ]
+    return trainer.progress_bar_callback is not None or any(
+        hook.__module__.partition(".")[0] not in ("lightning", "xla_amp") for hook in hooks
+    )
+
+
 class XLAProcessesStrategy(_Together, ParallelStrategy):
     """One of several processes that torchrun or `xla_amp.launch` has started, with one device each.
 
@@ -369,6 +381,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
 
     def __init__(self, checkpoint_io: Any = None, precision_plugin: Precision | None = None) -> None:
         super().__init__(checkpoint_io, precision_plugin=precision_plugin)
+        self._accumulates = False
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As `all_reduce`: what ``self.log(..., sync_dist=True)`` calls."""
@@ -379,11 +392,20 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
         model: Any = self.model
         model.to(self.root_device)
         xm.broadcast_master_param(model)
+        self._accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Begins a program, and runs the step."""
-        devices.engine().sync()
+        """Begins a program, unless it goes on accumulating, and runs the step."""
+        module: Any = self.lightning_module
+        if not self._accumulates or _is_watched(module.trainer):
+            devices.engine().sync()
+        self._accumulates = True
         return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step; the next training step begins a program."""
+        self._accumulates = False
+        return super().validation_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Averages the gradients of manual optimization, in which users clip before they step."""
@@ -403,6 +425,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
 
         result = super().optimizer_step(optimizer, averaged, model, **kwargs)
         devices.engine().sync()
+        self._accumulates = False
         return result
 
     def teardown(self) -> None:
@@ -529,7 +552,7 @@ def _choose_auto(front: _Front, original: Callable[[], str]) -> Callable[[], str
 def _keep_on_device(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(data: Any) -> Any:
         on_device = isinstance(data, torch.Tensor) and devices.is_xla(data.device.type)
-        return data.detach().clone() if on_device else original(data)
+        return data.detach() if on_device else original(data)
 
     return convert
 
