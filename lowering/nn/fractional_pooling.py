@@ -37,7 +37,8 @@ def _pool(
     rank = len(order)
     spatial, lead = x.shape[-rank:], x.shape[:-rank]
     planes = math.prod(lead)
-    values, draws = up(x).reshape(planes, math.prod(spatial)), up(as_dtype(samples, x.dtype)).reshape(planes, rank)
+    values = up(x).reshape(planes, math.prod(spatial))
+    draws = up(as_dtype(samples, x.dtype)).reshape(-1, rank)[:planes]  # there may be samples of more rows
     position = jnp.zeros((planes,) + (1,) * (2 * rank), np.int32)
     for axis, extent in enumerate(spatial):
         rows = _starts(draws[:, order[axis]], extent, output_size[axis], window[axis])

@@ -259,6 +259,22 @@ def a_recurrent_network_of_packed_sequences(where: str) -> Any:
     return output.data, h, model.weight_ih_l0.grad
 
 
+@program
+def second_derivatives_of_recurrent_networks(where: str) -> Any:
+    """A gradient penalty: its gradient goes through the backward pass of the layer."""
+    torch.manual_seed(0)
+    found = []
+    for kind in (nn.RNN, nn.GRU, nn.LSTM):
+        model = kind(3, 4, bidirectional=True, bias=kind is not nn.GRU).to(where)
+        x = line(5, 2, 3, where=where).requires_grad_()
+        output, last = model(x)
+        total = output.square().sum() + (last[1] if kind is nn.LSTM else last).sum()
+        (slope,) = torch.autograd.grad(total, x, create_graph=True)
+        slope.square().sum().backward()
+        found += [x.grad, *(p.grad for p in model.parameters())]
+    return found
+
+
 TOLERANT = {"rtol": 2e-5, "atol": 2e-6}
 
 

@@ -156,6 +156,13 @@ def _multi_head_attention(
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
+@_of("multilabel_margin_loss_forward")
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> tuple[torch.Tensor, ...]:
+    loss, named = aten.multilabel_margin_loss_forward.default(x, target, reduction)
+    # Of one row torch's kernels give a number, but its meta kernel a dimension of one.
+    return (loss if target.dim() == 2 else loss.new_empty(())), named
+
+
 def _batch_norm_of(operator: Any) -> Callable[..., Any]:
     def shapes(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
         y, *saved = operator(x, *rest)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from xla_amp.lazy.graph.meta_results import SHAPES
 from xla_amp.lazy.ops.composites import is_transformed
@@ -52,18 +51,42 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mode: str, reverse: bool, *tensors: Any) -> Any:
-        inputs, weight, bias, hidden, state = tensors
         results = _forward(mode, *tensors, reverse)
-        ctx.save_for_backward(inputs, weight, hidden, state, *results)
-        ctx.options = mode, bias is not None, reverse
+        ctx.save_for_backward(*tensors, *results)
+        ctx.options = mode, reverse
         return results[:2]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_outputs: Any, grad_states: Any) -> Any:
-        mode, has_bias, reverse = ctx.options
-        inputs, weight, bias, hidden, state = _backward(mode, grad_outputs, grad_states, *ctx.saved_tensors, reverse)
-        return None, None, inputs, weight, bias if has_bias else None, hidden, state
+        mode, reverse = ctx.options
+        inputs, weight, bias, hidden, state, *results = ctx.saved_tensors
+        if torch.is_grad_enabled():  # with create_graph=True
+            operands = inputs, weight, bias, hidden, state
+            return None, None, *_differentiable(mode, reverse, operands, grad_outputs, grad_states)
+        found = list(_backward(mode, grad_outputs, grad_states, inputs, weight, hidden, state, *results, reverse))
+        if bias is None:
+            found[2] = None
+        return None, None, *found
+
+
+def _differentiable(mode: str, reverse: bool, tensors: Sequence[Any], grad_outputs: Any, grad_states: Any) -> list[Any]:
+    """The gradients of `tensors`, made of torch's operations, which have derivatives."""
+    # As views, because one of them may depend on another, which is no part of this layer.
+    parts: list[Any] = [None if x is None else x.view_as(x) for x in tensors]
+    inputs, weight, bias, hidden, state = parts
+    gates = inputs.shape[-1]
+    params = [torch.eye(gates, device=inputs.device, dtype=inputs.dtype), weight]
+    params += [] if bias is None else [inputs.new_zeros(gates), bias]
+    x = inputs.flip(0) if reverse else inputs
+    start = [hidden[None], state[None]] if mode == "lstm" else hidden[None]
+    y, *last = _COMPOSITES[mode](x, start, params, bias is not None, 1, 0.0, False, False, False)
+    results, grads = [y.flip(0) if reverse else y], [grad_outputs]
+    if mode == "lstm":
+        results.append(last[1][0])
+        grads.append(grad_states[0 if reverse else -1])
+    wanted = [x for x in parts if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, grads, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in parts]
 
 
 def _run(mode: str, reverse: bool, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,10 +153,9 @@ _MODES = {"gru": aten.gru.input, "lstm": aten.lstm.input, "relu": aten.rnn_relu.
 # Not `decompose`, which takes torch's decomposition in Python: torch 2.11's gives the last states of an LSTM with
 # projections a dimension too many.
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITES = {mode: functools.partial(operator._op_dk, _COMPOSITE) for mode, operator in _MODES.items()}
 KERNELS: dict[str, Callable[..., Any]] = {
-    str(operator).removeprefix("aten."): functools.partial(
-        _network, mode, functools.partial(operator._op_dk, _COMPOSITE)
-    )
+    str(operator).removeprefix("aten."): functools.partial(_network, mode, _COMPOSITES[mode])
     for mode, operator in _MODES.items()
 }
 """ATen name -> function for tensors of the device, with or without gradients."""
