@@ -257,3 +257,15 @@ def _function_at(file: str, line: int, name: str) -> Any:
     lines = b"".join(bytes((0xD0 | min(7, left - 1), 0, 0)) for left in range(len(code.co_code) // 2, 0, -8))
     named = code.replace(co_filename=file, co_firstlineno=line, co_name=name, co_qualname=name, co_linetable=lines)
     return types.FunctionType(named, {})
+
+
+def size_of_process_group(group: Any) -> int:
+    """Number of processes of a process group, as an operation of torch's library ``c10d`` receives it."""
+    return int(torch._C._distributed_c10d.ProcessGroup.unbox(group).size())
+
+
+def finished_work(result: Any = None) -> Any:
+    """What an operation of ``c10d`` returns: a handle whose work is done, with its tensors."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]

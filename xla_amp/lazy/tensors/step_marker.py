@@ -35,6 +35,8 @@ _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _forward_hook: Any = None
 _awaited = False
 """Whether the next forward pass begins a step."""
+_ended = False
+"""Whether the next forward pass begins a program, too (`end_step`)."""
 _kept = False
 """Whether the hook stays installed (`keep_hook`)."""
 _paused = False
@@ -68,6 +70,19 @@ def step_begins() -> None:
     _armed = -1
     if armed and not _paused:
         flush()
+
+
+def end_step() -> None:
+    """Flushes, now and at the next forward pass.
+
+    For loops of several processes, whose programs with collectives must be the same: what a process records or reads
+    in between, to log a value for instance, is no part of them.
+    """
+    global _ended
+    flush()
+    with trace.lock:
+        _ended = True
+        _await_forward()
 
 
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -144,8 +159,11 @@ def graph_begins() -> None:
 
 
 def _forward_begins() -> None:
-    global _forward_hook, _awaited
+    global _forward_hook, _awaited, _ended
     _awaited = False
+    if _ended:
+        _ended = False
+        flush()
     if _forward_hook is not None and not _kept:
         _forward_hook.remove()
         _forward_hook = None

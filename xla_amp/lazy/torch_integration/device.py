@@ -24,7 +24,7 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d_stubs, device_guard, inductor, monkeypatches
+from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, inductor, monkeypatches
 from xla_amp.lowering import Lowering, registry, table
 
 
@@ -221,7 +221,7 @@ def _install_kernels() -> None:
         _implement("aten", name, kernel, "AutogradPrivateUse1")
     for name, kernel in torchvision.AUTOCAST_KERNELS.items():
         _implement("torchvision", name, kernel, "AutocastPrivateUse1")
-    for name, kernel in c10d_stubs.KERNELS.items():
+    for name, kernel in c10d.KERNELS.items():
         if hasattr(torch.ops.c10d, name):  # a torch built without distributed has none of them
             _implement("c10d", name, kernel)
     for name, kernel in sparse.SPARSE_KERNELS.items():
