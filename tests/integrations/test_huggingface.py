@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from transformers.trainer_pt_utils import EvalLoopContainer  # noqa: E402
 
 import xla_amp  # noqa: E402
-from xla_amp.errors import DeviceError, PolicyError  # noqa: E402
+from xla_amp.errors import PolicyError  # noqa: E402
 from xla_amp.integrations import huggingface as ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own, about deprecated names
@@ -198,13 +198,6 @@ def test_a_device_that_was_chosen_before_is_told() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours.enable()
-
-
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(DeviceError, match="one process"):
-        Accelerator()
 
 
 # ---- Trainer ---------------------------------------------------------------------------------------------------------
@@ -613,7 +606,7 @@ def test_a_variable_enables_a_script_that_does_not_name_the_package(tmp_path: Pa
 
 
 def test_every_patch_names_its_reason() -> None:
-    assert len(ours.PATCHES) == 14
+    assert len(ours.PATCHES) == 19
     assert all(patch.reason for patch in ours.PATCHES)
 
 

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from xla_amp import config
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
-from xla_amp.errors import DeviceError, PolicyError
+from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import xla_model
@@ -48,8 +48,8 @@ from xla_amp.pytorch.optim.grad_scaler import GradScaler
 _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Mixed precision -> its low dtype."""
 
-_RANDOM_STATE = "rng_state_xla.pth"
-"""File of a checkpoint: the state of the device's random generator."""
+_RANDOM_STATE = "rng_state_xla{}.pth"
+"""File of a checkpoint: the state of the device's random generator; of several processes with their rank."""
 
 _policy: Policy | None = None
 _hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
@@ -63,15 +63,72 @@ def _ours(device: torch.device) -> bool:
 
 
 def _default_device(original: property) -> property:
-    def default_device(self: Any) -> torch.device:
-        if config.process() is not None:
-            raise DeviceError(
-                "xla_amp.integrations.huggingface trains with one process, but WORLD_SIZE says that there are several: "
-                "start one (accelerate launch --num_processes 1), or use xla_amp.launch or SPMD without Accelerate"
-            )
-        return xla_model.xla_device()
+    return property(lambda self: xla_model.xla_device(), doc=original.__doc__)
 
-    return property(default_device, doc=original.__doc__)
+
+def _join_processes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _prepare_backend(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if cpu or config.process() is None:
+            return original(self, cpu, *args, **kwargs)
+        from accelerate.utils import DistributedType
+
+        # Values on the host go through gloo.  Tensors of the device do not, in any group: they have kernels.
+        self.device = xla_model.xla_device()
+        return "gloo", DistributedType.MULTI_CPU
+
+    return _prepare_backend
+
+
+def _meet(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def wait_for_everyone(self: Any) -> None:
+        if _ours(self.device):
+            xla_model.rendezvous("accelerate")
+        else:
+            original(self)
+
+    return wait_for_everyone
+
+
+def _together(self: Any) -> bool:
+    """Whether an Accelerator, or a state of it, trains with other processes on the device."""
+    return self.num_processes > 1 and _ours(self.device)
+
+
+def _without_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare_model(self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if evaluation_mode or not _together(self):
+            return original(self, model, device_placement, evaluation_mode)
+        model = original(self, model, device_placement, evaluation_mode=True)
+        xla_model.broadcast_master_param(model)
+        return model
+
+    return prepare_model
+
+
+def _average(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(self: Any, loss: Any, **kwargs: Any) -> None:
+        original(self, loss, **kwargs)
+        if _together(self) and self.sync_gradients:
+            for prepared in self._optimizers:
+                xla_model.reduce_gradients(prepared.optimizer)
+
+    return backward
+
+
+def _end_program(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def step(self: Any, closure: Any = None) -> None:
+        original(self, closure)
+        if _together(self.accelerator_state) and self.gradient_state.sync_gradients:
+            from xla_amp.lazy.tensors import step_marker
+
+            step_marker.end_step()
+
+    return step
 
 
 def _trainers_device(original: Any) -> functools.cached_property[torch.device]:
@@ -281,12 +338,17 @@ def _integers_to_host(value: Any) -> Any:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+def _random_state_file(folder: str | os.PathLike[str]) -> Path:
+    rank = "" if config.process() is None else f"_{xla_model.get_ordinal()}"
+    return Path(folder) / _RANDOM_STATE.format(rank)
+
+
 def _save_random_state(folder: str | os.PathLike[str]) -> None:
-    torch.save(xla_model.get_rng_state(), Path(folder) / _RANDOM_STATE)
+    torch.save(xla_model.get_rng_state(), _random_state_file(folder))
 
 
 def _load_random_state(folder: str | os.PathLike[str]) -> None:
-    path = Path(folder) / _RANDOM_STATE
+    path = _random_state_file(folder)
     if path.is_file():  # not in a checkpoint of another device
         xla_model.set_rng_state(torch.load(path, weights_only=True))
 
@@ -334,6 +396,41 @@ PATCHES = (
         name="default_device",
         reason="Asks a fixed list of devices. ACCELERATE_TORCH_DEVICE would win over cpu=True.",
         replace=_default_device,
+    ),
+    Patch(
+        module="accelerate.state",
+        owner="PartialState",
+        name="_prepare_backend",
+        reason="Knows processes by a fixed list of devices.",
+        replace=_join_processes,
+    ),
+    Patch(
+        module="accelerate.state",
+        owner="PartialState",
+        name="wait_for_everyone",
+        reason="Asks torch.distributed for a barrier on the device whose index is the process's.",
+        replace=_meet,
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        owner="Accelerator",
+        name="prepare_model",
+        reason="Wraps models in DistributedDataParallel, which looks for unused parameters in pinned memory.",
+        replace=_without_wrapper,
+    ),
+    Patch(
+        module="accelerate.accelerator",
+        owner="Accelerator",
+        name="backward",
+        reason="Gradients are averaged in the step's executable, when they have been accumulated.",
+        replace=_average,
+    ),
+    Patch(
+        module="accelerate.optimizer",
+        owner="AcceleratedOptimizer",
+        name="step",
+        reason="What one process reads after a step would make the next a program that the others do not have.",
+        replace=_end_program,
     ),
     Patch(
         module="accelerate.state",

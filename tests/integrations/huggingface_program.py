@@ -1,0 +1,214 @@
+"""Training in processes with Accelerate and transformers' Trainer, for test_huggingface_processes.py.
+
+    accelerate launch --multi_gpu --num_processes 2 huggingface_program.py FOLDER KIND...
+
+Each process writes what it saw of each kind to FOLDER/KIND-WORLD-RANK.pt.  One process alone takes batches of twice the
+size.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import xla_amp
+from xla_amp import xla_model as xm
+from xla_amp.integrations import huggingface
+
+huggingface.enable()
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import set_seed  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+BATCH = 8  # of all processes together
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+class Net(nn.Module):
+    """A classifier with the forward pass that the Trainer calls; rank 0's weights are everybody's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(xm.get_ordinal())
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.body(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def counted() -> tuple[int, int, int]:
+    """Executions, host syncs and compilations since the last call."""
+    xla_amp.sync()
+    counts = xla_amp.metrics()
+    xla_amp.metrics.reset()
+    return counts["executions"], counts["host_syncs"], counts["compilations"]
+
+
+def train_accelerate(folder: Path, precision: str, accumulate: int = 1) -> dict[str, Any]:
+    accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=accumulate)
+    world = accelerator.num_processes
+    set_seed(0)
+    model = Net()
+    loader = DataLoader(rows(), BATCH // world)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99 ** (step / world))
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    counts, losses = [], []
+    for epoch in range(3):
+        total = torch.zeros((), device=accelerator.device)
+        counted()
+        for number, (x, y) in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(x, y)["loss"]
+                if precision == "fp16":  # on one process, the loss of a step is infinite: all skip
+                    bad = (epoch, number) == (1, 2) and accelerator.is_main_process
+                    loss = loss * torch.tensor(float("inf") if bad else 1.0).to(accelerator.device)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            total += loss.detach()
+            if epoch == 1 and accelerator.is_main_process and accelerator.sync_gradients:
+                losses.append(float(total))  # one process reads
+        counts.append(counted())
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(folder / f"accelerate-{precision}-{world}"))
+    return {
+        "world": (accelerator.num_processes, accelerator.process_index, accelerator.is_main_process),
+        "device": str(accelerator.device),
+        "weights": [p.detach().cpu() for p in accelerator.unwrap_model(model).parameters()],
+        "losses": losses[-1:],
+        "counts": counts,
+        "scale": accelerator.scaler.get_scale() if precision == "fp16" else None,
+        "gathered": accelerator.gather_for_metrics(
+            torch.tensor([accelerator.process_index]).to(accelerator.device)
+        ).tolist(),
+        "reduced": accelerator.reduce(torch.ones((), device=accelerator.device), "sum").item(),
+    }
+
+
+class Bad(Trainer):
+    """On one process, the loss of a step is infinite."""
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(model, inputs, **kwargs)
+        if not self.args.fp16 or not model.training:
+            return result
+        loss, *rest = result if isinstance(result, tuple) else (result,)
+        bad = self.state.global_step == 5 and self.args.process_index == 0
+        loss = loss * torch.tensor(float("inf") if bad else 1.0).to(loss.device)
+        return (loss, *rest) if rest else loss
+
+
+def train_trainer(folder: Path, precision: str) -> dict[str, Any]:
+    world = xm.xrt_world_size()
+    data = [{"x": x, "labels": y} for x, y in rows()]
+    arguments = {
+        "per_device_train_batch_size": BATCH // world,
+        "per_device_eval_batch_size": BATCH // world,
+        "num_train_epochs": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 4,
+        "save_steps": 12,
+        "report_to": [],
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "eval_strategy": "epoch",
+        precision: True,
+    }
+    place = folder / f"trainer-{precision}-{world}"
+    trainer = Bad(Net(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    weights = [p.detach().cpu() for p in trainer.model.parameters()]
+    predicted = trainer.predict(data)
+    again = Bad(Net(), TrainingArguments(str(place), **arguments), train_dataset=data, eval_dataset=data)
+    again.train(resume_from_checkpoint=str(place / "checkpoint-12"))
+    return {
+        "world": (trainer.args.world_size, trainer.args.process_index, trainer.is_world_process_zero()),
+        "weights": weights,
+        "resumed": [p.detach().cpu() for p in again.model.parameters()],
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row][-1:],
+        "evals": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+        "scale": trainer.accelerator.scaler.get_scale() if precision == "fp16" else None,
+        "predicted": torch.tensor(predicted.predictions),
+    }
+
+
+def use_torch() -> dict[str, Any]:
+    """torch.distributed's collectives, a metric, and `DistributedDataParallel` on the device and on the CPU."""
+    import torch.distributed as dist
+    from torchmetrics.classification import MulticlassAccuracy
+
+    rank, device = dist.get_rank(), xla_amp.xla_device()
+    reduced = {}
+    for name in ("SUM", "AVG", "MAX", "PRODUCT"):
+        x = torch.full((1,), rank + 1.0, device=device)
+        dist.all_reduce(x, getattr(dist.ReduceOp, name))
+        reduced[name] = x.tolist()
+    parts = [torch.empty(1, device=device) for _ in range(2)]
+    dist.all_gather(parts, torch.full((1,), rank + 1.0, device=device))
+    sent = torch.full((1,), rank + 1.0, device=device)
+    dist.broadcast(sent, 1)
+    metric = MulticlassAccuracy(2, average="micro").to(device)
+    metric.update(torch.tensor([0, 1 - rank]).to(device), torch.tensor([0, 1]).to(device))
+    weights = {}
+    for where in ("cpu", "jax"):
+        model = nn.parallel.DistributedDataParallel(Net().to(where))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for number, (x, y) in enumerate(DataLoader(rows(), BATCH // 2)):
+            if number % 2 == rank:
+                counted()
+                model(x.to(where), y.to(where))["loss"].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                counts = counted()
+        weights[where] = [p.detach().cpu() for p in model.parameters()]
+    return {
+        "reduced": reduced,
+        "gathered": [part.tolist() for part in parts],
+        "sent": sent.tolist(),
+        "accuracy": metric.compute().item(),
+        "counts": counts,
+        "weights": weights["jax"],
+        "on_cpu": weights["cpu"],
+    }
+
+
+KINDS = {
+    "torch": lambda folder: use_torch(),
+    "accelerate-fp16": lambda folder: train_accelerate(folder, "fp16"),
+    "accelerate-bf16": lambda folder: train_accelerate(folder, "bf16", 2),
+    "trainer-fp16": lambda folder: train_trainer(folder, "fp16"),
+    "trainer-bf16": lambda folder: train_trainer(folder, "bf16"),
+}
+
+
+def main(place: str, kinds: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    from accelerate.state import AcceleratorState, GradientState
+
+    for kind in kinds:
+        found = KINDS[kind](Path(place))
+        torch.save(found, Path(place) / f"{kind}-{xm.xrt_world_size()}-{xm.get_ordinal()}.pt")
+        AcceleratorState._shared_state.clear()
+        GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
