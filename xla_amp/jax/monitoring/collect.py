@@ -22,7 +22,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
-from xla_amp.recorder.history import Key, Kind
+from xla_amp.recorder.history import Key, Kind, Sums
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
@@ -61,6 +61,8 @@ def observe(what: str, tree: Any, *, layer: str = "") -> Any:
         if not compat.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         names = [_name(part) for part in path]
+        if isinstance(path[-1] if path else None, jax.tree_util.GetAttrKey) and names[-1] == "value":
+            names.pop()  # of a variable of `flax.nnx`
         names = [name for name in (names if what == "activation" else names[:-1]) if name != "params"]
         return checkpoint_name(leaf, f"{_MARK}|{what}|{'.'.join([*filter(None, [layer]), *names])}")
 
@@ -147,13 +149,24 @@ class _Collector:
         varies = compat.varying_axes(value)
         # A value that devices share counts once.
         weight = 1.0 / math.prod(size for axis, size in self.axes.items() if axis not in varies)
-        if key.kind == "gradient":
-            wide = value.astype(jnp.float32)
-            self._scalar("norm2", jnp.sum(wide * wide) * weight)
+        row = None
         if self.wanted.takes(key):
             scale = self.scale if key.kind == "gradient" else 1.0
             row = statistics.sums(value, self.wanted.zero, scale=scale)
-            self.rows.setdefault(key, []).append(row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight]))
+            row = row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight])
+            self.rows.setdefault(key, []).append(row)
+        if key.kind == "gradient":
+            self._norm(value, weight, row)
+
+    def _norm(self, value: Any, weight: float, row: Any) -> None:
+        """Adds a gradient, whose sums are `row` if they were computed, to the norm of all."""
+        if row is not None:
+            sums = Sums(*row)
+            self._scalar("norm2", jnp.where(sums.inf + sums.nan > 0, jnp.inf, sums.squares))
+        elif self.wanted.kinds or "skipped" not in self.scalars:
+            # It reads all gradients: without statistics, only where nothing else tells that they are not finite.
+            wide = value.astype(jnp.float32)
+            self._scalar("norm2", jnp.sum(wide * wide) * weight)
 
     def observed(self, mark: str, value: Any) -> None:
         """Records what `observe` has marked."""

@@ -57,7 +57,8 @@ def monitor(
     Recorded are the activations of each name scope (modules of Flax, Equinox and Haiku, ``jax.named_scope``), and what
     `observe` marks: gradients, weights, updates, loss, loss scale.  `xla_amp.jax.value_and_grad` marks gradients, loss
     and scale itself.  All of it is part of the step's executable, through ``jit``, loops, ``remat`` and ``shard_map``,
-    and no call waits for the device.  In a loop the values of all iterations count together.  What only the backward
+    and no call waits for the device.  In a loop the values of all iterations count together, and of
+    calls of a scope that feed the next one directly, the last.  What only the backward
     pass computes and the inside of functions with custom derivatives are not recorded.
 
     Args:
@@ -70,7 +71,8 @@ def monitor(
         layers: patterns as in rules for modules, ``"*.attn"``; a layer that one names and all layers in it.
         kinds: of ``"activation"``, ``"gradient"``, ``"weight"`` and ``"update"``.
         sample: statistics in each `sample`-th step; 1 for every step, which is one executable.  Otherwise there are
-            two, one with statistics and one without.
+            two, one with statistics and one without, in which also the norm of the gradients is left out where the
+            step tells whether it was skipped.
         low: low dtype that underflow and headroom refer to; None is float16 if the step computes in it, else bfloat16,
             else float32.
         save_state: keep all arguments of a bad step, also those that the step would have been given by donation; they
