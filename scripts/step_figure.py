@@ -39,7 +39,7 @@ def forward_dtypes(low: bool) -> dict[str, str]:
 def boxes(low: bool) -> list[tuple[str, str]]:
     """(text, dtype) of each part of the step."""
     dtypes = forward_dtypes(low)
-    backward = "backward: as each operation's forward" if low else "backward"
+    backward = "backward: dtypes of the forward" if low else "backward"
     return [*dtypes.items(), (backward, "bfloat16" if low else "float32"), ("optimizer: float32 weights", "float32")]
 
 

@@ -34,6 +34,12 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
     assert [page.name for page in pages if loaded.search(page.read_text())] == []
 
 
+def test_the_search_needs_no_server(site: Path):
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert '<script src="../javascripts/iframe-worker.js">' in (site / "reference" / "xla_amp.html").read_text()
+    assert (site / "javascripts" / "iframe-worker.js").exists()
+
+
 @pytest.mark.parametrize("package", docs_hooks.PACKAGES)
 def test_the_reference_has_every_public_name(package: str, site: Path):
     module = importlib.import_module(package)
