@@ -172,7 +172,7 @@ def test_wrong_flags_are_explained(flags, message):
 )
 def test_several_devices(flags, monkeypatch):
     if "--spmd" in flags:
-        monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8")
+        monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8")
     found = results("--precision=fp16", "--policy=gpu", "--epochs=3", *flags)
     assert found["executions_per_step"] == 1
     assert found["host_syncs_per_step"] == 0

@@ -7,6 +7,7 @@ user types, start an interpreter.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -111,6 +112,13 @@ def _server(environment: Mapping[str, str]) -> subprocess.Popen[str]:
             start_new_session=True,
         )
     return _servers[key]
+
+
+@atexit.register
+def _end() -> None:
+    for server in _servers.values():
+        if server.poll() is None:
+            server.communicate()  # closes its input, and waits
 
 
 def _kill(server: subprocess.Popen[str]) -> None:

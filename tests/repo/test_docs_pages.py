@@ -56,8 +56,9 @@ def test_every_step_of_the_tutorial_has_a_figure():
     assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(tutorial_figures.STEPS)
 
 
-def test_the_home_page_quotes_the_benchmarks():
-    rows = re.findall(r"^\| (?:GPT-2|BERT|ResNet-50).*\|$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_quote_the_benchmarks(page: str):
+    rows = re.findall(r"^\| (?:GPT-2|BERT|ResNet-50).*\|$", (ROOT / page).read_text(), re.MULTILINE)
     measured = (ROOT / "docs" / "benchmarks.md").read_text()
     assert len(rows) == 3
     for row in rows:

@@ -37,7 +37,10 @@ print("devices", len(jax.devices()), "error below 0.02:", bool(0 < error < 0.02)
 
 
 def test_a_step_divided_over_two_devices() -> None:
-    flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"}
+    flags = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
+    }
     run = forked.run(program=PROGRAM, environment={**os.environ, **flags})
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == "devices 2 error below 0.02: True"
