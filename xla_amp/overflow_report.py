@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from xla_amp.report import units
-from xla_amp.report.document import Column, Finding, Row, Table
+from xla_amp.report import page, terminal, units
+from xla_amp.report.document import Column, Document, Finding, Row, Table
 
 LARGEST: Final[Mapping[str, float]] = MappingProxyType(
     {
@@ -179,3 +181,70 @@ def table(producers: tuple[Producer, ...], passed_on: Producer | None) -> Table:
     )
     title = "Operands of these operations"
     return Table(title=title, columns=columns, rows=tuple(rows), page_only=True).without_empty_columns()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramOverflowReport:
+    """The result of `find_overflow` in JAX and StableHLO; ``print(report)`` for people, `to_json` for programs."""
+
+    producers: tuple[Producer, ...]
+    """Operations that produced an inf or NaN from operands without it, in order; at most five."""
+    passed_on: Producer | None
+    """If there is none: the first operation that passed on an inf or NaN which it was given."""
+    arguments: tuple[str, ...]
+    """Arguments that are not finite."""
+    results: tuple[str, ...]
+    """Results that are not finite."""
+    operations: int
+    """Number of operations that ran."""
+    not_watched: tuple[str, ...]
+    """What only the results of were seen, or nothing; empty if every operation was seen."""
+
+    @property
+    def first(self) -> Producer | None:
+        """The operation that produced the first inf or NaN; None if no operation that was watched did."""
+        return self.producers[0] if self.producers else None
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=indent)
+
+    def document(self) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        found = findings(self.producers, self.passed_on, "every result that was watched was finite")
+        if self.arguments:
+            answer = f"{len(self.arguments)}: {_some(self.arguments)}"
+            found.append(Finding("Which arguments are not finite?", answer, "risk"))
+        if self.results:
+            answer = f"{len(self.results)}: {_some(self.results)}"
+            found.append(Finding("Which results are not finite?", answer, "risk"))
+        elif self.producers:
+            answer = "the results of the function are finite: it did not use what is named above"
+            found.append(Finding("Which results are not finite?", answer, "low"))
+        if self.not_watched:
+            items = tuple((f"not watched: {each}", "") for each in self.not_watched)
+            found.append(Finding("What was not watched?", "only its results were seen, or nothing", "could", items))
+        return Document(
+            title="A program with an inf or NaN" if self.producers or self.passed_on else "A finite program",
+            kind="find_overflow",
+            facts=(("operations", f"{self.operations:,}"),),
+            findings=tuple(found),
+            tables=(table(self.producers, self.passed_on),),
+        )
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        page.write(self.document(), path)
+
+    def __str__(self) -> str:
+        """Findings and tables."""
+        return terminal.text(self.document())
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

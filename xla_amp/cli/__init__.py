@@ -21,6 +21,7 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "convert": "xla_amp.cli.convert_command",
         "inspect": "xla_amp.cli.inspect_command",
         "compare": "xla_amp.cli.compare_command",
+        "overflow": "xla_amp.cli.overflow_command",
         "policy": "xla_amp.cli.policy_command",
         "replay": "xla_amp.cli.replay_command",
         "completion": "xla_amp.cli.completion_command",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from xla_amp.jax.monitoring.collect import observe as observe
     from xla_amp.jax.monitoring.monitor import Monitor as Monitor
     from xla_amp.jax.monitoring.monitor import monitor as monitor
-    from xla_amp.jax.monitoring.overflow import JaxOverflowReport as JaxOverflowReport
     from xla_amp.jax.monitoring.overflow import find_overflow as find_overflow
     from xla_amp.jax.monitoring.replay import Replay as Replay
     from xla_amp.jax.monitoring.replay import replay as replay
@@ -31,12 +30,13 @@ if TYPE_CHECKING:
     from xla_amp.lazy.interop.functional import TorchFunction as TorchFunction
     from xla_amp.lazy.interop.functional import functional as functional
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
+    from xla_amp.overflow_report import ProgramOverflowReport as ProgramOverflowReport
 
 _PUBLIC = {
-    "JaxOverflowReport": "xla_amp.jax.monitoring.overflow",
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
     "Monitor": "xla_amp.jax.monitoring.monitor",
+    "ProgramOverflowReport": "xla_amp.overflow_report",
     "Replay": "xla_amp.jax.monitoring.replay",
     "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
     "TorchFunction": "xla_amp.lazy.interop.functional",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
+    from xla_amp.overflow_report import ProgramOverflowReport as ProgramOverflowReport
     from xla_amp.stablehlo.io import load as load
     from xla_amp.stablehlo.io import save as save
     from xla_amp.stablehlo.passes.autocast import Converted as Converted
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
     from xla_amp.stablehlo.program import Program as Program
     from xla_amp.stablehlo.tools.comparison import compare as compare
     from xla_amp.stablehlo.tools.inspection import inspect as inspect
+    from xla_amp.stablehlo.tools.overflow import find_overflow as find_overflow
 
 _PUBLIC = {
     "Converted": "xla_amp.stablehlo.passes.autocast",
     "Program": "xla_amp.stablehlo.program",
+    "ProgramOverflowReport": "xla_amp.overflow_report",
     "Report": "xla_amp.stablehlo.passes.report",
     "autocast": "xla_amp.stablehlo.passes.autocast",
     "compare": "xla_amp.stablehlo.tools.comparison",
+    "find_overflow": "xla_amp.stablehlo.tools.overflow",
     "inspect": "xla_amp.stablehlo.tools.inspection",
     "load": "xla_amp.stablehlo.io",
     "save": "xla_amp.stablehlo.io",

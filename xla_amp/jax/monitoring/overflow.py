@@ -7,8 +7,6 @@ loops, branches, custom derivatives and sharded functions equation by equation, 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import sys
 import weakref
@@ -25,79 +23,14 @@ from xla_amp.errors import StepError
 from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import PRIMITIVES
-from xla_amp.overflow_report import Operand, Place, Producer, findings, produced, table
-from xla_amp.report import page, terminal
-from xla_amp.report.document import Document, Finding
+from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _MOST: Final = 5
 """Producers that a report holds."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class JaxOverflowReport:
-    """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
-
-    producers: tuple[Producer, ...]
-    """Operations that produced an inf or NaN from operands without it, in order; at most five."""
-    passed_on: Producer | None
-    """If there is none: the first operation that passed on an inf or NaN which it was given."""
-    arguments: tuple[str, ...]
-    """Paths of arguments that are not finite."""
-    results: tuple[str, ...]
-    """Paths of results that are not finite."""
-    operations: int
-    """Number of operations that the function ran."""
-    not_watched: tuple[str, ...]
-    """What only the results of were seen, or nothing; empty if every operation was seen."""
-
-    @property
-    def first(self) -> Producer | None:
-        """The operation that produced the first inf or NaN; None if no operation that was watched did."""
-        return self.producers[0] if self.producers else None
-
-    def to_json(self, indent: int | None = None) -> str:
-        """Everything as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=indent)
-
-    def document(self) -> Document:
-        """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = findings(self.producers, self.passed_on, "every result that was watched was finite")
-        if self.arguments:
-            answer = f"{len(self.arguments)}: {_some(self.arguments)}"
-            found.append(Finding("Which arguments are not finite?", answer, "risk"))
-        if self.results:
-            answer = f"{len(self.results)}: {_some(self.results)}"
-            found.append(Finding("Which results are not finite?", answer, "risk"))
-        elif self.producers:
-            answer = "the results of the function are finite: it did not use what is named above"
-            found.append(Finding("Which results are not finite?", answer, "low"))
-        if self.not_watched:
-            items = tuple((f"not watched: {each}", "") for each in self.not_watched)
-            found.append(Finding("What was not watched?", "only its results were seen, or nothing", "could", items))
-        return Document(
-            title="A function with an inf or NaN" if self.producers or self.passed_on else "A finite function",
-            kind="find_overflow",
-            facts=(("operations", f"{self.operations:,}"),),
-            findings=tuple(found),
-            tables=(table(self.producers, self.passed_on),),
-        )
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(), path)
-
-    def __str__(self) -> str:
-        """Findings and tables."""
-        return terminal.text(self.document())
-
-
-def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> JaxOverflowReport:
+def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ProgramOverflowReport:
     """Finds the operation of a JAX function, or of a whole training step, that produces the first inf or NaN.
 
     Runs the function once, one operation after the other, and looks at each result: in ``jit``, ``scan`` and ``while``
@@ -114,7 +47,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         **kwargs: for `function`.
 
     Returns:
-        The report; `JaxOverflowReport.not_watched` names what nobody looked into, such as the inside of a kernel.
+        The report; `ProgramOverflowReport.not_watched` names what nobody looked into, such as the inside of a kernel.
 
     Raises:
         StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of
@@ -153,7 +86,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             "find_overflow: the function ran no JAX operation that can be watched. For a PyTorch step: "
             "xla_amp.find_overflow(step, ...)"
         )
-    return JaxOverflowReport(
+    return ProgramOverflowReport(
         producers=tuple(watch.producers),
         passed_on=None if watch.producers else watch.passed_on,
         arguments=arguments,
@@ -534,7 +467,3 @@ def _nonfinite_paths(tree: Any, root: str) -> tuple[str, ...]:
         if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex)
         and not all(bool(np.isfinite(part).all()) for part in _parts(leaf)[0])
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

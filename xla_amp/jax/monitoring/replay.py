@@ -12,7 +12,8 @@ import jax
 from xla_amp.errors import StepError
 from xla_amp.jax.monitoring import kept_step
 from xla_amp.jax.monitoring.monitor import Monitor
-from xla_amp.jax.monitoring.overflow import JaxOverflowReport, find_overflow
+from xla_amp.jax.monitoring.overflow import find_overflow
+from xla_amp.overflow_report import ProgramOverflowReport
 from xla_amp.recorder import bad_step, history
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import StepRecord
@@ -28,7 +29,7 @@ class Replay:
     """Of the step as it ran now."""
     reproduced: bool
     """Whether its record is that of the run, bit for bit."""
-    overflow: JaxOverflowReport
+    overflow: ProgramOverflowReport
     folder: Path
 
     def __str__(self) -> str:

@@ -1,0 +1,47 @@
+"""Run a StableHLO program operation by operation and name the one that makes the first inf or NaN.
+
+Exit status: 1 if an operation, an argument or a result is not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from xla_amp.cli import arguments as common
+
+HELP = "which operation of a program makes the first inf or NaN"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of ``overflow``."""
+    common.program(parser, "program", "PROGRAM")
+    sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
+    sample.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
+    common.report(parser)
+    common.json_instead(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> tuple[str, int]:
+    from xla_amp.report import terminal
+    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo.tools import overflow, samples
+
+    common.check_report(arguments)
+    program = io.load(arguments.program)
+    given = str(arguments.inputs) if arguments.inputs else f"random, seed {arguments.seed}"
+    arrays = (
+        samples.read_samples(arguments.inputs)
+        if arguments.inputs
+        else samples.random_inputs(program.module, arguments.seed)
+    )
+    found = overflow.find_overflow(program, arrays)
+    status = int(bool(found.producers or found.arguments or found.results))
+    document = dataclasses.replace(found.document(), facts=(("inputs", given), *found.document().facts))
+    common.write_report(arguments, document)
+    if arguments.json:
+        return common.as_json({"inputs": given, **dataclasses.asdict(found)}), status
+    return terminal.text(document), status
