@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from xla_amp.errors import FileError, StepError
-from xla_amp.jax import LossScale, autocast, monitor, observe, replay, select, value_and_grad
+from xla_amp.jax import LossScale, autocast, find_overflow, monitor, observe, replay, select, value_and_grad
 from xla_amp.recorder import bad_step, history
 from xla_amp.recorder.history import RANGES, Key, Statistics, Sums
 
@@ -255,6 +255,21 @@ def test_donated_arguments_are_donated_and_then_not_kept(tmp_path):
     assert list(bad.options["leaves"].values()) == ["int32"]  # the batch
     with pytest.raises(StepError, match="pass arguments as the step had them"):
         replay(train_step, tmp_path, *start(), TOKENS[:1])
+
+
+def test_batches_of_two_sizes_and_find_overflow_of_a_monitor():
+    def step(x, number):
+        with jax.named_scope("small" if len(x) < 3 else "large"):
+            y = x / number
+        return jnp.sum(y)
+
+    recorded = monitor(step, sample=1)
+    for number, size in enumerate([2, 4, 2, 4]):
+        recorded(np.ones(size, np.float32), number + 1)
+    names = [next(iter(record.statistics)).layer for record in recorded.read().steps]
+    assert names == ["small", "large", "small", "large"]
+    assert find_overflow(recorded, jnp.ones(2), 0).first.place.module == "small"
+    assert len(recorded.read().steps) == 4
 
 
 def test_a_growth_probe_is_no_bad_step(tmp_path):

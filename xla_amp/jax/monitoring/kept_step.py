@@ -49,8 +49,9 @@ class Call:
             for leaf in self.leaves
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic)
         )
-        self.key = (self._tree, graph, others)
-        """Equal for calls that differ in arrays and numbers only."""
+        arrays = tuple((leaf.shape, leaf.dtype) for leaf in self.leaves if hasattr(leaf, "dtype"))
+        self.key = (self._tree, graph, others, arrays)
+        """Equal for calls that differ in the values of arrays and numbers only."""
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """The call with other leaves; `finish` makes the step's result of what it returns."""

@@ -22,6 +22,7 @@ from jax import lax
 from xla_amp.errors import StepError
 from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state, scopes
+from xla_amp.jax.monitoring.monitor import Monitor
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced
 
@@ -59,6 +60,8 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
         ('log', 'nan', 1.0)
     """
+    if isinstance(function, Monitor):
+        function = function.__wrapped__  # the step that it runs, which nothing is recorded of here
     if not callable(function):
         raise TypeError(f"find_overflow() expects a function, got {function!r} ({type(function).__name__})")
     if isinstance(function, jax.stages.Compiled):
