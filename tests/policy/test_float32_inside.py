@@ -20,6 +20,7 @@ from xla_amp import policy, stablehlo
 from xla_amp.cli import main
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
+from xla_amp.stablehlo import ir
 
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "layer_norm": lambda x, w: F.layer_norm(x, (64,), w, w),
@@ -187,6 +188,42 @@ def test_a_batch_norm_of_stablehlo() -> None:
     assert "bf16" not in lines[line]
     assert "-> tensor<2x4x4x8xbf16>" in lines[line + 1], "the next convolution reads its result low"
     assert "stays float32" not in str(stablehlo.autocast(BATCH_NORM, rules={"batch_norm": "fp32"}).report)
+
+
+@pytest.mark.parametrize("by", ["rules", "lean"])
+def test_norm_and_softmax_of_stablehlo_in_parts(by: str) -> None:
+    flax = pytest.importorskip("flax.linen")
+
+    class Model(flax.Module):  # type: ignore[misc, name-defined]
+        @flax.compact  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any) -> Any:
+            h = flax.BatchNorm(use_running_average=False)(flax.Dense(8)(x))
+            return flax.Dense(4)(nn.softmax(flax.Dense(8)(h) + h))
+
+    variables = Model().init(jax.random.key(0), X)
+
+    def apply(variables: Any, x: Any) -> Any:
+        return Model().apply(variables, x, mutable=["batch_stats"])
+
+    given: dict[str, Any] = {"policy": "lean"}
+    if by == "rules":
+        given = {"rules": {"batch_norm": "fp32_inside", "softmax": "fp32_inside"}, "strict": True}
+    lowered = jax.jit(apply).lower(variables, X * 3 + 1)
+    report = stablehlo.autocast(lowered, **given).report
+    inside = {each.operation: (each.after, each.result) for each in report.operations if each.cast == "fp32_inside"}
+    assert inside["batch_norm"] == inside["softmax"] == ("float32", "bfloat16")
+    between = [each.result for each in report.operations if each.why == "between two low operations"]
+    assert between, "what follows stays low"
+    assert set(between) == {"bfloat16"}
+    parts = {each.after for each in report.operations if "a part of batch_norm" in each.why}
+    assert parts == {"float32"}
+    low = stablehlo.autocast(lowered, **given)
+    assert "amp." not in low.text()
+    got = ir.run(low.module, jax.tree.leaves((variables, X * 3 + 1)))
+    out, state = apply(variables, X * 3 + 1)
+    for one, exact in zip(got, jax.tree.leaves((out, state)), strict=True):
+        assert one.dtype == np.float32
+        np.testing.assert_allclose(one, exact, rtol=0.02, atol=0.02)
 
 
 def test_a_sum_of_stablehlo_accumulates_in_float32() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from xla_amp.errors import PolicyError
-from xla_amp.policy import load, module_patterns, op_catalog, override, resolve, unused_rules
+from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.policy import effects, load, module_patterns, op_catalog, override, resolve, unused_rules
 
 # pattern, module path (None: outside of any), operation, whether the pattern means it
 PLACES = [
@@ -47,6 +47,7 @@ def test_what_a_pattern_means(pattern, path, operation, meant):
         if meant:
             assert operation in effective.ruled_in_modules()
             assert decision.rule is not None
+            effects.asked(effective, operation, path)
             assert unused_rules("tpu") == ()
 
 
@@ -106,7 +107,10 @@ def test_mistakes(keywords, words):
 
 
 def test_a_rule_for_a_module_that_does_not_exist_can_be_listed():
-    with override(module="*.atention", cast="low"):
-        resolve("tpu").decide("linear", "attention")
-        (rule,) = unused_rules("tpu")
-        assert rule.operations == ("module:*.atention",)
+    mistake = override(module="*.atention", cast="low")
+    mistake.__enter__()
+    effects.asked(resolve("tpu"), "linear", "attention")
+    (rule,) = unused_rules("tpu")
+    assert rule.operations == ("module:*.atention",)
+    with pytest.warns(RuleWarning, match="atention = low"):
+        mistake.__exit__(None, None, None)

@@ -10,7 +10,7 @@ import pytest
 
 from xla_amp import config
 from xla_amp.errors import PolicyError
-from xla_amp.policy import load, override, resolve, unused_rules
+from xla_amp.policy import effects, load, override, resolve, unused_rules
 from xla_amp.policy.op_catalog import matching
 from xla_amp.types import LAYERS
 
@@ -223,7 +223,9 @@ def test_gaudis_default_low_list_is_asked_before_an_fp32_file(monkeypatch, tmp_p
     policy = resolve("hpu")
     assert policy.decide("softmax.int").cast == "low"
     assert policy.decide("add.Tensor").cast == "fp32", "fp32 is asked before promote"
-    assert [rule.operations for rule in unused_rules("hpu")] == []
+    for operation in ("softmax.int", "add.Tensor"):
+        effects.asked(policy, operation, None)
+    assert unused_rules("hpu") == ()
 
 
 def test_gaudi_lists_are_for_hpu_alone(monkeypatch, tmp_path):
@@ -278,10 +280,11 @@ def test_unused_rules(monkeypatch, tmp_path):
     policy = resolve("tpu")
     assert len(unused_rules("tpu")) == 4
     policy.operations()
-    assert len(unused_rules("tpu")) == 4, "listing operations is no use of a rule"
     policy.decide("softmax.int")
-    policy.decide("mm")
+    assert len(unused_rules("tpu")) == 4, "to ask about an operation is no use of a rule"
+    effects.asked(policy, "softmax.int", None)
+    effects.asked(policy, "mm", None)
     assert [rule.operations for rule in unused_rules("tpu")] == [("gelu",), ("lstm*",)], "outranked counts as used"
-    policy.decide("lstm.input")
+    effects.asked(policy, "lstm.input", None)
     assert [rule.operations for rule in unused_rules(policy)] == [("gelu",)]
     assert unused_rules("cuda") != ()

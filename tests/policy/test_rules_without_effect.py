@@ -143,7 +143,7 @@ def test_an_override_around_torch_reports_when_it_closes(device: str) -> None:
         with policy.override(**rules), xla_amp.autocast(place, policy="tpu"):
             torch.mm(x, x)
 
-    names = {"cpu": ("igamma", "igammac"), "lazy": ("mvlgamma", "polar")}[device]
+    names = {"cpu": ("igammac", "special_zeta"), "lazy": ("mvlgamma", "polar")}[device]
     run(mm="fp32")
     with pytest.warns(RuleWarning, match=rf"{names[0]} = fp32 .*has matched no operation"):
         run(**{names[0]: "fp32", "mm": "low"})
@@ -167,6 +167,37 @@ def test_unused_rules_of_every_front(front: Any, unused: str, monkeypatch: pytes
         with contextlib.suppress(PolicyError):
             front({"add": "keep"})
     assert [rule.operations for rule in policy.unused_rules("tpu")] == [(unused,)]
+
+
+@pytest.mark.parametrize("front", [in_jax, in_stablehlo, in_torch])
+def test_reports_and_unused_rules_judge_the_same_patterns(
+    front: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    rules = tmp_path / "rules.toml"  # rules of this file have had no effect before
+    rules.write_text('[[rule]]\noperations = ["mm", "softmax", "module:*.head"]\ncast = "fp32"\n')
+    monkeypatch.setenv("XLA_AMP_POLICY", str(rules))
+    monkeypatch.setenv("XLA_AMP_RULES", "mm=low")  # outranks the file's
+    without = ["softmax", "module:*.head"]
+    if front is in_torch:
+        front({"tanh": "low"})
+    else:
+        with pytest.warns(RuleWarning) as caught:
+            front({"tanh": "low"})
+        (warning,) = caught
+        assert [line.split(" = ")[0].strip() for line in str(warning.message).splitlines()[1:]] == without
+    listed = [(rule.operations, rule.cast) for rule in policy.unused_rules("tpu") if str(rules) in rule.origin]
+    assert listed == [(tuple(without), "fp32")]
+
+
+def test_a_rule_that_its_operation_does_not_follow_is_unused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\noperations = ["scatter_add"]\ncast = "low"\n')
+    monkeypatch.setenv("XLA_AMP_POLICY", str(rules))
+    with pytest.warns(RuleWarning, match="scatter_add = low .*as it was writ"):
+        jax.make_jaxpr(autocast(lambda x: x.at[0].add(1.0)))(X)
+    assert [rule.operations for rule in policy.unused_rules("tpu")] == [("scatter_add",)]
 
 
 # Overrides and jax.jit.

@@ -96,7 +96,7 @@ class Interpreter:
         found = composites.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
-            if composites.decides(self._composite_decision(jaxpr.eqns[run.start], run.operation)):
+            if self._composite_decision(jaxpr.eqns[run.start], run.operation).of_whole:
                 decided.update(range(run.start, run.stop))
         starts = {run.start: run for run in found if run.start in decided}
         places = islands.candidates(jaxpr, self.settings.current_policy()) if self.saves else None

@@ -1,7 +1,8 @@
-"""Which of the user's rules have an effect on a program, and the report of those that have none.
+"""Which of the user's rules have an effect, and the report of those that have none.
 
-A front that applies a policy to a whole program collects the rules that it follows (`collect`, `note`) and then calls
-`report`.  Built-in rules are not reported.
+A rule is judged by pattern (`Reach`): a pattern has an effect if an operation that it reaches follows the rules, also
+if a later layer outranks it.  A front that applies a policy to a whole program collects these (`collect`, `note`) and
+then calls `report`; torch's kernels call `asked`.  Built-in rules are not reported.
 """
 
 from __future__ import annotations
@@ -17,12 +18,28 @@ from typing import Any, Final
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
-from xla_amp.policy.policy import Policy, Reach, RuleLayer, matched
+from xla_amp.policy.policy import Policy, Reach, RuleLayer
 from xla_amp.types import Layer
 
 _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO"}
 _FOR_THIS_CALL: Final[frozenset[Layer]] = frozenset({"override", "context"})
 """Layers that are written for the code that they are around; files and the environment are shared by programs."""
+
+
+_followed: set[Reach] = set()
+"""Users' rules that have had an effect in this process, by value: a policy may be resolved several times."""
+
+
+def unused(layers: Iterable[RuleLayer]) -> list[Reach]:
+    """The users' rules in `layers`, by pattern, that have had no effect in this process."""
+    pairs = (
+        Reach(pattern, rule)
+        for layer in layers
+        if layer.layer != "builtin"
+        for rule in layer.rules
+        for pattern in rule.operations
+    )
+    return [pair for pair in pairs if pair not in _followed]
 
 
 class Effects:
@@ -42,6 +59,7 @@ class Effects:
                 self.kept.setdefault(pair, why_kept)
         else:
             self.followed.update(reached)
+            _followed.update(reached)
 
     def merge(self, other: Effects) -> None:
         """Adds the effects on a part of the program."""
@@ -73,10 +91,10 @@ def collect() -> Iterator[Effects]:
 
 def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) -> None:
     """`Effects.add` for the innermost `collect` of this thread, if there is one; `path`: of the operation's module."""
-    if _thread.open:
-        _thread.open[-1].add(reached, why_kept)
-        if path:
-            _thread.open[-1].paths.add(path)
+    effects = _thread.open[-1] if _thread.open else Effects()
+    effects.add(reached, why_kept)
+    if path:
+        effects.paths.add(path)
 
 
 def repeat(effects: Effects) -> None:
@@ -161,9 +179,11 @@ _fused: set[RuleLayer] = set()
 """Layers of policies that have decided `FUSED`."""
 
 
-def asked(policy: Policy, operation: str) -> None:
-    """An operation of torch is decided by `policy`; for `report_unmatched`."""
+@functools.lru_cache(maxsize=8192)
+def asked(policy: Policy, operation: str, path: str | None) -> None:
+    """An operation of torch, in the module at `path`, is decided by `policy`."""
     _asked.update(policy.layers)
+    _followed.update(policy.reaching(operation, path))
     if operation == FUSED:
         _fused.update(policy.layers)
 
@@ -182,7 +202,7 @@ _reported: set[Reach] = set()
 
 
 def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
-    """Reports the rules of an override that closes and have matched no operation in this process.
+    """Reports the rules of an override that closes and have had no effect in this process.
 
     Nothing is reported if no operation has been decided with them: the block ran nothing under autocast.
 
@@ -191,11 +211,10 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
     """
     if layer not in _asked:
         return
-    pairs = [Reach(pattern, rule) for rule in layer.rules for pattern in rule.operations]
     lines = [
         f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation{_instead(pair, layer)}"
-        for pair in pairs
-        if pair not in matched and pair not in _reported
+        for pair in unused((layer,))
+        if pair not in _reported
     ]
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))

@@ -37,10 +37,6 @@ class Rule:
         return classes.pop() if len(classes) == 1 else None
 
 
-matched: set[Reach] = set()
-"""Users' rules that have reached an operation in this process, by value: a policy may be resolved several times."""
-
-
 def _rebuild(kind: type[Any], fields: dict[str, Any]) -> Any:
     return kind(**fields)
 
@@ -67,6 +63,15 @@ class Decision(NamedTuple):
     def from_user(self) -> bool:
         """Whether a rule of the user's decides, in a file, the environment, an override or a context."""
         return self.rule is not None and self.layer != "builtin"
+
+    @property
+    def of_whole(self) -> bool:
+        """Whether it decides an operation that a front sees in parts only as a whole.
+
+        A rule of the user's does, and one for what happens inside; the built-in rules for the parts have the effect of
+        the other built-in rules.
+        """
+        return self.from_user or self.cast == "fp32_inside"
 
     @property
     def origin(self) -> str:
@@ -258,7 +263,7 @@ class Policy:
         key: Any = operation if (path is None or not self.by_module) and not same else (operation, path, same)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decide(operation, path, same, mark=True)
+            decision = self._decide(operation, path, same)
             self._decisions[key] = decision
         return decision
 
@@ -268,27 +273,20 @@ class Policy:
             pair for layer in self.layers if layer.layer != "builtin" for pair in layer.find(operation, path, same)
         )
 
-    def _decide(self, operation: str, path: str | None = None, same: tuple[str, ...] = (), *, mark: bool) -> Decision:
+    def _decide(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> Decision:
         winner: Decision | None = None
         for layer in reversed(self.layers):
             found = layer.find(operation, path, same)
-            if not found:
-                continue
-            if mark and layer.layer != "builtin":
-                matched.update(found)
-            if winner is None:
+            if found and winner is None:
                 winner = Decision(operation, found[0].rule.cast, layer.layer, found[0].rule)
         return winner or Decision(operation, "keep", "builtin", None)
 
     def casts(self) -> Mapping[str, Cast]:
-        """Every known operation that has a rule other than ``keep``, by exact ATen name, and its cast outside modules.
-
-        Unlike `decide` it does not count as a match of the rules (`xla_amp.policy.unused_rules`).
-        """
+        """Known operations with a rule other than ``keep``, by exact ATen name, and their casts outside modules."""
         known = op_catalog.known_operations()
         found = self._reach.get(known)
         if found is None:
-            decided = {operation: self._decide(operation, mark=False).cast for operation in sorted(self.ruled())}
+            decided = {operation: self._decide(operation).cast for operation in sorted(self.ruled())}
             found = MappingProxyType({operation: cast for operation, cast in decided.items() if cast != "keep"})
             self._reach[known] = found
         return found
@@ -306,6 +304,6 @@ class Policy:
         return frozenset[str]().union(*(layer.reach_in_modules() for layer in self.layers))
 
     def outside(self, operation: str) -> tuple[Cast, bool]:
-        """Cast of `operation` outside modules, and whether a rule gives it; this does not count as a match."""
-        decision = self._decide(operation, mark=False)
+        """Cast of `operation` outside modules, and whether a rule gives it."""
+        decision = self._decide(operation)
         return decision.cast, decision.rule is not None

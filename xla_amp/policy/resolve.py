@@ -17,7 +17,7 @@ from xla_amp import config
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, gaudi, module_patterns, op_catalog, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
-from xla_amp.policy.policy import Policy, Reach, Rule, RuleLayer, matched
+from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import Cast, Layer
 
 
@@ -243,19 +243,12 @@ def _no_rules() -> NoReturn:
 
 
 def unused_rules(policy: PolicyLike) -> tuple[Rule, ...]:
-    """Rules of file, environment, overrides and context that have matched no operation so far, e.g. after training.
+    """Rules of file, environment, overrides and context without an effect so far, e.g. after training.
 
-    Built-in rules are left out.  A rule that matched but was outranked counts as used.  Rules of an override are
-    included while it is open.
+    A rule with several patterns is listed with those that have had none.  Built-in rules are left out.  A rule that an
+    operation met but a later layer outranked counts as used.  Rules of an override are included while it is open.
     """
-    return tuple(dict.fromkeys(pair.rule for pair in reaches(policy) if not _used(pair.rule)))
-
-
-def reaches(policy: PolicyLike) -> tuple[Reach, ...]:
-    """The patterns of the user's rules in force with their rules: of file, environment, overrides and context."""
-    layers = (layer for layer in resolve(policy).layers if layer.layer != "builtin")
-    return tuple(Reach(pattern, row) for layer in layers for row in layer.rules for pattern in row.operations)
-
-
-def _used(row: Rule) -> bool:
-    return any(Reach(pattern, row) in matched for pattern in row.operations)
+    patterns: dict[Rule, list[str]] = {}
+    for pattern, row in effects.unused(resolve(policy).layers):
+        patterns.setdefault(row, []).append(pattern)
+    return tuple(dataclasses.replace(row, operations=tuple(found)) for row, found in patterns.items())

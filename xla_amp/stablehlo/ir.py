@@ -7,6 +7,7 @@ Private APIs of jax and jaxlib, and differences between their versions, are conf
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -202,6 +203,12 @@ def tensor_type(value_type: Any) -> TensorType | None:
         None if value_type.is_dynamic_dim(axis) else value_type.get_dim_size(axis) for axis in range(value_type.rank)
     )
     return TensorType(tuple(dimensions), str(value_type.element_type))
+
+
+def elements(value: Any) -> int:
+    """How many elements a tensor has; sizes that are not known count as 1, and so do other values."""
+    kind = tensor_type(value.type)
+    return math.prod(size or 1 for size in kind.shape) if kind else 1
 
 
 def with_element(value_type: Any, element: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xla_amp.jax import compat
-from xla_amp.policy import Decision, Policy, op_catalog
+from xla_amp.policy import Policy, op_catalog
 
 
 class Run(NamedTuple):
@@ -29,15 +29,7 @@ class Run(NamedTuple):
 def _ruled(policy: Policy) -> frozenset[str]:
     """The composites that a rule may decide."""
     names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return frozenset(name for name in names if policy.by_module or decides(policy.decide(name)))
-
-
-def decides(decision: Decision) -> bool:
-    """Whether a rule decides a composite as a whole: one of the user's, or one for what happens inside.
-
-    The built-in rules for the parts have the effect of the other built-in rules.
-    """
-    return decision.from_user or decision.cast == "fp32_inside"
+    return frozenset(name for name in names if policy.by_module or policy.decide(name).of_whole)
 
 
 def runs(jaxpr: Any, policy: Policy) -> list[Run]:

@@ -70,7 +70,7 @@ def make(
 
     def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)
-        effects.asked(policy, name)
+        effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return policy, decision, None
         prepare = made.get(decision.cast)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
 
 
@@ -27,7 +28,7 @@ class Node:
 
     __slots__ = (
         "boundary", "colour", "function", "in_opaque", "index", "inputs", "inside", "keep_reason", "low", "narrows",
-        "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
+        "of_first", "op_class", "opaque", "operands", "operation", "outputs", "structure", "upstream", "why", "writes",
     )  # fmt: skip
 
     def __init__(self, op_class: OpClass | None, operation: Any, function: str, index: int | None = None) -> None:
@@ -45,7 +46,9 @@ class Node:
         self.boundary = False
         """Whether it is an argument or a result of the program."""
         self.inside = index is None and op_class is not None and op_class.inside
-        """Whether it computes in float32 and rounds its first result if its first operand is low."""
+        """Whether it computes in float32 and rounds its first result if its operands are low."""
+        self.of_first = self.inside
+        """Whether its first operand alone decides that."""
         self.opaque = False
         """Whether its types are fixed by code outside of the module."""
         self.in_opaque = False
@@ -79,6 +82,7 @@ class CastGraph:
         self.exact: set[int] = set()
         """Slots that the original program widened from the low dtype."""
         self.slot_of: dict[Any, int] = {}
+        self._leaders = composites.leaders(module) if classifier.composites else {}
         self._index: dict[Node, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
@@ -189,8 +193,22 @@ class CastGraph:
         for view in views[:-1]:
             operation = view.operation
             op_class = self.classifier.classify(operation)
-            self._structures[op_class.structure](operation, op_class)
+            marked = composites.mark_of(operation) if self._leaders else None
+            if marked is not None and marked.is_edge and marked.number in self._leaders:
+                self._leave(operation, op_class, self._leaders[marked.number])
+            else:
+                self._structures[op_class.structure](operation, op_class)
         return views[-1].operation
+
+    def _leave(self, operation: Any, op_class: OpClass, leaders: list[Any]) -> None:
+        # The edge of a group in float32 whose result is rounded if `leaders`, which enter the group, are low.
+        node = self._add(Node(op_class, operation, self._name))
+        node.inside = True
+        for value in leaders:
+            node.inputs.append(self.slot_of[value])
+            self.users[self.slot_of[value]].append(self._index[node])
+        self.slot_of[operation.results[0]] = self._slot(node)
+        node.writes.append(operation.results[0])
 
     def _join_terminator(self, terminator: Any, joins: dict[int, Node]) -> None:
         for index, operand in enumerate(terminator.operands):

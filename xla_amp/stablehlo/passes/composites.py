@@ -1,4 +1,4 @@
-"""Operations of torch that a StableHLO program contains in parts (``softmax``, ``layer_norm``), for a user's rules.
+"""Operations of torch that a StableHLO program contains in parts (``softmax``, ``layer_norm``), for rules for these.
 
 The parts are found by who wrote them: a function in their locations (``LayerNorm.__call__`` of Flax and Equinox, the
 lowering of an operation in a program from torch), by the private function that they are in (``@relu``, ``@silu``), or
@@ -7,6 +7,8 @@ of JAX, whose locations name nothing, are found by their operations.
 
 A rule decides the parts as torch's kernel does it: what enters is cast, the parts run in float32, the result is cast.
 For that, a conversion without effect is put at each edge; the pass colours it by the rule, and `remove` takes it away.
+If the rule's result depends on what enters (``fp32_inside``, ``promote``, ``keep``), nothing is cast at the entry, and
+`leaders` says which values decide about the result.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from xla_amp.policy import Policy, op_catalog
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
+from xla_amp.types import Cast
 
 MARK: Final = "amp.part"
 """Attribute of a part or an edge: ``part <operation> <number of the group> <path>``, or ``edge ...``."""
@@ -27,7 +30,10 @@ _MEANS: Final = "amp.means"
 """Attribute of the decomposition of a composite: the operation."""
 _FRAME: Final = re.compile(r'"([^"]+)"\("([^"]+)":\d+')
 _NUMBERED: Final = re.compile(r"([._]\d+)+$")
-_FOLLOWED: Final = ("low", "fp32", "fp32_out", "fp32_append", "ban")
+_LEADS: Final = "amp.leads"
+"""Attribute of a part: indices of its operands that decide about the dtype of the group's results."""
+_BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
+"""Casts whose result has the dtype of operands: of the main one (the largest), or the widest of all."""
 _MOVES: Final = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"})
 
 
@@ -49,8 +55,19 @@ def mark_of(operation: Any) -> Mark | None:
     return Mark(kind == "edge", name, int(number), path)
 
 
+def leaders(module: Any) -> dict[int, list[Any]]:
+    """Number of a group -> the values that decide about the dtype of its results."""
+    found: dict[int, list[Any]] = {}
+    for operation in ir.operations(module.operation):
+        if _LEADS in operation.attributes:
+            marked = mark_of(operation)
+            values = [operation.operands[index] for index in operation.attributes[_LEADS]]
+            found.setdefault(marked.number if marked else 0, []).extend(values)
+    return found
+
+
 def call_decompositions(module: Any, policy: Policy) -> None:
-    """Replaces composites that a rule of the user's may decide by calls of their decompositions."""
+    """Replaces composites that a rule may decide as a whole by calls of their decompositions."""
     mlir, ruled = ir.mlir(), _ruled(policy)
     for operation in list(ir.operations(module.operation)) if ruled else ():
         if operation.name != "stablehlo.composite":
@@ -72,11 +89,11 @@ def call_decompositions(module: Any, policy: Policy) -> None:
 
 def _ruled(policy: Policy) -> set[str]:
     names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return {name for name in names if policy.by_module or policy.decide(name).from_user}
+    return {name for name in names if policy.by_module or policy.decide(name).of_whole}
 
 
 def mark(module: Any, policy: Policy, paths: ModulePaths, copies: Mapping[str, str]) -> bool:
-    """Marks the parts of the operations that a rule of the user's decides, and their edges; whether there are any.
+    """Marks the parts of the operations that a rule decides as a whole, and their edges; whether there are any.
 
     `copies`: name of a cloned function -> name of the function.
     """
@@ -87,8 +104,10 @@ def mark(module: Any, policy: Policy, paths: ModulePaths, copies: Mapping[str, s
             for name, parts in list(_groups(function, ruled, copies)):
                 path = paths.of(parts[0])
                 decision = policy.decide(name, path)
-                if decision.from_user and decision.cast in _FOLLOWED:
-                    _mark(f"{name} {next(numbers)} {path}", parts)
+                if decision.of_whole:
+                    # Statistics (mean, variance, running averages) stay float32, as in torch's kernels.
+                    statistics = op_catalog.operation_class(name) == "normalization"
+                    _mark(f"{name} {next(numbers)} {path}", parts, decision.cast, statistics=statistics)
     return next(numbers) > 0
 
 
@@ -106,6 +125,8 @@ def remove(module: Any) -> None:
             operation.erase()
         else:
             del operation.attributes[MARK]
+            if _LEADS in operation.attributes:
+                del operation.attributes[_LEADS]
 
 
 def _groups(function: Any, ruled: set[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
@@ -224,7 +245,7 @@ def _owner(value: Any) -> Any:
     return getattr(owner, "operation", owner) if hasattr(owner, "operands") or hasattr(owner, "operation") else None
 
 
-def _mark(text: str, parts: Sequence[Any]) -> None:
+def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> None:
     mlir, wide = ir.mlir(), ir.mlir().F32Type.get()
     part_mark, edge_mark = (mlir.StringAttr.get(f"{kind} {text}") for kind in ("part", "edge"))
 
@@ -245,21 +266,31 @@ def _mark(text: str, parts: Sequence[Any]) -> None:
     def is_wide(value: Any) -> bool:
         return isinstance(value.type, mlir.RankedTensorType) and value.type.element_type == wide
 
-    entered: dict[Any, Any] = {}
     for part in parts:
         part.attributes[MARK] = part_mark
+    entering: dict[Any, list[tuple[Any, int]]] = {}
     for part in parts:
         for index, operand in enumerate(part.operands):
             owner = _owner(operand)
-            if not is_wide(operand) or (owner is not None and (is_part(owner) or owner.name == "stablehlo.constant")):
-                continue
-            if operand not in entered:
-                entered[operand] = edge(operand, mlir.InsertionPoint(part), part.location)
-            part.operands[index] = entered[operand]
+            if is_wide(operand) and (owner is None or not (is_part(owner) or owner.name == "stablehlo.constant")):
+                entering.setdefault(operand, []).append((part, index))
+    largest = max(map(ir.elements, entering), default=0)
+    if cast in _BY_OPERANDS:
+        main = next((value for value in entering if ir.elements(value) == largest), None)
+        for value, reads in entering.items():
+            if cast != "fp32_inside" or value == main:
+                part, index = reads[0]
+                before = [*part.attributes[_LEADS]] if _LEADS in part.attributes else []
+                part.attributes[_LEADS] = mlir.DenseI64ArrayAttr.get([*before, index])
+    else:
+        for value, reads in entering.items():
+            entered = edge(value, mlir.InsertionPoint(reads[0][0]), reads[0][0].location)
+            for part, index in reads:
+                part.operands[index] = entered
     for part in parts:
         for result in part.results:
             outside = [use for use in result.uses if not is_part(getattr(use.owner, "operation", use.owner))]
-            if outside and is_wide(result):
+            if outside and is_wide(result) and not (statistics and ir.elements(result) < largest):
                 left = edge(result, mlir.InsertionPoint.after(part), part.location)
                 for use in outside:
                     use.owner.operands[use.operand_number] = left

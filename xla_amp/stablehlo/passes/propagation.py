@@ -223,7 +223,7 @@ class Propagation:
         return all(self.producer[slot] in sources for slot in self.nodes[number].inputs)
 
     def _grows(self, node: Node) -> bool:
-        return node.index is None and _elements(node.writes[0]) > _elements(node.operands[0].value)
+        return node.index is None and ir.elements(node.writes[0]) > ir.elements(node.operands[0].value)
 
     def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
         # Lowers the largest subset of `chosen` in which every node reads low; with `exact`, without loss of precision.
@@ -241,7 +241,7 @@ class Propagation:
 
     def _all_operands_low(self, number: int, chosen: set[int], exact: bool) -> bool:
         node = self.nodes[number]
-        read = node.inputs[:1] if node.inside else node.inputs
+        read = node.inputs[:1] if node.of_first else node.inputs
         return all(self._reads_low(slot, node, chosen, exact or not node.outputs) for slot in read)
 
     def _reads_low(self, slot: int, node: Node, chosen: set[int], exact: bool) -> bool:
@@ -323,11 +323,6 @@ class Propagation:
 def _moves(node: Node) -> bool:
     """Whether a node only moves or reshapes its one operand."""
     return node.colour == "clear" and bool(node.inputs) and (node.index is not None or len(node.operands) == 1)
-
-
-def _elements(value: Any) -> int:
-    kind = ir.tensor_type(value.type)
-    return int(np.prod([size or 1 for size in kind.shape])) if kind else 1
 
 
 def _cycles(nodes: list[Node], users: list[list[int]]) -> list[list[int]]:

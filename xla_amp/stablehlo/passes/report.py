@@ -178,7 +178,7 @@ def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str
         location=location(node.operation),
         colour=node.colour,
         before="float32",
-        after=low if node.low and not node.inside else "float32",
+        after=low if node.low and not node.of_first else "float32",
         result=low if (gives[0] if node.inside else all(gives)) else "float32",
         why=why,
         cast=decision.cast if decision else "keep",
