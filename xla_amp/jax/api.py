@@ -524,7 +524,7 @@ class _Program:
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
-        interpreter = Interpreter(settings, HIGHER_ORDER_RULES)
+        interpreter = Interpreter(settings, HIGHER_ORDER_RULES, saves=not compat.runs_now(self._values))
         outs = interpreter.eval_jaxpr(self.closed, self._values)
         arrays = iter(compat.cast_like(out, aval) for out, aval in zip(outs, self.closed.out_avals, strict=True))
         filled = [next(arrays) if static is None else static for static in self._static_outs]

@@ -235,6 +235,11 @@ def is_concrete(value: Any) -> bool:
     return not isinstance(value, core.Tracer)
 
 
+def runs_now(values: Sequence[Any]) -> bool:
+    """Whether a primitive bound with `values` is computed immediately: nothing traces or differentiates it."""
+    return is_eager(current_trace()) and all(map(is_concrete, values))
+
+
 def wrap_function(function: Callable[..., Any], like: Any) -> Any:
     """`function` as the ``WrappedFun`` that custom derivatives take, with the debug info of `like`."""
     return lu.wrap_init(function, debug_info=like.debug_info)

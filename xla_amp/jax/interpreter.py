@@ -359,12 +359,15 @@ class Interpreter:
     ) -> tuple[list[Any], list[Any]]:
         low = self.settings.low
         masters = [value if self.table.is_weight(value) else None for value in operands[:2]]
-        used = [self.table.low_copy(value) if dtype_of(value) != low else value for value in operands[:2]]
+        # The contraction itself rounds float32 operands; a copy is for its derivative and for the next reader.
+        runs_now = not events.sinks and compat.runs_now(operands)
+        used = operands[:2] if runs_now else [self.table.low_copy(v) if dtype_of(v) != low else v for v in operands[:2]]
         # The user asked for a float32 result if the program contracts operands that are low without autocast.
         requested = params.get("preferred_element_type") == F32 and all(dtype_of(aval) != F32 for aval in avals[:2])
         values = [*used, *operands[2:]]
         out = F32 if f32_output or requested else low
-        result = contract_low(primitive, values, (masters[0], masters[1]), params, low=low, out=out)
+        passed = (None, None) if runs_now else (masters[0], masters[1])
+        result = contract_low(primitive, values, passed, params, low=low, out=out)
         if out == low:
             axes = result_axes(primitive, params, *used)
             self.table.mark_features(result, tuple(a for a, m in zip(axes, masters, strict=True) if m is not None))

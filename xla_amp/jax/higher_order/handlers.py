@@ -102,6 +102,8 @@ def _wider(one: Any, other: Any) -> Any:
 
 def _custom_jvp(call: HigherOrderCall) -> list[Any]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
+    if compat.runs_now(call.operands):
+        return call.inner_interpreter(saves=False).eval_jaxpr(closed, call.operands, weights=call.weight_flags())
     traced = retrace(call, closed, call.operands, call.weight_flags())
     params = dict(call.primitive.get_bind_params(call.params))
     function, rule = params.pop("subfuns")
@@ -145,8 +147,10 @@ def _custom_vjp(call: HigherOrderCall) -> list[Any]:
         outs = evaluate_rule(interpreter, rule, backward.debug_info, values)
         return compat.backward_result(*rule.split(outs))
 
-    functions = [compat.wrap_function(*pair) for pair in ((primal, function), (fwd, forward), (bwd, backward))]
     operands = call.interpreter.cast_to_avals(call.operands, [atom.aval for atom in closed.jaxpr.invars])
+    if compat.runs_now(operands):
+        return primal(*operands)
+    functions = [compat.wrap_function(*pair) for pair in ((primal, function), (fwd, forward), (bwd, backward))]
     return list(call.primitive.bind(*operands, subfuns=tuple(functions), **params))
 
 
