@@ -1,22 +1,30 @@
 """Cost of autocast for JAX functions: tracing time of a Flax transformer, XLA's estimates for one block on targets.
 
     python benchmarks/jax_autocast.py [--layers 24] [--targets v6e,h100]
+    python benchmarks/jax_autocast.py --parts steps [--width 512] [--rounds 15]
 
 Tracing time is the smallest CPU time of several runs with empty caches; numbers for targets are XLA's estimates.
+``steps`` measures training steps of blocks here, in a scan and alone: medians of interleaved runs, with float32 islands
+computed again in the backward pass, with islands saved, and with Flax's own bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from timing import interleaved, machine
 
 from xla_amp.jax import autocast
+from xla_amp.jax.higher_order import islands
 from xla_amp.stablehlo.tools import targets
 
 
@@ -30,6 +38,31 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         h = nn.LayerNorm(dtype=self.dtype)(x)
         x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(h, h)
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        h = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(h))
+        return x + nn.Dense(x.shape[-1], dtype=self.dtype)(h)
+
+
+class Attention(nn.Module):
+    """The first half of a block."""
+
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        return x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(h, h)
+
+
+class Gelu(nn.Module):
+    """The second half of a block."""
+
+    heads: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
         h = nn.LayerNorm(dtype=self.dtype)(x)
         h = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(h))
         return x + nn.Dense(x.shape[-1], dtype=self.dtype)(h)
@@ -91,22 +124,76 @@ def tracing(layers: int, repeats: int) -> None:
     print(f"  loss relative difference {abs(value - low_value) / value:.2e}, cosine of gradients {cosine:.5f}")
 
 
+def training_step(
+    model: Callable[..., nn.Module], dtype: Any, wrap: Callable[..., Any], *, in_scan: bool = False
+) -> Callable[..., Any]:
+    """A step of gradient descent for one block, or several in a scan, whose loss is a mean square."""
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        block = model(8, dtype)
+        if in_scan:
+            x, _ = jax.lax.scan(lambda x, layer: (block.apply(layer, x).astype(x.dtype), None), x, weights)
+        else:
+            x = block.apply(weights, x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def run(weights: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(wrap(loss))(weights, x)
+        return value, jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients)
+
+    return run
+
+
+@contextlib.contextmanager
+def islands_saved() -> Iterator[None]:
+    """What islands compute in float32 is saved for the backward pass, as JAX does by itself."""
+    with mock.patch.object(islands, "candidates", return_value=islands.Candidates({}, {})):
+        yield
+
+
+def steps(width: int, rounds: int) -> None:
+    """Time and temporary memory of training steps of blocks on this machine."""
+    x = jax.random.normal(jax.random.key(0), (8, 128, width))
+    print(f"training steps, width {width}, 8 x 128 tokens, medians of {rounds} interleaved runs; {machine()}")
+    # XLA merges what islands compute again with the first computation, but not across the two loops of a scan.
+    for model, layers in ((Attention, 4), (Gelu, 4), (Block, 4), (Block, 1)):
+        weights = model(8).init(jax.random.key(1), x[:1])
+        if layers > 1:
+            weights = jax.tree.map(lambda w, layers=layers: jnp.stack([w] * layers), weights)
+        rows: dict[str, tuple[Any, Callable[..., Any], Any]] = {
+            "float32": (None, lambda f: f, contextlib.nullcontext()),
+            "Flax dtype=bfloat16": (jnp.bfloat16, lambda f: f, contextlib.nullcontext()),
+            "autocast, islands computed again": (None, autocast, contextlib.nullcontext()),
+            "autocast, islands saved": (None, autocast, islands_saved()),
+        }
+        compiled = {}
+        for name, (dtype, wrap, context) in rows.items():
+            jax.clear_caches()  # inner functions are traced again, with or without islands
+            with context:
+                compiled[name] = (
+                    jax.jit(training_step(model, dtype, wrap, in_scan=layers > 1)).lower(weights, x).compile()
+                )
+            jax.block_until_ready(compiled[name](weights, x))
+
+        def seconds(run: Callable[..., Any], weights: Any) -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(run(weights, x))
+            return time.perf_counter() - start
+
+        medians = interleaved({n: functools.partial(seconds, run, weights) for n, run in compiled.items()}, rounds)
+        print(f"{model.__name__}, {layers} in a scan" if layers > 1 else f"{model.__name__}, one")
+        for name, median in medians.items():
+            memory = compiled[name].memory_analysis().temp_size_in_bytes / 2**20
+            ratio = median / medians["Flax dtype=bfloat16"]
+            print(f"  {name:34} {median * 1e3:8.1f} ms {ratio:5.2f} x   {memory:7.1f} MiB of temporary memory")
+
+
 def block_on(target: str, compilers: targets.Compilers) -> None:
     """XLA's estimates for a training step of one block."""
     x = jax.ShapeDtypeStruct((8, 256, 512), jnp.float32)
     zeros = jnp.zeros((1, 256, 512))
     weights = jax.eval_shape(lambda key: Block(8).init(key, zeros), jax.random.key(0))
-
-    def step(dtype: Any, wrap: Callable[..., Any]) -> Callable[..., Any]:
-        def loss(weights: Any, x: jax.Array) -> jax.Array:
-            return jnp.mean(Block(8, dtype).apply(weights, x).astype(jnp.float32) ** 2)
-
-        def run(weights: Any, x: jax.Array) -> Any:
-            value, gradients = jax.value_and_grad(wrap(loss))(weights, x)
-            return value, jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients)
-
-        return run
-
+    step = functools.partial(training_step, Block)
     rows = {
         "float32": step(None, lambda f: f),
         "Flax dtype=bfloat16": step(jnp.bfloat16, lambda f: f),
@@ -131,9 +218,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--targets", default="v6e,h100", help="comma-separated; empty for none")
+    parser.add_argument("--parts", default="tracing,targets", help="comma-separated: tracing, targets, steps")
+    parser.add_argument("--width", type=int, default=512, help="of the blocks whose steps are measured")
+    parser.add_argument("--rounds", type=int, default=15, help="runs of each step")
     options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := set(parts) - {"tracing", "targets", "steps"}:
+        parser.error(f"--parts: unknown {', '.join(sorted(unknown))}; expected tracing, targets, steps")
     jax.config.update("jax_platforms", "cpu")  # targets are compiled in separate processes
-    tracing(options.layers, options.repeats)
+    if "tracing" in parts:
+        tracing(options.layers, options.repeats)
+    if "steps" in parts:
+        steps(options.width, options.rounds)
+    if "targets" not in parts:
+        return
     with targets.Compilers() as compilers:
         for target in filter(None, options.targets.split(",")):
             block_on(target, compilers)
