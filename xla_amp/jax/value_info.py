@@ -1,5 +1,8 @@
 """Facts about the values of one program or region: weights, constants and their low-precision copies.
 
+A *fact* is what is known of an array besides its type, from how the program made it: "it is a weight", "it is a
+constant of at most 3.0", "it was widened from bfloat16".  `ValueInfo` has a field for each.
+
 A *weight* comes from outside the program, so its gradient is wanted in float32.  A *constant* adopts any dtype whose
 range holds it.  A *bias* is a weight that an operation spreads along the other axes of a contraction's result.  A low
 copy of a value is made once.
@@ -51,7 +54,7 @@ class ValueInfo:
 
 
 Facts: TypeAlias = tuple[bool, bool, float | None, bool, str, tuple[frozenset[int], ...]]
-"""`ValueInfo` without the fields that refer to values."""
+"""The fields of `ValueInfo` that `ValueTable.facts` gives."""
 
 
 class ValueTable:
@@ -127,14 +130,18 @@ class ValueTable:
         self._ensure(value).features = features
 
     def facts(self, value: Any) -> Facts | None:
-        """What is known of `value`, apart from other values; None for nothing."""
+        """The facts about `value` that hold for any array in its place; None if nothing is known.
+
+        They are hashable, so a key of a cache may hold them.  The low copy, the float32 copy and the array that it was
+        moved from are left out: these are arrays themselves, of one program.
+        """
         known = self._infos.get(id(value))
         if known is None:
             return None
         return known.weight, known.broadcast, known.constant, known.selects, known.widened, known.features
 
     def copy_facts(self, value: Any, facts: Facts | None) -> None:
-        """`value` stands for another one, which has these facts."""
+        """`value` takes the place of another array, of which `facts` gave these."""
         if facts is not None:
             new = self._ensure(value)
             new.weight, new.broadcast, new.constant, new.selects, new.widened, new.features = facts

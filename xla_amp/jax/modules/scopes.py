@@ -106,10 +106,10 @@ def _running(module: Any) -> Iterator[None]:
         return
     if not stack:
         paths.clear()
-        _walk(module, "", paths)
+        _walk(module, "", paths, tuple(_roots()))
     parent = stack[-1][1] if stack else ""
     if id(module) not in paths:
-        _walk(module, joined(parent, type(module).__name__), paths)
+        _walk(module, joined(parent, type(module).__name__), paths, tuple(_roots()))
     path = paths[id(module)][0]
     stack.append((module, path))
     try:
@@ -124,11 +124,11 @@ def _running(module: Any) -> Iterator[None]:
             paths.clear()
 
 
-def _walk(value: Any, path: str, paths: dict[int, tuple[str, Any]]) -> None:
-    """Adds the modules under `value` to `paths`; the first path of a module counts."""
+def _walk(value: Any, path: str, paths: dict[int, tuple[str, Any]], kinds: tuple[type, ...]) -> None:
+    """Adds the modules under `value`, instances of `kinds`, to `paths`; the first path of a module counts."""
     if id(value) in paths:
         return
-    if isinstance(value, tuple(_roots())):
+    if isinstance(value, kinds):
         paths[id(value)] = path, value
         items: Any = ((k, v) for k, v in vars(value).items() if not k.startswith("_pytree__"))
     elif isinstance(value, dict):
@@ -138,4 +138,4 @@ def _walk(value: Any, path: str, paths: dict[int, tuple[str, Any]]) -> None:
     else:
         return
     for name, item in items:
-        _walk(item, joined(path, str(name)), paths)
+        _walk(item, joined(path, str(name)), paths, kinds)
