@@ -258,6 +258,32 @@ def test_eager_calls_of_a_jit_function_are_traced_once():
     assert given.is_deleted()
 
 
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, lambda h: scaled(2.0, h), jax.nn.logsumexp])
+def test_an_eager_call_gives_what_a_compiled_one_gives(activation):
+    def function(x):
+        return activation(x @ W) * 1.0
+
+    eager, compiled = autocast(function)(X), jax.jit(autocast(function))(X)
+    assert eager.dtype == compiled.dtype == jnp.float32
+    np.testing.assert_allclose(eager, compiled, rtol=1e-2, atol=1e-3)
+    with jax.disable_jit():
+        np.testing.assert_allclose(autocast(function)(X), compiled, rtol=1e-2, atol=1e-3)
+    gradient = jax.grad(lambda x: autocast(function)(x).sum())
+    np.testing.assert_allclose(gradient(X), jax.jit(gradient)(X), rtol=1e-2, atol=1e-2)
+    with xla_amp.explain() as report:
+        autocast(function)(X)
+    product = next(record for record in report.records if record.operation == "matmul")
+    assert product.used == ("bfloat16", "bfloat16")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled(factor, x):
+    return factor * x
+
+
+scaled.defvjp(lambda factor, x: (factor * x, None), lambda factor, _, g: (factor * g,))
+
+
 @jax.custom_batching.custom_vmap
 def batched(w, x):
     return x @ w

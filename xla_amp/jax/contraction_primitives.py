@@ -191,7 +191,11 @@ def _compiled(ours: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _impl(ours: Primitive, *operands: Any, **params: Any) -> Any:
-    return _compiled(ours, tuple(params.items()))(*operands)
+    run = _compiled(ours, tuple(params.items()))
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined, unused-ignore]
+        with jax.disable_jit(False):  # a primitive is compiled even then, as JAX's own are
+            return run(*operands)
+    return run(*operands)
 
 
 def _cast(value: Any, dtype: Any) -> Any:

@@ -34,7 +34,12 @@ _LEADS: Final = "amp.leads"
 """Attribute of a part: indices of its operands that decide about the dtype of the group's results."""
 _BY_OPERANDS: Final = ("fp32_inside", "promote", "keep")
 """Casts whose result has the dtype of operands: of the main one (the largest), or the widest of all."""
-_MOVES: Final = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"})
+_MOVES: Final = frozenset(
+    {
+        "stablehlo.broadcast_in_dim", "stablehlo.convert", "stablehlo.dynamic_broadcast_in_dim",
+        "stablehlo.dynamic_reshape", "stablehlo.reshape",
+    }
+)  # fmt: skip
 
 
 class Mark(NamedTuple):
