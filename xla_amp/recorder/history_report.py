@@ -58,9 +58,18 @@ def _advice(found: Sequence[Advice]) -> Finding:
     question = "What may want a change?"
     if not found:
         return Finding(question, "nothing that the history tells", "low")
-    items = [(each.text, THRESHOLDS[each.rule].why if each.rule in THRESHOLDS else "") for each in found[:_MOST]]
-    more = [(f"and {len(found) - _MOST} more", "")] if len(found) > _MOST else []
-    return Finding(question, f"{len(found)} thing{'' if len(found) == 1 else 's'}", "risk", (*items, *more))
+    alike: dict[tuple[str, str, int | None], list[Advice]] = {}
+    for each in found:  # an inf spreads: one line for all layers of one kind that it reached in one step
+        alike.setdefault((each.rule, each.key.kind if each.key else "", each.since), []).append(each)
+    items = [
+        (
+            first.text + (f", and {len(others)} more layer{'s' if len(others) > 1 else ''}" if others else ""),
+            THRESHOLDS[first.rule].why if first.rule in THRESHOLDS else "",
+        )
+        for first, *others in alike.values()
+    ]
+    more = [(f"and {len(items) - _MOST} more", "")] if len(items) > _MOST else []
+    return Finding(question, f"{len(found)} thing{'' if len(found) == 1 else 's'}", "risk", (*items[:_MOST], *more))
 
 
 def _headroom(history: History) -> list[Finding]:
