@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 
+from xla_amp.diagnose import replay_step
 from xla_amp.errors import FileError, StepError
 from xla_amp.jax import LossScale, autocast, find_overflow, monitor, observe, replay, select, value_and_grad
 from xla_amp.recorder import bad_step, history
@@ -217,6 +218,10 @@ def test_the_first_bad_step_is_kept_and_replayed(bad_run):
     assert (found.bad.step, found.bad.reason, found.bad.state) == (BAD, "skip", "kept")
     assert found.overflow.first.place.module == "Net.up"
     assert found.overflow.first.element[:2] == (2, 1)  # of the batch, and the token
+    step.to_html(directory / "page.html")
+    assert "up" in (directory / "page.html").read_text()
+    with pytest.raises(FileError, match=r"xla_amp\.jax\.replay"):
+        replay_step.replay(directory, "json:loads")
     text = (directory / f"bad_step_{BAD:07d}" / "report.txt").read_text()
     assert "bit for bit as in the run" in text
     assert "first in element [2, 1," in text

@@ -116,6 +116,8 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     found = [bad_step.read(place) for place in places]
     bad = bad_step.first_rank(found)
     folder = places[found.index(bad)]
+    if bad.front != "pytorch":
+        raise FileError(f"{folder}: a step of a JAX run; write xla_amp.jax.replay(step, directory, *args) in Python")
     records = history.read(folder / bad_step.HISTORY)
     then = next((record for record in reversed(records.steps) if record.step == bad.step), None)
     if then is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from xla_amp.jax.modules import scopes
 from xla_amp.jax.monitoring import collect, kept_step
 from xla_amp.jax.monitoring.collect import SCALARS, Found, Wanted
 from xla_amp.policy import module_patterns
-from xla_amp.recorder import advice, table
+from xla_amp.recorder import advice, history_report, table
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import KINDS, RANGES, History, Key, Kind, Statistics, StepRecord, Sums
 from xla_amp.recorder.sinks import JsonLines
@@ -273,6 +274,15 @@ class Monitor(Generic[_P, _R]):
     def table(self) -> str:
         """The newest statistics as a table for the terminal."""
         return table.text(self.history)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes what has been read so far as one HTML file, which loads nothing.
+
+        Raises:
+            MissingLibraryError: jinja2 is not installed.
+            FileError: the file cannot be written.
+        """
+        history_report.write(self.history, path)
 
     def saved(self, checkpoint: str | Path) -> None:
         """Tells that the run has just saved a checkpoint: a bad step refers to it."""
