@@ -80,6 +80,13 @@ def test_a_composite_operation_is_followed() -> None:
     assert "composite" in autocast(text).text()  # without a rule it is left alone
 
 
+def test_a_softmax_with_a_symbolic_batch() -> None:
+    (batch,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(jax.nn.softmax))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
+    report = autocast(exported, rules={"softmax": "low"}, strict=True).report
+    assert {each.result for each in report.operations if each.operation == "softmax"} == {"bfloat16"}
+
+
 def test_a_ban_names_the_function() -> None:
     with pytest.raises(PolicyError, match=r"softmax: .*bans it"):
         decided({"softmax": "ban"})
