@@ -1,0 +1,123 @@
+"""What `xla_amp.monitor` costs: executables, host syncs, bytes and FLOPs of a training step with and without it.
+
+Bytes and FLOPs are XLA's own analysis of the compiled programs; the step is float16 with a scaler, captured.  With
+--rounds, steps are also timed, interleaved.  A monitor that samples one step in N costs, on average,
+((N - 1) x "other step" + "sampled step") / N.
+
+    python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--rounds 7] [--sample 50] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timing import interleaved, machine
+from workloads import WORKLOADS
+
+import xla_amp
+from xla_amp.lazy.runtime import execute
+
+
+class Trainer:
+    """A model with its step, and a monitor if `sample` is given: then statistics in each `sample`-th step."""
+
+    def __init__(self, workload: Any, sample: int | None) -> None:
+        self.device = xla_amp.xla_device()
+        self.model = workload.torch_model().to(self.device)
+        make = {"adamw": xla_amp.syncfree.AdamW, "sgd": xla_amp.syncfree.SGD}[workload.optimizer]
+        self.optimizer = make(self.model.parameters(), lr=1e-4)
+        self.scaler = xla_amp.GradScaler(init_scale=1024.0)
+        self.batch = [tensor.to(self.device) for tensor in workload.torch_batch()]
+        self.step = xla_amp.compile(self._step, strict=True)
+        self.monitor = None
+        if sample is not None:
+            self.monitor = xla_amp.monitor(self.model, self.optimizer, self.scaler, sample=sample)
+
+    def _step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with xla_amp.autocast(self.device, dtype=torch.float16):
+            loss = self.model(x, y)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss.detach()
+
+    def __call__(self) -> float:
+        """Runs one step; its seconds, execution included."""
+        start = time.perf_counter()
+        if self.monitor is None:
+            self.step(*self.batch)
+        else:
+            with self.monitor.step(*self.batch) as running:
+                running.loss = self.step(*self.batch)
+        xla_amp.sync(wait=True)
+        return time.perf_counter() - start
+
+
+def measured(trainer: Trainer, steps: int) -> dict[str, float]:
+    """Counts of one step, and XLA's analysis of the program that ran last; the first steps compile."""
+    started = time.perf_counter()
+    for _ in range(4):
+        trainer()
+    seconds = time.perf_counter() - started
+    before = xla_amp.metrics()
+    for _ in range(steps):
+        trainer()
+    after = xla_amp.metrics()
+    counts = {name: (after[name] - before[name]) / steps for name in ("executions", "compilations", "host_syncs")}
+    counts["host_syncs"] -= 1  # the wait of this script
+    program = max(execute.programs(), key=lambda each: each.used)
+    costs = program.lower().compile().cost_analysis()
+    return {
+        **counts,
+        "bytes": costs["bytes accessed"],
+        "flops": costs["flops"],
+        "operations": program.operations,
+        "first steps, s": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="GPT-2", help="name of a row of benchmarks/workloads.py")
+    parser.add_argument("--size", default="small", choices=("tiny", "small", "full"))
+    parser.add_argument("--rounds", type=int, default=0, help="timed steps of each contestant")
+    parser.add_argument("--sample", type=int, default=50, help="steps between two with statistics, for the averages")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args()
+    workload = WORKLOADS[options.size][options.model]
+    trainers = {
+        "without": Trainer(workload, None),
+        "other step": Trainer(workload, 10**9),  # only its first step has statistics
+        "sampled step": Trainer(workload, 1),
+    }
+    rows = {name: measured(trainer, 3) for name, trainer in trainers.items()}
+    if options.rounds:
+        contestants: dict[str, Callable[[], float]] = dict(trainers)
+        for name, seconds in interleaved(contestants, options.rounds).items():
+            rows[name]["seconds"] = seconds
+    base, other, sampled = rows.values()
+    averages = {
+        name: ((options.sample - 1) * other[name] + sampled[name]) / options.sample / base[name] - 1
+        for name in ("bytes", "flops", "seconds")
+        if name in base
+    }
+    if options.json:
+        print(json.dumps({"machine": machine(), "model": workload.shape, "rows": rows, "average": averages}))
+        return
+    print(machine())
+    print(f"{options.model}: {workload.shape}")
+    for name in base:
+        print(f"{name:<16}" + "".join(f"{rows[row][name]:>18,.4g}" for row in rows))
+    print(" " * 16 + "".join(f"{row:>18}" for row in rows))
+    for name, share in averages.items():
+        print(f"{name}: {share:+.2%} on average with sample={options.sample}")
+
+
+if __name__ == "__main__":
+    main()
