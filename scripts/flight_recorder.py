@@ -42,7 +42,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.attn(F.layer_norm(x, (WIDTH,))).chunk(3, -1)
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.drop(self.down(F.relu(self.up(x))))
+        result: torch.Tensor = x + self.drop(self.down(F.relu(self.up(x))))
+        return result
 
 
 class Model(nn.Module):
@@ -69,8 +70,7 @@ def make(recorded: bool = False) -> tuple[Any, Any, Any, Any]:
     model = Model()
     with torch.no_grad():
         model.tokens.weight[RARE] = 1000.0  # it never occurs before the bad step, so its gradient is zero
-        model.h[1].up.weight[7].fill_(1.0)  # type: ignore[index, union-attr]
-        model.h[1].up.weight[7] *= 40.0  # type: ignore[index, union-attr]
+        model.get_parameter("h.1.up.weight")[7] = 40.0
     model.to(device)
     optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     scaler = xla_amp.GradScaler(init_scale=1024.0, growth_interval=10_000)
@@ -122,7 +122,7 @@ def _process(index: int, *arguments: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--bad", type=int, default=1500, help="the step with the rare token")
     parser.add_argument("--processes", type=int, default=1)

@@ -63,6 +63,7 @@ from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
+from xla_amp.pytorch.recorder.monitor import Monitor, Step, monitor
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""
@@ -221,6 +222,56 @@ class LossScaleMonitor(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         """Logs the scale that the next step uses."""
         pl_module.log("loss_scale", trainer.precision_plugin.scaler._scale, prog_bar=self.prog_bar)
+
+
+class MonitorCallback(Callback):
+    """`xla_amp.monitor` of the trained module, its first optimizer and its scaler, with the batches and losses.
+
+    Args:
+        options: arguments of `xla_amp.monitor` by name, as ``directory`` and ``sinks``.
+
+    `monitor` is the `Monitor` once training has started.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.monitor: Monitor | None = None
+        self._step: Step | None = None
+        self._block: contextlib.ExitStack | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Starts the monitor."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.monitor = monitor(pl_module, trainer.optimizers[0], scaler, **self.options)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begins a step, or adds a micro-batch to it."""
+        if self.monitor is None:
+            return
+        if self._block is None:
+            self._block = contextlib.ExitStack()
+            self._step = self._block.enter_context(self.monitor.step())
+            self._steps = trainer.global_step
+        if self._step is not None and self._step.before is not None:
+            self._step.batch = (*self._step.batch, batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
+        """Ends the step if this was its last micro-batch."""
+        if self._step is None or self._block is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            part = loss if trainer.accumulate_grad_batches == 1 else loss / trainer.accumulate_grad_batches
+            self._step.loss = part if self._step.loss is None else self._step.loss + part
+        if trainer.global_step != self._steps:
+            block, self._block, self._step = self._block, None, None
+            block.close()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Reads what is left, and removes the hooks."""
+        if self.monitor is not None:
+            self.monitor.close()
 
 
 class FabricXLAPrecision(FabricPrecision):

@@ -380,7 +380,6 @@ class Monitor:
         if not self._inside:
             return
         self._inside = False
-        self._seen.clear()
         with torch.no_grad():
             self._fold()
             if self.optimizer is None:
@@ -429,6 +428,7 @@ class Monitor:
     def _fold(self) -> None:
         """Adds the sums of the forward passes since the last call to the step's."""
         pending, self._pending = self._pending, {}
+        self._seen.clear()
         if not pending:
             return
         for path in pending:
