@@ -75,6 +75,7 @@ train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 
 """,
     "loss_scaling": TORCH,
     "lowering": "",
+    "monitor": "",
     "policy": TORCH + "names = set",
     "stablehlo": "",
     "huggingface": TORCH  # last: it changes the frameworks for the whole process
