@@ -60,8 +60,49 @@ def test_the_terminal_shows_what_is_nearest_to_an_overflow(history):
     assert [line[at] for line in lines] == ["7", "0.5"], "the least headroom, in the order of the model"
 
 
+def test_zeros_are_not_shown_as_infinite():
+    zero = Statistics(amax=0.0, rms=0.0, underflow=0.0, inf=0.0, nan=0.0, headroom=math.inf)
+    steps = [StepRecord(step=at, statistics={Key("head", "update"): zero}) for at in range(2)]
+    table = history_report.document(History(low="float16", steps=steps)).tables[0]
+    (row,) = [dict(zip([c.name for c in table.columns], row.cells, strict=True)) for row in table.rows]
+    assert "headroom" not in row
+    assert row["headroom over steps"] == [None, None]
+
+
 def test_a_history_without_steps():
     empty = History(low="float32", steps=[])
     assert terminal.text(history_report.document(empty)) == "no step has been read yet"
     finite = History(low="bfloat16", steps=[StepRecord(step=0, loss=1.0)])
     assert "nothing that the history tells" in terminal.text(history_report.document(finite))
+
+
+def test_monitors_write_the_page(tmp_path):
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import xla_amp
+    import xla_amp.jax
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    recorder = xla_amp.monitor(model, optimizer, sample=1)
+    with recorder.step() as step:
+        step.loss = model(torch.ones(1, 2)).sum()
+        step.loss.backward()
+        optimizer.step()
+    recorder.read()
+    recorder.to_html(tmp_path / "torch.html")
+    recorder.close()
+
+    def update(w, x):
+        with jax.named_scope("layer"):
+            return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    monitored = xla_amp.jax.monitor(update, sample=1)
+    monitored(jnp.ones((2, 2)), jnp.ones((1, 2)))
+    monitored.read()
+    monitored.to_html(tmp_path / "jax.html")
+    for name, layer in (("torch", "0"), ("jax", "layer")):
+        page = report_pages.read((tmp_path / f"{name}.html").read_text())
+        assert layer in {row["layer"] for row in page.rows("Layers")}

@@ -116,13 +116,20 @@ def _layers(history: History, found: Sequence[Advice]) -> Table:
 
 def _cells(key: Key, newest: Statistics, course: Sequence[Statistics | None], words: str) -> tuple[Cell, ...]:
     def over(name: str) -> list[float | None]:
-        # What is not finite in a step is shown as such, not as its largest finite value.
-        return [None if row is None else getattr(row, name) if row.finite else float("nan") for row in course]
+        return [None if row is None else _shown(row, name) for row in course]
 
     return (
-        key.kind, key.layer, newest.headroom, over("headroom"), newest.amax, over("amax"), newest.underflow,
+        key.kind, key.layer, None if newest.headroom == float("inf") else newest.headroom, over("headroom"), newest.amax, over("amax"), newest.underflow,
         over("underflow"), newest.rms, newest.inf or None, newest.nan or None, newest.update_ratio, words,
     )  # fmt: skip
+
+
+def _shown(row: Statistics, name: str) -> float | None:
+    """A statistic; NaN where values are not finite, not that of the finite ones; nothing is near if all are zero."""
+    if not row.finite:
+        return float("nan")
+    value: float = getattr(row, name)
+    return None if name == "headroom" and value == float("inf") else value
 
 
 def _state(course: Sequence[Statistics | None], advised: bool) -> State:
