@@ -118,8 +118,9 @@ def _cells(key: Key, newest: Statistics, course: Sequence[Statistics | None], wo
     def over(name: str) -> list[float | None]:
         return [None if row is None else _shown(row, name) for row in course]
 
+    headroom = None if newest.headroom == float("inf") else newest.headroom  # all zero
     return (
-        key.kind, key.layer, None if newest.headroom == float("inf") else newest.headroom, over("headroom"), newest.amax, over("amax"), newest.underflow,
+        key.kind, key.layer, headroom, over("headroom"), newest.amax, over("amax"), newest.underflow,
         over("underflow"), newest.rms, newest.inf or None, newest.nan or None, newest.update_ratio, words,
     )  # fmt: skip
 
