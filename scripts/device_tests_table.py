@@ -1,0 +1,66 @@
+#!/usr/bin/env python
+"""Writes the table of docs/device_tests.md from results of torch's device-generic tests.
+
+pytest tests/lazy/torch_integration/test_device_generic.py -m "exhaustive or not exhaustive" --junit-xml results.xml
+python scripts/device_tests_table.py results.xml
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "device_tests.md"
+BEGIN, END = "<!-- begin: scripts/device_tests_table.py -->\n", "<!-- end -->\n"
+COLUMNS = ("test", "passed", "does not apply", "fails as known", "fails")
+_NAME = re.compile(r"(test_[a-z_]+?)(?:_(nn_\w+?|[A-Z]\w+?)(?:_(?:train|eval)_mode)?)?_jax(?:_float32)?")
+Counts = dict[str, collections.Counter[str]]
+
+
+def counted(report: Path) -> tuple[Counts, dict[tuple[str, str], str]]:
+    """(test -> outcome -> number, (test, entry) -> why it fails)."""
+    counts: Counts = collections.defaultdict(collections.Counter)
+    reasons: dict[tuple[str, str], str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        match = _NAME.fullmatch(case.get("name", ""))
+        if match is None:
+            continue
+        test, entry = match[1].removeprefix("test_").replace("_", " "), (match[2] or "").replace("nn_", "nn.")
+        failed, skipped = case.find("failure"), case.find("skipped")
+        if failed is not None:
+            outcome = "fails"
+            reasons[test, entry] = failed.get("message", "").splitlines()[0]
+        elif skipped is not None and skipped.get("type") == "pytest.xfail":
+            outcome = "fails as known"
+            reasons[test, entry] = skipped.get("message", "")
+        else:
+            outcome = "passed" if skipped is None else "does not apply"
+        counts[test][outcome] += 1
+    return counts, reasons
+
+
+def text(counts: Counts, reasons: dict[tuple[str, str], str]) -> str:
+    """The tables as Markdown."""
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    lines += [
+        f"| {test} | {' | '.join(str(of[name]) for name in COLUMNS[1:])} |" for test, of in sorted(counts.items())
+    ]
+    lines += ["", "| fails | of | reason |", "|---|---|---|"]
+    lines += [f"| {test} | `{entry}` | {reason} |" for (test, entry), reason in sorted(reasons.items())]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("report", type=Path, help="file of pytest's --junit-xml")
+    page = PAGE.read_text("utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(before + BEGIN + text(*counted(parser.parse_args().report)) + END + after, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
