@@ -35,6 +35,12 @@ MODULES = (
     "xla_amp.integrations.huggingface",
     "xla_amp.integrations.lightning",
     "xla_amp.integrations.torchmetrics",
+    "xla_amp.integrations.trainer_monitor",
+    "xla_amp.recorder.advice",
+    "xla_amp.recorder.bad_step",
+    "xla_amp.recorder.history",
+    "xla_amp.recorder.sinks",
+    "xla_amp.recorder.table",
 )
 """Modules that are documented as a whole."""
 

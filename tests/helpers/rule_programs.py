@@ -22,6 +22,9 @@ from xla_amp.types import Cast
 
 LOW, WIDE = "bfloat16", "float32"
 
+CHLO_UNTIL_0_12 = "chlo.{}" if jax.__version_info__ < (0, 12) else ""
+"""JAX 0.12 writes these operations in parts, except for GPUs."""
+
 UNSHARDED: dict[str, Any] = {"out_sharding": None}
 
 
@@ -59,10 +62,10 @@ PROGRAMS = [
     Program("erf", torch.erf, lax.erf, "chlo.erf", 1),
     Program("erfc", torch.erfc, lax.erfc, "chlo.erfc", 1),
     Program("acos", torch.acos, lax.acos, "chlo.acos", 1),
-    Program("asin", torch.asin, lax.asin, "chlo.asin", 1),
+    Program("asin", torch.asin, lax.asin, CHLO_UNTIL_0_12.format("asin"), 1),
     Program("cosh", torch.cosh, lax.cosh, "chlo.cosh", 1),
     Program("sinh", torch.sinh, lax.sinh, "chlo.sinh", 1),
-    Program("lgamma", torch.lgamma, lax.lgamma, "chlo.lgamma", 1),
+    Program("lgamma", torch.lgamma, lax.lgamma, CHLO_UNTIL_0_12.format("lgamma"), 1),
     Program("digamma", torch.digamma, lax.digamma, "chlo.digamma", 1),
     Program("maximum", torch.maximum, lax.max, ""),
     Program("minimum", torch.minimum, lax.min, ""),
