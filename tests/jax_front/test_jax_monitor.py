@@ -215,7 +215,7 @@ def test_the_first_bad_step_is_kept_and_replayed(bad_run):
     assert record.loss_scale == 1024
     found = replay(step, directory, *start(), TOKENS)
     assert found.reproduced
-    assert (found.bad.step, found.bad.reason, found.bad.state) == (BAD, "skip", "kept")
+    assert (found.bad.step, found.bad.reason, found.bad.state) == (BAD, "loss", "kept")
     assert found.overflow.first.place.module == "Net.up"
     assert found.overflow.first.element[:2] == (2, 1)  # of the batch, and the token
     step.to_html(directory / "page.html")

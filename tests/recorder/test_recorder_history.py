@@ -123,6 +123,24 @@ def test_a_skip_after_growth_is_a_probe():
     assert not is_probe(good, dataclasses.replace(grown, skipped=False))
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"loss": None}, ""),
+        ({"loss": math.nan}, "loss"),
+        ({"loss": math.inf, "loss_scale": 4.0, "skipped": True}, "loss"),  # a larger scale does not change the loss
+        ({"skipped": True}, "skip"),
+        ({"loss_scale": 4.0, "skipped": True}, ""),
+        ({"gradient_norm": math.inf}, ""),  # the scaler decides
+        ({"gradient_norm": math.inf, "loss_scale": None}, "gradient"),
+    ],
+)
+def test_why_a_step_is_bad(changes, reason):
+    good = StepRecord(step=1, loss=1.0, loss_scale=2.0, gradient_norm=1.0)
+    assert bad_step.reason(good, dataclasses.replace(good, step=2, **changes)) == reason
+
+
 def bad(rank: int, local: bool) -> bad_step.BadStep:
     return bad_step.BadStep(
         front="pytorch",

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ from typing import Any, Final
 
 from xla_amp.errors import FileError
 from xla_amp.recorder import history
-from xla_amp.recorder.history import History
+from xla_amp.recorder.advice import is_probe
+from xla_amp.recorder.history import History, StepRecord
 from xla_amp.types import Dtype
 
 FORMAT: Final = "xla_amp bad step 1"
@@ -67,6 +69,18 @@ class BadStep:
         """The text of step.json."""
         plain = {name: history.plain(value) for name, value in dataclasses.asdict(self).items()}
         return json.dumps({"format": FORMAT, **plain}, indent=1, allow_nan=False) + "\n"
+
+
+def reason(good: StepRecord | None, record: StepRecord) -> str:
+    """Why a step is bad, as in `BadStep.reason`, or empty; `good` is the last step that was not skipped."""
+    if record.loss is not None and not math.isfinite(record.loss):
+        # Dynamic scaling overflows the scaled loss while it looks for its scale; the loss itself stays finite.
+        return "loss"
+    if record.skipped:
+        return "" if is_probe(good, record) else "skip"
+    if record.loss_scale is None and record.gradient_norm is not None and not math.isfinite(record.gradient_norm):
+        return "gradient"
+    return ""
 
 
 def folder(directory: str | Path, step: int, rank: int) -> Path:

@@ -124,6 +124,20 @@ class Statistics:
             update_ratio=ratio,
         )
 
+    @classmethod
+    def of_layers(cls, sums: Mapping[Key, Sums], low: Dtype, loss_scale: float | None) -> dict[Key, Statistics]:
+        """`of` for what a step summed in all layers; a layer without values has none."""
+        return {
+            key: cls.of(
+                row,
+                low,
+                scale=(loss_scale or 1.0) if key.kind == "gradient" else 1.0,
+                weights=sums.get(Key(key.layer, "weight")) if key.kind == "update" else None,
+            )
+            for key, row in sums.items()
+            if row.size
+        }
+
     @property
     def finite(self) -> bool:
         """Whether every value is finite."""

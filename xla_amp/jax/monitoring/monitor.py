@@ -24,7 +24,7 @@ from xla_amp.jax.modules import scopes
 from xla_amp.jax.monitoring import collect, kept_step
 from xla_amp.jax.monitoring.collect import SCALARS, Found, Wanted
 from xla_amp.policy import module_patterns
-from xla_amp.recorder import advice, history_report, table
+from xla_amp.recorder import advice, bad_step, history_report, table
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import KINDS, RANGES, History, Key, Kind, Statistics, StepRecord, Sums
 from xla_amp.recorder.sinks import JsonLines
@@ -124,20 +124,14 @@ class _Layout(NamedTuple):
         fields = len(Sums._fields)
         sums = {key: Sums(*values[i * fields : (i + 1) * fields].tolist()) for i, key in enumerate(self.keys)}
         scalars = dict(zip(self.scalars, values[len(self.keys) * fields :].tolist(), strict=True))
-        scale = scalars.get("loss_scale")
-        statistics = {}
-        for key, each in sums.items():
-            weights = sums.get(Key(key.layer, "weight")) if key.kind == "update" else None
-            factor = (scale or 1.0) if key.kind == "gradient" else 1.0
-            statistics[key] = Statistics.of(each, self.low, scale=factor, weights=weights)
         norm2 = scalars.get("norm2")
         return StepRecord(
             step=step,
             loss=scalars.get("loss"),
-            loss_scale=scale,
+            loss_scale=scalars.get("loss_scale"),
             skipped=bool(scalars.get("skipped", 0.0)),
             gradient_norm=None if norm2 is None else float(np.sqrt(norm2)),
-            statistics=statistics,
+            statistics=Statistics.of_layers(sums, self.low, scalars.get("loss_scale")),
         )
 
 
@@ -358,7 +352,7 @@ class Monitor(Generic[_P, _R]):
             record = waiting.layout.record(waiting.number, waiting.row)
             self._last_low = waiting.layout.low
             self._history.append(record)
-            reason = _reason(self._good, record)
+            reason = bad_step.reason(self._good, record)
             if reason and waiting.kept is not None and self.bad_step is None and self._directory is not None:
                 self._keep(self._directory, waiting, record, reason)
             if not record.skipped:
@@ -395,16 +389,6 @@ class Monitor(Generic[_P, _R]):
         self.bad_step = kept_step.keep(directory, bad, history, waiting.kept)
         for index, other in enumerate(self._waiting):  # frees the arguments of later steps
             self._waiting[index] = other._replace(kept=None)
-
-
-def _reason(before: StepRecord | None, record: StepRecord) -> str:
-    """Why a step is bad, as in `BadStep.reason`; empty if it is not."""
-    if record.skipped:
-        return "" if advice.is_probe(before, record) else "skip"
-    if record.loss is not None and not np.isfinite(record.loss):
-        return "loss"
-    norm = record.gradient_norm
-    return "gradient" if norm is not None and not np.isfinite(norm) and record.loss_scale is None else ""
 
 
 def _trace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 import random
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from xla_amp.backends import base, devices
-from xla_amp.recorder import advice, bad_step
+from xla_amp.recorder import bad_step
 from xla_amp.recorder.history import History, StepRecord
 
 
@@ -77,18 +76,6 @@ def copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [copied(each) for each in value]
     return value
-
-
-def reason(good: StepRecord | None, record: StepRecord) -> str:
-    """Why a step is bad (`bad_step.BadStep.reason`), or empty; `good` is the last one that was not skipped."""
-    if record.loss is not None and not math.isfinite(record.loss):
-        # Dynamic scaling overflows the scaled loss while it looks for its scale; the loss itself stays finite.
-        return "loss"
-    if record.skipped:
-        return "" if advice.is_probe(good, record) else "skip"
-    if record.loss_scale is None and record.gradient_norm is not None and not math.isfinite(record.gradient_norm):
-        return "gradient"
-    return ""
 
 
 def write(

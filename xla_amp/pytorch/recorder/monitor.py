@@ -9,6 +9,7 @@ captured step, whose replays run no Python.  The host reads a few numbers of eac
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import weakref
 from collections import deque
@@ -22,7 +23,7 @@ from xla_amp.backends import base, devices, dynamo
 from xla_amp.errors import XlaAmpError
 from xla_amp.pytorch.recorder import columns, kept_step, reads
 from xla_amp.pytorch.recorder.statistics import FIELDS, tensor_sums
-from xla_amp.recorder import advice, history_report, table
+from xla_amp.recorder import advice, bad_step, history_report, table
 from xla_amp.recorder.history import KINDS, RANGES, History, Key, Kind, Statistics, StepRecord, Sums
 from xla_amp.recorder.sinks import JsonLines
 from xla_amp.types import Dtype
@@ -579,7 +580,7 @@ class Monitor:
                 "micro-batches, into one block"
             )
         self._records.append(record)
-        reason = kept_step.reason(self._good, record)
+        reason = bad_step.reason(self._good, record)
         self._good = self._good if record.skipped else record
         if reason and entry.before is not None and self._bad is None:
             self._bad = entry, record, reason, bool(local)
@@ -593,7 +594,9 @@ class Monitor:
         for record in ready:
             row = rows.get(record.step)
             if row is not None:
-                record = _with_statistics(record, keys, row[1:], self._low or "float32")
+                sums = {key: Sums(*each) for key, each in zip(keys, row[1:], strict=True)}
+                statistics = Statistics.of_layers(sums, self._low or "float32", record.loss_scale)
+                record = dataclasses.replace(record, statistics=statistics)
             self._history.append(record)
             if self._file is not None:
                 self._file(record, self._low or "float32")
@@ -677,26 +680,3 @@ def _grouped(
         return torch.zeros((len(tensors), FIELDS), device=device)
     rows = tensor_sums([tensor for _, tensor in flat], [place for place, _ in flat], zero, unscale, scale)
     return columns.spread(rows, present, len(tensors))
-
-
-def _with_statistics(record: StepRecord, keys: list[Key], rows: list[list[float]], low: Dtype) -> StepRecord:
-    sums = {key: Sums(*row) for key, row in zip(keys, rows, strict=True)}
-    scale = record.loss_scale or 1.0
-    statistics = {
-        key: Statistics.of(
-            row,
-            low,
-            scale=scale if key.kind == "gradient" else 1.0,
-            weights=sums.get(Key(key.layer, "weight")) if key.kind == "update" else None,
-        )
-        for key, row in sums.items()
-        if row.size
-    }
-    return StepRecord(
-        step=record.step,
-        loss=record.loss,
-        loss_scale=record.loss_scale,
-        skipped=record.skipped,
-        gradient_norm=record.gradient_norm,
-        statistics=statistics,
-    )
