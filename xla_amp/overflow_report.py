@@ -5,26 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Final
+from collections.abc import Sequence
 
 from xla_amp.report import page, terminal, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
-
-LARGEST: Final[Mapping[str, float]] = MappingProxyType(
-    {
-        "float8_e4m3fn": 448.0,
-        "float8_e5m2": 57344.0,
-        "float16": 65504.0,
-        "bfloat16": 3.3895313892515355e38,
-        "float32": 3.4028234663852886e38,
-        "complex64": 3.4028234663852886e38,
-        "float64": 1.7976931348623157e308,
-        "complex128": 1.7976931348623157e308,
-    }
-)
-"""dtype -> its largest finite magnitude (IEEE 754; OCP 8-bit formats)."""
+from xla_amp.types import RANGES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +86,10 @@ def _described(producer: Producer) -> tuple[tuple[str, str], ...]:
         extra += f", {operand.nans:,} NaN" if operand.nans else ""
         sizes = f"{operand.smallest:.3g} to {operand.largest:.3g}" if operand.largest else "all zero"
         items.append((operand.name, f"{operand.dtype} {units.shape(operand.shape)}, magnitudes {sizes}{extra}"))
-    if producer.made == "inf" and producer.result in LARGEST:
-        items.append(("result", f"{producer.result}, which holds magnitudes up to {LARGEST[producer.result]:.3g}"))
+    if producer.made == "inf" and producer.result in RANGES:
+        items.append(
+            ("result", f"{producer.result}, which holds magnitudes up to {RANGES[producer.result].largest:.3g}")
+        )
     if producer.element:
         items.append((f"first in element {list(producer.element)} of the result", ""))
     return tuple(items)
@@ -154,7 +141,7 @@ def table(producers: tuple[Producer, ...], passed_on: Producer | None) -> Table:
             (
                 place.operation, place.module, place.phase, place.gradient_of, place.iteration, verb, operand.name,
                 operand.dtype, units.shape(operand.shape), operand.smallest, operand.largest, operand.infinities,
-                operand.nans, LARGEST.get(operand.dtype), place.location,
+                operand.nans, RANGES[operand.dtype].largest if operand.dtype in RANGES else None, place.location,
             ),
             "risk" if verb != "passed on" else "",
         )

@@ -1,4 +1,4 @@
-"""Shared type names: casts, layers, operation classes, dtypes and platforms.
+"""Shared type names: casts, layers, operation classes, dtypes and their ranges, platforms.
 
 A *policy* is a layered set of *rules*; a rule gives operations a *cast*; a *decision* is the winning rule for one
 operation, with the *layer* that it comes from.
@@ -6,7 +6,9 @@ operation, with the *layer* that it comes from.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 Cast: TypeAlias = Literal[
     "low", "fp32", "fp32_inside", "low_fp32_out", "fp32_out", "fp32_append", "promote", "keep", "ban"
@@ -67,6 +69,33 @@ Dtype: TypeAlias = Literal["bfloat16", "float16", "float32", "float64"]
 """Names of floating dtypes, for modules that import no framework."""
 
 DTYPES: Final[tuple[Dtype, ...]] = get_args(Dtype)
+
+
+class Range(NamedTuple):
+    """Range of a dtype's magnitudes."""
+
+    largest: float
+    """Largest finite value."""
+    zero: float
+    """Largest magnitude that rounds to zero: half of the smallest subnormal value (a tie goes to even)."""
+
+
+_FLOAT32: Final = Range((2 - 2.0**-23) * 2.0**127, 2.0**-150)
+_FLOAT64: Final = Range(1.7976931348623157e308, 0.0)  # half of its smallest value is no float64
+
+RANGES: Final[Mapping[str, Range]] = MappingProxyType(
+    {
+        "float8_e4m3fn": Range(448.0, 2.0**-10),
+        "float8_e5m2": Range(57344.0, 2.0**-17),
+        "float16": Range(65504.0, 2.0**-25),
+        "bfloat16": Range((2 - 2.0**-7) * 2.0**127, 2.0**-134),
+        "float32": _FLOAT32,
+        "complex64": _FLOAT32,
+        "float64": _FLOAT64,
+        "complex128": _FLOAT64,
+    }
+)
+"""Name of a dtype -> its range (IEEE 754; OCP 8-bit formats); of complex dtypes that of their parts."""
 
 Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 """XLA platforms."""

@@ -20,7 +20,8 @@ from xla_amp.diagnose import replay_step
 from xla_amp.errors import FileError, StepError
 from xla_amp.jax import LossScale, autocast, find_overflow, monitor, observe, replay, select, value_and_grad
 from xla_amp.recorder import bad_step, history
-from xla_amp.recorder.history import RANGES, Key, Statistics, Sums
+from xla_amp.recorder.history import Key, Statistics, Sums
+from xla_amp.types import RANGES
 
 X = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((3, 8, 8)).astype(np.float32)

@@ -24,6 +24,7 @@ from xla_amp.pytorch.recorder.monitor import Monitor
 from xla_amp.recorder import bad_step, history, history_report
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import StepRecord
+from xla_amp.recorder.run import Options
 from xla_amp.report.document import Document, Finding, State
 
 RUNS = 3
@@ -219,21 +220,16 @@ def _run(
 ) -> StepRecord:
     """The record of the step, run as the monitor saw it."""
     options = bad.options
-    recorder = Monitor(
-        model,
-        optimizer,
-        scaler,
+    wanted = Options(
         every=1,
         history=1,
-        directory=None,
-        layers=options["layers"],
-        kinds=options["kinds"],
+        layers=tuple(options["layers"]),
+        kinds=tuple(options["kinds"]),
         sample=1 if options["sampled"] else RUNS + 1,  # then only the first run has statistics
         low=bad.low,
-        save_state=False,
-        sinks=(),
         first_step=bad.step,
     )
+    recorder = Monitor(model, optimizer, scaler, wanted)
     try:
         for _ in range(RUNS):
             restore()

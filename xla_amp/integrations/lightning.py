@@ -63,7 +63,8 @@ from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
-from xla_amp.pytorch.recorder.monitor import Monitor, Step, monitor
+from xla_amp.pytorch.recorder.monitor import Monitor, monitor
+from xla_amp.pytorch.recorder.running_step import Step
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""

@@ -20,36 +20,16 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TextIO, TypeAlias, get_args
 
 from xla_amp.errors import FileError
-from xla_amp.types import Dtype
+from xla_amp.types import DTYPES, RANGES, Dtype
 
 Kind: TypeAlias = Literal["activation", "gradient", "weight", "update"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 FORMAT: Final = "xla_amp history 1"
 """The first line of a file is ``{"format": FORMAT, "low": dtype}``; each other line is one step."""
-
-
-class Range(NamedTuple):
-    """Range of a dtype."""
-
-    largest: float
-    """Largest finite value."""
-    zero: float
-    """Largest magnitude that rounds to zero: half of the smallest subnormal value (a tie goes to even)."""
-
-
-RANGES: Final[Mapping[Dtype, Range]] = MappingProxyType(
-    {
-        "float16": Range(65504.0, 2.0**-25),
-        "bfloat16": Range((2 - 2.0**-7) * 2.0**127, 2.0**-134),
-        "float32": Range((2 - 2.0**-23) * 2.0**127, 2.0**-150),
-        "float64": Range(1.7976931348623157e308, 0.0),  # half of its smallest value is no float64
-    }
-)
 
 
 class Sums(NamedTuple):
@@ -248,7 +228,7 @@ def read(path: str | Path) -> History:
         lines.pop()
     found = list(_parsed(path, lines))
     first = found[0] if found else {}
-    if not isinstance(first, dict) or first.get("format") != FORMAT or first.get("low") not in RANGES:
+    if not isinstance(first, dict) or first.get("format") != FORMAT or first.get("low") not in DTYPES:
         raise FileError(f'{path}: expected a first line with "format": "{FORMAT}" and "low": a dtype')
     steps = []
     for number, line in enumerate(found[1:], 2):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -24,17 +23,12 @@ from xla_amp.jax.modules import scopes
 from xla_amp.jax.monitoring import collect, kept_step
 from xla_amp.jax.monitoring.collect import SCALARS, Found, Wanted
 from xla_amp.policy import module_patterns
-from xla_amp.recorder import advice, bad_step, history_report, table
-from xla_amp.recorder.bad_step import BadStep
-from xla_amp.recorder.history import KINDS, RANGES, History, Key, Kind, Statistics, StepRecord, Sums
-from xla_amp.recorder.sinks import JsonLines
-from xla_amp.types import Dtype
+from xla_amp.recorder.history import KINDS, History, Key, Kind, Statistics, StepRecord, Sums
+from xla_amp.recorder.run import SAMPLE, BaseMonitor, Options
+from xla_amp.types import RANGES, Dtype
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-
-SAMPLE: Final = 50
-"""By default the statistics are computed in one step of this many, as in `xla_amp.monitor`."""
 
 _NUMBERS: Final = (*SCALARS, "norm2")
 
@@ -96,8 +90,7 @@ def monitor(
         >>> step.read().steps[0].statistics[Key("layer", "activation")].amax
         2.0
     """
-    return Monitor(
-        step,
+    options = Options.of(
         every=every,
         history=history,
         directory=directory,
@@ -109,6 +102,7 @@ def monitor(
         sinks=sinks,
         first_step=first_step,
     )
+    return Monitor(step, options)
 
 
 class _Layout(NamedTuple):
@@ -160,56 +154,25 @@ class _Waiting(NamedTuple):
     """Its arguments, while it may turn out bad."""
 
 
-class Monitor(Generic[_P, _R]):
-    """A step that records; `monitor` makes it."""
+class Monitor(BaseMonitor, Generic[_P, _R]):
+    """A step that records; `monitor` makes it.
 
-    def __init__(
-        self,
-        step: Callable[_P, _R],
-        *,
-        every: int,
-        history: int,
-        directory: str | Path | None,
-        layers: str | Iterable[str],
-        kinds: Iterable[Kind],
-        sample: int,
-        low: Dtype | None,
-        save_state: bool,
-        sinks: Iterable[Callable[[StepRecord], object]],
-        first_step: int,
-        donate: bool = True,
-    ) -> None:
+    Args:
+        step: a function.
+        options: of `monitor`.
+        donate: whether arguments are donated that the step's own ``jax.jit`` donates.
+    """
+
+    def __init__(self, step: Callable[_P, _R], options: Options, *, donate: bool = True) -> None:
         if not callable(step):
             raise TypeError(f"monitor() expects a function, got {step!r} ({type(step).__name__})")
-        kinds = tuple(kinds)
-        for name, number in (("every", every), ("history", history), ("sample", sample)):
-            if number < 1:
-                raise ValueError(f"monitor({name}={number!r}): expected at least 1")
-        if unknown := set(kinds) - set(KINDS):
-            raise ValueError(f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(KINDS)}")
-        if low is not None and low not in RANGES:
-            raise ValueError(f"monitor(low={low!r}): expected one of {list(RANGES)}")
-        if save_state and directory is None:
-            raise ValueError("monitor(save_state=True): nothing is kept without a directory; pass directory=")
+        super().__init__(options)
         self.__wrapped__ = step
-        self.bad_step: Path | None = None
-        """The folder of the first bad step of this process, once it is kept."""
         self._step = step
-        self._every, self._sample, self._low = every, sample, low
-        self._patterns = (layers,) if isinstance(layers, str) else tuple(layers)
-        self._kinds = kinds
-        self._directory = None if directory is None else Path(directory)
-        self._file = None if self._directory is None else JsonLines(self._directory / "history.jsonl")
-        self._sinks = tuple(sinks)
-        self._save_state = save_state
-        self._donate = donate and not save_state
-        self._first = self._next = first_step
+        self._donate = donate and not options.save_state
+        self._next = options.first_step
         self._programs: dict[Any, _Programs] = {}
         self._waiting: deque[_Waiting] = deque()
-        self._history: deque[StepRecord] = deque(maxlen=max(history * sample, every))
-        self._last_low: Dtype = low or "float32"
-        self._good: StepRecord | None = None
-        self._checkpoint: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
         return f"xla_amp.jax.monitor({getattr(self._step, '__qualname__', self._step)!s})"
@@ -222,9 +185,9 @@ class Monitor(Generic[_P, _R]):
         if programs is None:
             programs = self._programs[call.key] = self._build(call, args, kwargs)
         number = self._next
-        sampled = (number - self._first) % self._sample == 0
+        sampled = self._is_sampled(number)
         values = list(itertools.compress(call.leaves, programs.dynamic))
-        watching = self._directory is not None and self.bad_step is None
+        watching = self._options.directory is not None and self.bad_step is None
         donated = [index for index, each in enumerate(programs.donated) if each]
         kept = None
         if watching:
@@ -251,46 +214,26 @@ class Monitor(Generic[_P, _R]):
         outs, found = collect.evaluate(closed, values, self._wanted(closed, True))
         return call.finish(tree(outs)), _without_common_root(found).sums
 
-    @property
-    def history(self) -> History:
-        """What has been read so far."""
-        return History(low=self._last_low, steps=list(self._history))
-
     def read(self) -> History:
         """Waits for everything recorded so far, and returns the history."""
         self._collect(force=True)
         return self.history
 
-    def advice(self) -> list[advice.Advice]:
-        """What the history says that you may want to change."""
-        return advice.advice(self.history)
-
-    def table(self) -> str:
-        """The newest statistics as a table for the terminal."""
-        return table.text(self.history)
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes what has been read so far as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        history_report.write(self.history, path)
-
-    def saved(self, checkpoint: str | Path) -> None:
-        """Tells that the run has just saved a checkpoint: a bad step refers to it."""
-        self._checkpoint = str(checkpoint), self._next
-
     def skip_to(self, step: int) -> None:
         """Gives the next step this number, from which also follows whether it is sampled."""
         self._next = step
 
+    def _next_step(self) -> int:
+        return self._next
+
+    def _is_sampled(self, step: int) -> bool:
+        return (step - self._options.first_step) % self._options.sample == 0
+
     # -- programs ------------------------------------------------------------------------------------------------
 
     def _wanted(self, closed: Any, sampled: bool) -> Wanted:
-        low = self._low or _low_of(closed.jaxpr)
-        return Wanted(layers=self._patterns, kinds=self._kinds if sampled else (), zero=RANGES[low].zero)
+        low, kinds = self._options.low or _low_of(closed.jaxpr), self._options.kinds
+        return Wanted(layers=self._options.layers, kinds=kinds if sampled else (), zero=RANGES[low].zero)
 
     def _build(self, call: kept_step.Call, args: Any, kwargs: Any) -> _Programs:
         dynamic, donated = _dynamic(self._step, call.leaves, args, kwargs)
@@ -307,7 +250,7 @@ class Monitor(Generic[_P, _R]):
                 if sampled:
                     self._check(found)
                 names = tuple(name for name in _NUMBERS if name in found.scalars)
-                layouts[sampled] = _Layout(tuple(found.sums), names, self._low or _low_of(closed.jaxpr))
+                layouts[sampled] = _Layout(tuple(found.sums), names, self._options.low or _low_of(closed.jaxpr))
                 parts = [*found.sums.values(), *(found.scalars[name].reshape(1) for name in names)]
                 return outs, jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.float32)
 
@@ -328,12 +271,12 @@ class Monitor(Generic[_P, _R]):
 
     def _check(self, found: Found) -> None:
         layers = {key.layer for key in found.sums}
-        if not layers and not found.scalars and self._patterns == ("*",):
+        if not layers and not found.scalars and self._options.layers == ("*",):
             raise StepError(
                 "monitor(): the step has no name scopes and marks no values: nothing is recorded. Use modules, "
                 "jax.named_scope, or xla_amp.jax.observe"
             )
-        for pattern in self._patterns:
+        for pattern in self._options.layers:
             if pattern != "*" and not any(module_patterns.selects(pattern, layer) for layer in layers):
                 raise ValueError(f"monitor(layers={pattern!r}): no layer of the step matches")
 
@@ -341,52 +284,35 @@ class Monitor(Generic[_P, _R]):
 
     def _collect(self, *, force: bool) -> None:
         """Records the steps whose rows have arrived; with `force` waits for all."""
-        if not force and self._directory is None:
-            if (self._next - self._first) % self._every == 0:
+        every, directory = self._options.every, self._options.directory
+        if not force and directory is None:
+            if (self._next - self._options.first_step) % every == 0:
                 for waiting in self._waiting:
                     waiting.row.copy_to_host_async()
-            elif len(self._waiting) < 2 * self._every:
+            elif len(self._waiting) < 2 * every:
                 return
         while self._waiting and (force or self._waiting[0].row.is_ready()):
             waiting = self._waiting.popleft()
             record = waiting.layout.record(waiting.number, waiting.row)
-            self._last_low = waiting.layout.low
-            self._history.append(record)
-            reason = bad_step.reason(self._good, record)
-            if reason and waiting.kept is not None and self.bad_step is None and self._directory is not None:
-                self._keep(self._directory, waiting, record, reason)
-            if not record.skipped:
-                self._good = record
-            if self._file is not None:
-                self._file(record, waiting.layout.low)
-            for sink in self._sinks:
-                sink(record)
+            self._run.low = waiting.layout.low
+            self._run.add(record)
+            reason = self._run.judged(record)
+            if reason and waiting.kept is not None and self.bad_step is None and directory is not None:
+                self._keep(directory, waiting, record, reason)
 
     def _keep(self, directory: Path, waiting: _Waiting, record: StepRecord, reason: str) -> None:
-        state = "kept" if self._save_state else "checkpoint" if self._checkpoint else "none"
-        bad = BadStep(
+        bad = self._run.described(
+            record,
+            reason,
             front="jax",
-            step=record.step,
             rank=jax.process_index(),
             world_size=jax.process_count(),
-            reason=reason,
             local=None,
-            loss=record.loss,
-            loss_scale=record.loss_scale,
-            gradient_norm=record.gradient_norm,
-            low=waiting.layout.low,
             versions={"jax": jax.__version__},
-            options={
-                "layers": list(self._patterns),
-                "kinds": list(self._kinds),
-                "sampled": (record.step - self._first) % self._sample == 0,
-            },
-            state=state,
-            checkpoint=self._checkpoint[0] if self._checkpoint else None,
-            checkpoint_step=self._checkpoint[1] if self._checkpoint else None,
+            sampled=self._is_sampled(record.step),
+            kept=self._options.save_state,
         )
-        history = History(low=waiting.layout.low, steps=list(self._history))
-        self.bad_step = kept_step.keep(directory, bad, history, waiting.kept)
+        self._run.bad_step = kept_step.keep(directory, bad, self._run.history, waiting.kept)
         for index, other in enumerate(self._waiting):  # frees the arguments of later steps
             self._waiting[index] = other._replace(kept=None)
 

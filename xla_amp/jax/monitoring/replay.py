@@ -17,6 +17,7 @@ from xla_amp.overflow_report import ProgramOverflowReport
 from xla_amp.recorder import bad_step, history
 from xla_amp.recorder.bad_step import BadStep
 from xla_amp.recorder.history import StepRecord
+from xla_amp.recorder.run import Options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +65,17 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
                 "arguments as the step had them"
             )
     leaves = [kept.get(index, leaf) for index, leaf in enumerate(call.leaves)]
-    again = Monitor(
-        call.run,
+    sampled = bad.options["sampled"]
+    options = Options(
         every=1,
         history=1,
-        directory=None,
         layers=tuple(bad.options["layers"]),
         kinds=tuple(bad.options["kinds"]),
-        sample=1 if bad.options["sampled"] else 2,
+        sample=1 if sampled else 2,
         low=bad.low,
-        save_state=False,
-        sinks=(),
-        first_step=bad.step if bad.options["sampled"] else bad.step - 1,
-        donate=False,
+        first_step=bad.step if sampled else bad.step - 1,
     )
+    again = Monitor(call.run, options, donate=False)
     again.skip_to(bad.step)
     again(leaves)
     record = again.read().steps[-1]

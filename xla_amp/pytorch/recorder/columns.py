@@ -89,3 +89,8 @@ def spread(rows: torch.Tensor, present: Sequence[int], total: int) -> torch.Tens
     at = {place: index for index, place in enumerate(present)}
     nothing = torch.zeros_like(rows[0])
     return torch.stack([rows[at[place]] if place in at else nothing for place in range(total)])
+
+
+def joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """(layers, fields): the sums over the values of both."""
+    return torch.cat([torch.maximum(one[:, :1], other[:, :1]), one[:, 1:] + other[:, 1:]], 1)

@@ -14,6 +14,7 @@ import torch
 from xla_amp.backends import base, devices
 from xla_amp.recorder import bad_step
 from xla_amp.recorder.history import History, StepRecord
+from xla_amp.recorder.run import Run
 
 
 class Before:
@@ -80,6 +81,7 @@ def copied(value: Any) -> Any:
 
 def write(
     directory: Path,
+    run: Run,
     batch: Any,
     before: Before | None,
     history: History,
@@ -87,8 +89,7 @@ def write(
     *,
     reason: str,
     local: bool,
-    options: Mapping[str, Any],
-    checkpoint: tuple[str, int] | None,
+    sampled: bool,
 ) -> Path:
     """Writes the folder of a bad step, and returns it."""
     rank, world = 0, 1
@@ -106,22 +107,16 @@ def write(
         torch.save(_on_host(before.generators), path / "rng.pt")
     if state is not None:
         torch.save(_on_host(state), path / "state.pt")
-    bad = bad_step.BadStep(
+    bad = run.described(
+        record,
+        reason,
         front="pytorch",
-        step=record.step,
         rank=rank,
         world_size=world,
-        reason=reason,
         local=local or world == 1,
-        loss=record.loss,
-        loss_scale=record.loss_scale,
-        gradient_norm=record.gradient_norm,
-        low=history.low,
         versions=versions(),
-        options=options,
-        state="kept" if state is not None else "checkpoint" if checkpoint else "none",
-        checkpoint=checkpoint[0] if checkpoint else None,
-        checkpoint_step=checkpoint[1] if checkpoint else None,
+        sampled=sampled,
+        kept=state is not None,
     )
     bad_step.write(path, bad, history)
     return path
