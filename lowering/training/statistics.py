@@ -27,8 +27,9 @@ def sums(x: jax.Array, zero: Any, unscale: Any = 1.0, scale: Any = 1.0) -> jax.A
         unscale: () factor of `x` before everything else.
         scale: () the loss scale.
 
-    One reduction with six results reads `x` once: on CPUs that takes a fifth of the time of six reductions.  It runs
-    axis by axis, so that no sum has more terms than an axis has elements.
+    One reduction with six results reads `x` once: on CPUs that takes a fifth of the time of six reductions.  XLA:CPU
+    adds the terms of such a reduction one after the other, so it runs in blocks of `_BLOCK` terms: one sum of 2**22
+    equal terms would be 2e-2 off, in blocks it is 2e-7 off.
     """
     value = x.astype(np.float32) * jnp.asarray(unscale, np.float32)
     size = jnp.abs(value)
@@ -42,8 +43,21 @@ def sums(x: jax.Array, zero: Any, unscale: Any = 1.0, scale: Any = 1.0) -> jax.A
     parts = [finite, finite * finite, *(flag.astype(np.int32) for flag in flags)]
     starts = [np.float32(0), np.float32(0), *[np.int32(0)] * len(flags)]
     while parts[0].ndim:
+        parts = [_in_blocks(part) for part in parts]
         parts = list(jax.lax.reduce(tuple(parts), tuple(starts), _join, (parts[0].ndim - 1,)))
     return jnp.stack([part.astype(np.float32) for part in (*parts, jnp.float32(x.size))])
+
+
+_BLOCK = 32
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    """(..., n) -> (..., blocks, _BLOCK), filled up with zeros, if the last axis is longer than that."""
+    length = x.shape[-1]
+    if length <= _BLOCK:
+        return x
+    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
+    return filled.reshape(*x.shape[:-1], -1, _BLOCK)
 
 
 def _join(one: Any, other: Any) -> Any:

@@ -317,7 +317,7 @@ def test_nnx_and_layers(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"every": 0}, ValueError, r"every=0\): expected at least 1"),
+        ({"every": 0}, ValueError, r"every=0\): expected an integer of at least 1"),
         ({"kinds": ["grads"]}, ValueError, "unknown"),
         ({"low": "int8"}, ValueError, "expected one of"),
         ({"save_state": True}, ValueError, "pass directory="),

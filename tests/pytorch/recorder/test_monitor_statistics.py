@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import xla_amp
 from xla_amp.pytorch.recorder.columns import LayerError
 from xla_amp.pytorch.recorder.host import StepCountError
-from xla_amp.recorder.history import KINDS, Key
+from xla_amp.pytorch.recorder.statistics import tensor_sums
+from xla_amp.recorder.history import KINDS, Key, Statistics, Sums
 from xla_amp.types import RANGES
 
 TINY = 2.0**-26  # float16 rounds it to zero
@@ -145,18 +146,32 @@ def test_statistics_are_those_of_hooks_on_the_cpu(where, remat, parts):
         squares = 0.0
         for key, row in record.statistics.items():
             want = reference_values[key]
-            assert row.amax == pytest.approx(want["amax"], rel=2e-6), key
-            assert row.rms == pytest.approx(want["rms"], rel=2e-6), key
+            assert row.amax == pytest.approx(want["amax"], rel=1e-6), key
+            assert row.rms == pytest.approx(want["rms"], rel=1e-6), key
             assert row.underflow == pytest.approx(want["underflow"], abs=1e-9), key
             assert row.headroom == pytest.approx(math.log2(65504 / want["amax"]), abs=1e-5)
             if key.kind == "update":
                 weight = reference_values[Key(key.layer, "weight")]["rms"]
-                assert row.update_ratio == pytest.approx(want["rms"] / weight, rel=2e-6)
+                assert row.update_ratio == pytest.approx(want["rms"] / weight, rel=1e-6)
             if key.kind == "gradient":
                 size = sum(p.numel() for p in model.get_submodule(key.layer).parameters(recurse=False))
                 squares += row.rms**2 * size
-        assert record.gradient_norm == pytest.approx(math.sqrt(squares), rel=1e-5)
+        assert record.gradient_norm == pytest.approx(math.sqrt(squares), rel=1e-6)
     assert found[0].statistics[Key("embed", "weight")].underflow > 0
+
+
+@pytest.mark.parametrize("shape", [(1 << 20,), (1000, 1027)], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+def test_sums_of_many_values_are_as_exact(where, shape):
+    """Long sums in float32 lose digits unless they run in blocks; equal terms are the worst, their errors add up."""
+    device = torch.device("cpu") if where == "cpu" else xla_amp.xla_device()
+    made = torch.Generator().manual_seed(0)
+    tensors = [torch.full(shape, 0.1), torch.randn(shape, generator=made)]
+    found = tensor_sums([tensor.to(device) for tensor in tensors], [0, 1], RANGES["float16"].zero)
+    for row, tensor in zip(found.tolist(), tensors, strict=True):
+        rms = Statistics.of(Sums(*row), "float16").rms
+        assert rms == pytest.approx(tensor.double().square().mean().sqrt().item(), rel=1e-6)
+        assert row[-1] == tensor.numel()
 
 
 @pytest.fixture
