@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.tables",
     ),
     ("xla_amp.policy",),
-    ("xla_amp.lowering",),
+    ("xla_amp.lowering", "xla_amp.plan_search"),
     ("xla_amp.backends",),
     ("xla_amp.lazy",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),

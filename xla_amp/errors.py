@@ -38,6 +38,10 @@ class StepError(XlaAmpError, RuntimeError):
     """A step that cannot be examined: two runs of it differ, or nothing of it can be watched."""
 
 
+class SearchError(XlaAmpError, ValueError):
+    """A search for a precision plan that cannot be made with these arguments; the message says what to pass."""
+
+
 class EngineError(XlaAmpError, RuntimeError):
     """The engine cannot start, or a call does not fit the engine in use."""
 

@@ -68,6 +68,14 @@ def test_two_modules_that_disagree():
             resolve("tpu").decide("softmax.int", "attention")
 
 
+def test_the_inner_of_two_plain_paths_wins():
+    with override({"module:decoder.linear": "fp32", "module:decoder.head.linear": "low", "module:decoder": "fp32"}):
+        effective = resolve("tpu")
+        assert effective.decide("linear", "decoder.head.out").cast == "low"
+        assert effective.decide("linear", "decoder.body").cast == "fp32"
+        assert effective.decide("matmul", "decoder.head").cast == "fp32"
+
+
 def test_every_layer_can_name_modules_and_classes(monkeypatch, tmp_path):
     own = tmp_path / "own.toml"
     own.write_text('extends = "cpu"\n[[rule]]\noperations = ["module:head", "class:fourier"]\ncast = "keep"\n')

@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 from xla_amp.policy import op_catalog
 from xla_amp.types import Cast, OperationClass
@@ -47,6 +47,8 @@ class ModulePattern(NamedTuple):
     operation_modules: re.Pattern[str]
     """Paths of modules in which `operations` match."""
     operations: frozenset[str]
+    depth: int
+    """Number of names in the path, without the operation."""
 
 
 def joined(outer: str, inner: str) -> str:
@@ -78,8 +80,10 @@ def parse(pattern: str) -> ModulePattern:
         operation = op_catalog.canonical(".".join(tail))
         found = () if len(tail) < parts or op_catalog.is_glob(operation) else op_catalog.catalogued(operation)
         if found and (parts == 1 or found == (operation,)):
-            return ModulePattern(op_catalog.glob(path), op_catalog.glob(modules), frozenset(found))
-    return ModulePattern(op_catalog.glob(path), op_catalog.glob(path), frozenset())
+            return ModulePattern(
+                op_catalog.glob(path), op_catalog.glob(modules), frozenset(found), modules.count(".") + 1
+            )
+    return ModulePattern(op_catalog.glob(path), op_catalog.glob(path), frozenset(), path.count(".") + 1)
 
 
 def _matches(pattern: re.Pattern[str], path: str) -> bool:
@@ -96,6 +100,22 @@ def reaches(pattern: str, operation: str, path: str) -> bool:
     if operation in parsed.operations and any(_matches(parsed.operation_modules, module) for module in enclosing):
         return True
     return _computes(operation) and any(_matches(parsed.modules, module) for module in enclosing)
+
+
+_Value = TypeVar("_Value")
+
+
+def innermost(matches: Sequence[tuple[str, _Value]]) -> list[_Value]:
+    """Of (pattern, value) that reach one operation: if all patterns are plain paths, those of the innermost module.
+
+    ``module:decoder.linear`` also reaches the products of ``decoder.head``; ``module:decoder.head.linear`` wins there.
+    Globs have no order: they must agree.
+    """
+    if any(op_catalog.is_glob(pattern) for pattern, _ in matches):
+        return [value for _, value in matches]
+    depths = [(parse(pattern).depth, value) for pattern, value in matches]
+    most = max(depth for depth, _ in depths)
+    return [value for depth, value in depths if depth == most]
 
 
 def selects(pattern: str, path: str) -> bool:

@@ -151,7 +151,8 @@ class RuleLayer:
                 if any(module_patterns.reaches(pair.pattern, name, path) for name in names)
             ]
             if matches:
-                return _agreed(matches, names, f" in module {path!r}")
+                inner = module_patterns.innermost([(pair.pattern, pair) for pair in matches])
+                return _agreed(inner, names, f" in module {path!r}")
         reached = [pair for name in names for pair in self._reaching(name)]
         return _agreed(reached, names) if reached else ()
 

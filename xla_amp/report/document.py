@@ -105,6 +105,30 @@ class Finding(NamedTuple):
     """(what, where or why), the most important first."""
 
 
+class Point(NamedTuple):
+    """One point of a `Plot`."""
+
+    x: float
+    y: float
+    state: State = ""
+    label: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Points of a trade-off, on logarithmic x; only pages show it."""
+
+    title: str
+    x: str
+    y: str
+    """Seconds."""
+    points: tuple[Point, ...]
+    limit: float | None = None
+    """A vertical line at this x."""
+    chosen: tuple[float, float] | None = None
+    """The point that was chosen."""
+
+
 class Edge(NamedTuple):
     """Values that flow from the operations of one scope to those of another."""
 
@@ -127,3 +151,4 @@ class Document:
     tables: tuple[Table, ...] = ()
     edges: tuple[Edge, ...] = ()
     """The graph between scopes, whose layers are those of the first table."""
+    plots: tuple[Plot, ...] = ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from xla_amp.errors import FileError, MissingLibraryError
-from xla_amp.report import units
+from xla_amp.report import plot, units
 from xla_amp.report.document import STATES, Cell, Document, Table
 
 MISSING: Final = "jinja2 is not installed: pip install 'xla-amp[cli]'"
@@ -53,7 +53,8 @@ def html(document: Document) -> str:
         "edges": [list(edge) for edge in document.edges],
     }
     template = environment.get_template("page.html.j2")
-    return template.render(document=document, tables=shown, data=_embedded(data))
+    plots = [(each, plot.drawing(each)) for each in document.plots if each.points]
+    return template.render(document=document, tables=shown, plots=plots, data=_embedded(data))
 
 
 def _embedded(data: Any) -> Any:

@@ -1,0 +1,69 @@
+"""A `Plot` as SVG for the page."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+from xla_amp.report import units
+from xla_amp.report.document import Plot, State
+
+WIDTH: Final = 640
+HEIGHT: Final = 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 620, 15, 250
+
+
+class Mark(NamedTuple):
+    """A point in pixels."""
+
+    x: float
+    y: float
+    state: State
+    title: str
+
+
+class Drawing(NamedTuple):
+    """What the template draws, in pixels."""
+
+    marks: tuple[Mark, ...]
+    front: str
+    """``points`` of the line through the plans that no other plan beats in both axes."""
+    columns: tuple[tuple[float, str], ...]
+    """Position and text of each power of ten."""
+    rows: tuple[tuple[float, str], ...]
+    limit: float | None
+    chosen: tuple[float, float] | None
+
+
+def drawing(plot: Plot) -> Drawing:
+    """`plot` in pixels; points without a finite, positive x are left out."""
+    shown = [p for p in plot.points if p.x > 0 and math.isfinite(p.x)]
+    across = [p.x for p in shown] + [x for x in (plot.limit, plot.chosen and plot.chosen[0]) if x]
+    low, high = (math.log10(f(across)) for f in (min, max)) if across else (-3.0, -2.0)
+    low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+    heights = [p.y for p in shown] + ([plot.chosen[1]] if plot.chosen else [])
+    top = 1.05 * max(heights, default=1.0) or 1.0
+
+    def across_at(x: float) -> float:
+        return round(_LEFT + (math.log10(x) - low) / (high - low) * (_RIGHT - _LEFT), 1)
+
+    def down_at(y: float) -> float:
+        return round(_BOTTOM - y / top * (_BOTTOM - _TOP), 1)
+
+    marks = tuple(
+        Mark(across_at(p.x), down_at(p.y), p.state, f"{p.label}: {units.error(p.x)}, {units.time(p.y)}") for p in shown
+    )
+    front: list[str] = []
+    best = math.inf
+    for point in sorted(shown, key=lambda p: (p.x, p.y)):
+        if point.y < best:
+            best = point.y
+            front.append(f"{across_at(point.x)},{down_at(point.y)}")
+    return Drawing(
+        marks=marks,
+        front=" ".join(front),
+        columns=tuple((across_at(10.0**k), f"1e{k:+03d}") for k in range(low, high + 1)),
+        rows=tuple((down_at(top * k / 4), units.time(top * k / 4) if k else "0") for k in range(5)),
+        limit=across_at(plot.limit) if plot.limit else None,
+        chosen=(across_at(plot.chosen[0]), down_at(plot.chosen[1])) if plot.chosen and plot.chosen[0] > 0 else None,
+    )
