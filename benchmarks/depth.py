@@ -11,15 +11,15 @@ benchmarks/results/depth.{json,md,png}.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from cross_lowering import recorded
 from flax_step import step_of
 from models import GPT, GPTConfig
 from results import plot, write_json, write_markdown
@@ -27,6 +27,7 @@ from workloads import Workload, language
 
 import xla_amp
 from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import execute
 from xla_amp.lazy.runtime.compile import Program
 
 
@@ -48,22 +49,25 @@ def trainer(layers: int) -> tuple[Callable[[], None], int]:
     return step, sum(1 for _ in model.parameters())
 
 
-def program_of(layers: int) -> Program:
-    """The program of a steady step of a model with `layers` layers; nothing is run or compiled."""
-    with recorded("cpu") as programs:
-        step, _ = trainer(layers)
-        for _ in range(2):
-            programs.clear()
-            step()
-            xla_amp.sync()
-    (program,) = programs
-    return program
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Program]]:
+    """The programs of steps inside, which are not run."""
+    programs: list[Program] = []
+
+    def run(program: Program, *_: Any) -> list[Any]:
+        programs.append(program)
+        with private_api.x64():
+            return list(jax.eval_shape(program.call, *program.abstract))
+
+    with execute.instead(run):
+        yield programs
+        xla_amp.sync()
 
 
 def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
     """Counts, and median times in seconds."""
     row: dict[str, Any] = {"layers": layers}
-    with recorded("cpu") as programs:
+    with recorded() as programs:
         step, row["tensors"] = trainer(layers)
         samples: dict[str, list[float]] = {"record": [], "key": []}
         for number in range(rounds + 2):

@@ -19,13 +19,11 @@ import time
 from typing import Any
 
 import torch
-from cross_lowering import module_of, recorded
 from models import Bottleneck
 from results import write_json, write_markdown
 from workloads import Workload, language, resnet, vit
 
 import xla_amp
-from xla_amp.lazy.runtime import compile_options
 from xla_amp.stablehlo.tools import targets
 
 _SIZE: dict[str, Any] = {"layers": 2, "width": 256, "heads": 4}
@@ -85,10 +83,8 @@ class Step:
 
 def compiled(compilers: targets.Compilers, workload: Workload, level: str, target: str) -> Any:
     """XLA's figures for the step on `target`."""
-    platform = targets.specification(target)["platform"]
-    with recorded(platform):
-        module = module_of(Step(workload, level, xla_amp.xla_device()), platform)
-    return compilers.compile(module, target, compile_options.for_platform(platform))
+    program = xla_amp.export_for(target, lambda: Step(workload, level, xla_amp.xla_device()))
+    return compilers.compile(program, target, program.compiler_options)
 
 
 HEADINGS = ("model", "level", "time", "GB accessed", "peak MiB", "bytes", "memory", "loss error", "gradient error")

@@ -21,13 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from cross_lowering import module_of, recorded
 from flax_step import step_of
 from results import RESULTS, stamp, write_markdown
 from workloads import Workload, language, resnet
 
 import xla_amp
-from xla_amp.lazy.runtime import compile_options
+from xla_amp.lazy.interop.export_for import TargetProgram
 from xla_amp.stablehlo.tools import targets
 
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
@@ -38,11 +37,11 @@ MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
 }
 
 
-def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | None = None) -> str:
+def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | None = None) -> TargetProgram:
     """The step on the lazy device, with the target's policy, overridden by `rules`."""
-    platform = targets.specification(target)["platform"]
     changed = xla_amp.policy.override(rules) if rules else contextlib.nullcontext()
-    with recorded(platform):
+
+    def make_step() -> Callable[[], torch.Tensor]:
         device = xla_amp.xla_device()
         model = workload.torch_model().to(device)
         if workload.optimizer == "sgd":
@@ -59,7 +58,9 @@ def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | 
             optimizer.zero_grad()
             return loss.detach()
 
-        return module_of(step, platform)
+        return step
+
+    return xla_amp.export_for(target, make_step)
 
 
 def flax(workload: Workload, target: str, low: bool) -> str:
@@ -69,7 +70,7 @@ def flax(workload: Workload, target: str, low: bool) -> str:
     return targets.lower(step, *state, *batch, target=target)
 
 
-VARIANTS: dict[str, Callable[[Workload, str], str]] = {
+VARIANTS: dict[str, Callable[[Workload, str], str | TargetProgram]] = {
     "lazy bf16": lambda workload, target: lazy(workload, target, True),
     "Flax bf16": lambda workload, target: flax(workload, target, True),
     "Flax fp32": lambda workload, target: flax(workload, target, False),
@@ -97,9 +98,8 @@ class Row:
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
     """Compile one variant; the lazy device's with the engine's compile options."""
-    platform = targets.specification(target)["platform"]
-    asked = compile_options.for_platform(platform) if variant.startswith("lazy") else None
-    compiled = compilers.compile(VARIANTS[variant](MODELS[model](options), target), target, asked)
+    program = VARIANTS[variant](MODELS[model](options), target)
+    compiled = compilers.compile(program, target, getattr(program, "compiler_options", None))
     seconds, unjudged = compiled.seconds, 0
     if seconds is None and (said := re.search(r"its sum is (-[\d.e-]+)", compiled.seconds_why)):
         # XLA subtracts one second for each operation without an estimate; a step takes far less than one second.

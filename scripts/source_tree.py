@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "xla_amp.config",
         "xla_amp.events",
+        "xla_amp.hardware",
         "xla_amp.interrupts",
         "xla_amp.loss_scaling",
         "xla_amp.overflow_report",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
     from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
     from xla_amp.lazy.interop.export import export as export
+    from xla_amp.lazy.interop.export_for import export_for as export_for
     from xla_amp.lazy.runtime.compilation_cache import compilation_cache as compilation_cache
     from xla_amp.pytorch.autocast.autocast import autocast as autocast
     from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
@@ -57,6 +58,7 @@ _PUBLIC = {
     "custom_fwd": "xla_amp.pytorch.autocast.custom_function",
     "explain": "xla_amp.diagnose.explain",
     "export": "xla_amp.lazy.interop.export",
+    "export_for": "xla_amp.lazy.interop.export_for",
     "find_overflow": "xla_amp.diagnose.overflow",
     "is_autocast_available": "xla_amp.pytorch.autocast.custom_function",
     "launch": "xla_amp.lazy.distributed.launch",

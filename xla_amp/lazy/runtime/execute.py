@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -63,6 +63,8 @@ before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
 (`xla_amp.lazy.tensors.undo`)."""
 after_run: list[Callable[[], None]] = []
 """Called after each program was dispatched."""
+_instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
+"""Called in place of `execute`."""
 
 
 def flush() -> None:
@@ -125,6 +127,18 @@ def clear_programs() -> None:
         program_cache.clear(_programs)
 
 
+@contextlib.contextmanager
+def instead(run: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]]) -> Iterator[None]:
+    """Inside, programs are handed to `run` and no device runs them; they are not counted, and forgotten at the end."""
+    global _programs, _instead
+    kept, outer = _programs, _instead
+    _programs, _instead = program_cache.new_cache(), run
+    try:
+        yield
+    finally:
+        _programs, _instead = kept, outer
+
+
 def _run() -> None:
     if mesh.active is not None:
         mesh.move_to_mesh(trace.parameters)
@@ -168,7 +182,7 @@ def _run() -> None:
             ):
                 key = dataclasses.replace(key, code=tuple(trace.code))
                 program = _programs.get(key)
-        is_new = program is None
+        is_new = program is None and _instead is None
         loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
         floats, ints, streams = _numbers()
         with private_api.x64():
@@ -183,7 +197,7 @@ def _run() -> None:
                 admit(program, key.code, (donated, kept, floats, ints))
                 del donated, kept
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
-                outputs = execute(program, arrays, floats, ints)
+                outputs = (_instead or execute)(program, arrays, floats, ints)
     except BaseException as error:
         message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
@@ -201,8 +215,9 @@ def _run() -> None:
     if is_new:
         metrics.compilations += 1
     elif not again:
+        _programs[key] = program  # new to the cache of `instead`
         _programs.move_to_end(key)
-    metrics.executions += 1
+    metrics.executions += _instead is None
     metrics.operations += program.operations
     if observer is not None:
         observer.after(program, key.code, targets)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import jax
 
@@ -11,6 +13,7 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime.compilation_cache import compilation_cache
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
+_absent: str | None = None
 
 
 @functools.cache
@@ -60,8 +63,23 @@ def counts_memory() -> bool:
     return bool(jax_device().memory_stats())
 
 
-@functools.cache
 def platform() -> str:
-    """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    """``"cpu"``, ``"gpu"`` or ``"tpu"``: of the device, or of the absent one that a step is exported for."""
+    return _absent or _present()
+
+
+@functools.cache
+def _present() -> str:
     name: str = jax_device().platform
     return _PLATFORMS.get(name, name)
+
+
+@contextlib.contextmanager
+def absent(platform: str) -> Iterator[None]:
+    """Inside, steps are recorded for `platform`, which this machine need not have; they cannot run."""
+    global _absent
+    outer, _absent = _absent, platform
+    try:
+        yield
+    finally:
+        _absent = outer

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from xla_amp.backends import base
-from xla_amp.errors import DeviceError, StepFailedError
+from xla_amp.errors import CaptureError, DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
@@ -371,6 +371,11 @@ def value_of(buffer: Buffer) -> jax.Array:
             failed = error  # what depends on it raises when it is read
     if type(buffer.array) is Poisoned:
         raise StepFailedError(buffer.array.reason) from failed
+    if isinstance(buffer.array, jax.ShapeDtypeStruct):
+        raise CaptureError(
+            "the step reads a value inside export_for(), which runs nothing: take .item(), print, float() and `if` on "
+            "tensors out of it"
+        )
     array: jax.Array = buffer.array
     return array
 

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from xla_amp import hardware
 from xla_amp.errors import DeviceError
 from xla_amp.report import operations as report_operations
 from xla_amp.report import page, terminal, units
@@ -225,10 +226,20 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
             return _compiled(module, targets, own)
     for target in targets:
         try:
-            found[target] = compilers.compile(module, target)
+            found[target] = compilers.compile(module, target, _options(module))
         except DeviceError as error:
             found[target] = str(error)
     return found
+
+
+def _options(module: ir.MlirModule) -> dict[str, str]:
+    """The compiler's options that the module carries (`xla_amp.export_for`)."""
+    attributes = module.operation.attributes.get(hardware.ATTRIBUTES, ())
+    return {
+        each.name.removeprefix(hardware.OPTION): each.attr.value
+        for each in attributes
+        if each.name.startswith(hardware.OPTION)
+    }
 
 
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:

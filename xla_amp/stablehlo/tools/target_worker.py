@@ -46,7 +46,7 @@ def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
 
 
 def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Compiles MLIR text or bytecode for one row of ``targets.toml``; the reply without its ``error``."""
+    """Compiles MLIR text or bytecode for one row of ``hardware.toml``; the reply without its ``error``."""
     from jax._src import compiler, xla_bridge
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
@@ -153,7 +153,7 @@ def _whole(number: float | None) -> int | None:
 
 
 def device_description(target: Mapping[str, Any]) -> str:
-    """A row of ``targets.toml`` as the text of XLA's ``GpuTargetConfigProto``."""
+    """A row of ``hardware.toml`` as the text of XLA's ``GpuTargetConfigProto``."""
     lanes = {key: (target["clock_ghz"], rate, 1) for key, rate in target["scalar"].items()}
     clocks = target["multiprocessors"] * _MATRIX_UNITS * target["clock_ghz"] * 1e9
     # XLA counts a multiply-add as one operation, data sheets as two.

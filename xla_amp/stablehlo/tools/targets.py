@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import importlib.resources
 import importlib.util
-import tomllib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 from xla_amp.errors import DeviceError
+from xla_amp.hardware import names as names
+from xla_amp.hardware import specification as specification
 from xla_amp.stablehlo.tools import hlo_text
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
@@ -137,11 +136,6 @@ def lower(function: Callable[..., Any], *args: Any, target: str, **kwargs: Any) 
     return str(traced.lower(lowering_platforms=(platform,)).as_text())
 
 
-def names() -> tuple[str, ...]:
-    """All known targets, whether or not their compilers are installed."""
-    return tuple(_specifications())
-
-
 def available(target: str) -> bool:
     """Whether the compiler for `target` is installed.
 
@@ -150,24 +144,6 @@ def available(target: str) -> bool:
     """
     modules, _ = _NEEDS[specification(target)["platform"]]
     return not modules or any(_installed(module) for module in modules)
-
-
-def specification(target: str) -> Mapping[str, Any]:
-    """The row of ``targets.toml``.
-
-    Raises:
-        DeviceError: unknown target.
-    """
-    rows = _specifications()
-    if target not in rows:
-        raise DeviceError(f"target {target!r}: expected one of {', '.join(rows)}")
-    return rows[target]
-
-
-@functools.cache
-def _specifications() -> Mapping[str, Mapping[str, Any]]:
-    text = importlib.resources.files(__package__).joinpath("targets.toml").read_text(encoding="utf-8")
-    return MappingProxyType({name: MappingProxyType(row) for name, row in tomllib.loads(text).items()})
 
 
 def _installed(module: str) -> bool:
