@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
+from xla_amp.diagnose import replay_step
 
 VOCABULARY, RARE, WIDTH, LENGTH, BATCH = 64, 63, 16, 12, 8
 ELEMENT = 5
@@ -121,6 +122,13 @@ def _process(index: int, *arguments: Any) -> None:
     train(*arguments)
 
 
+def _replay(index: int, directory: str, name: str) -> None:
+    report = replay_step.replay(directory, globals()[name])
+    print(f"replay in process {index}: {len(report.differences)} of {report.compared} numbers differ", flush=True)
+    if report.differences:
+        sys.exit("\n".join(report.differences))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
@@ -153,8 +161,10 @@ def main() -> None:
         wanted = (options.bad, options.processes - 1, "h.1.up", [ELEMENT])
         if (report["bad"]["step"], report["bad"]["rank"], place["module"], report["elements"]) != wanted:
             sys.exit(f"expected {wanted}")
-        if options.processes == 1 and report["differences"]:
+        if report["differences"]:
             sys.exit("\n".join(report["differences"]))
+        if options.processes > 1:
+            xla_amp.launch(_replay, args=(directory, name), nprocs=options.processes)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def rich(
 
     table = Table(caption=caption, caption_justify="left")
     for name in columns:
-        table.add_column(name, justify="right" if name in numeric else "left")
+        table.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
     for line in lines:
         table.add_row(*map(Text, line))
     return table

@@ -46,7 +46,8 @@ class ReplayReport:
     """Numbers of the step that are not the same bits now."""
     compared: int
     """How many numbers were compared."""
-    overflow: OverflowReport
+    overflow: OverflowReport | None
+    """None in a replay of several processes."""
     elements: tuple[int, ...]
     """Batch elements in which the first inf or NaN appears; empty if it is not of single elements."""
     batch_size: int
@@ -59,7 +60,8 @@ class ReplayReport:
 
     def document(self) -> Document:
         """The report of `find_overflow`, with what is known of the step, and the history before it."""
-        bad, found = self.bad, self.overflow.document()
+        bad = self.bad
+        found = Document(title="", kind="replay") if self.overflow is None else self.overflow.document()
         answer = f"yes, {self.compared} numbers" if self.reproduced else f"no: {len(self.differences)} numbers differ"
         state: State = "low" if self.reproduced else "risk"
         items = tuple((each, "") for each in (*self.differences[:10], *self.notes))
@@ -90,7 +92,7 @@ class ReplayReport:
         if self.elements:
             shown = ", ".join(map(str, self.elements[:16])) + (", ..." if len(self.elements) > 16 else "")
             lines.append(f"batch elements with an inf or NaN there: {shown} (of {self.batch_size})")
-        return "\n".join([*lines, "", str(self.overflow)])
+        return "\n".join(lines if self.overflow is None else [*lines, "", str(self.overflow)])
 
 
 _REASONS: Mapping[str, str] = {
@@ -103,6 +105,10 @@ _REASONS: Mapping[str, str] = {
 def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayReport:
     """Runs the bad step in `directory` again, and writes ``report.txt`` beside it.
 
+    One process replays the process that overflowed first; gradients and updates of a run with several processes are not
+    compared then.  As many processes as the run had compare everything, each with what it recorded, and do not look
+    for the overflow.
+
     Args:
         directory: what ``monitor(directory=...)`` was given, a ``bad_step_N`` folder in it, or a ``rank_N`` folder.
         make: a function, or ``"module:function"``.  It returns ``(model, optimizer, scaler, step)``; `optimizer` and
@@ -111,7 +117,7 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
 
     Raises:
         FileError: there is no bad step, or a file of it is damaged.
-        MakeError: `make` returns something else.
+        MakeError: `make` returns something else, or this run has another number of processes.
     """
     places = bad_step.ranks(directory)
     found = [bad_step.read(place) for place in places]
@@ -119,6 +125,11 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     folder = places[found.index(bad)]
     if bad.front != "pytorch":
         raise FileError(f"{folder}: a step of a JAX run; write xla_amp.jax.replay(step, directory, *args) in Python")
+    model, optimizer, scaler, step = _made(make, bad)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    rank, world = kept_step.process(device)
+    if world > 1:
+        bad, folder = _of_rank(places, found, rank, world)
     records = history.read(folder / bad_step.HISTORY)
     then = next((record for record in reversed(records.steps) if record.step == bad.step), None)
     if then is None:
@@ -127,8 +138,6 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     notes = []
     if bad.versions != kept_step.versions():
         notes.append(f"recorded with {dict(bad.versions)}, replayed with {kept_step.versions()}")
-    model, optimizer, scaler, step = _made(make, bad)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     where = iter(kept["places"])
     batch = tree_map_only(
         torch.Tensor, lambda tensor: tensor if next(where) == "cpu" else tensor.to(device), kept["batch"]
@@ -150,14 +159,25 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
             devices.engine().sync()
 
     now = _run(bad, model, optimizer, scaler, step, batch, restore)
-    differences, compared = _compared(then, now)
-    restore()
-    objects = [each for each in (model, optimizer, scaler) if each is not None]
-    overflow = find_overflow(step, *batch, objects=objects)
+    one, other = _numbers(then), _numbers(now)
+    if bad.world_size > world:
+        reduced = [name for name in one if name.startswith(_REDUCED)]
+        one, other = ({name: value for name, value in each.items() if name not in reduced} for each in (one, other))
+        notes.append(
+            f"{len(reduced)} numbers of gradients and updates come from all {bad.world_size} processes and were not "
+            f"compared; a replay in {bad.world_size} processes does that"
+        )
+    differences, compared = _compared(one, other)
     size = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
-    restore()
-    with restoring(objects):
-        elements = _elements(overflow, model, uncompiled(step), batch, size)
+    overflow: OverflowReport | None = None
+    elements: tuple[int, ...] = ()
+    if world == 1:  # otherwise the runs of the step wait for those of other processes, which may be fewer
+        restore()
+        objects = [each for each in (model, optimizer, scaler) if each is not None]
+        overflow = find_overflow(step, *batch, objects=objects)
+        restore()
+        with restoring(objects):
+            elements = _elements(overflow, model, uncompiled(step), batch, size)
     report = ReplayReport(
         bad=bad,
         folder=folder,
@@ -168,8 +188,23 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
         batch_size=size,
         notes=tuple(notes),
     )
-    (folder.parent / "report.txt").write_text(f"{report}\n", encoding="utf-8")
+    name = f"report_rank_{rank}.txt" if world > 1 else "report.txt"
+    (folder.parent / name).write_text(f"{report}\n", encoding="utf-8")
     return report
+
+
+_REDUCED = ("gradient", "update")
+"""How names of numbers begin that come from all processes of a run."""
+
+
+def _of_rank(places: Sequence[Path], found: Sequence[BadStep], rank: int, world: int) -> tuple[BadStep, Path]:
+    """What this process recorded."""
+    if found[0].world_size != world:
+        raise MakeError(f"replay: a step of {found[0].world_size} processes in {world}; use as many, or one")
+    for bad, folder in zip(found, places, strict=True):
+        if bad.rank == rank:
+            return bad, folder
+    raise FileError(f"{places[0].parent}: no folder rank_{rank}; do all processes write to the same directory?")
 
 
 def _load(path: Path) -> Any:
@@ -242,8 +277,7 @@ def _run(
         recorder.close()
 
 
-def _compared(then: StepRecord, now: StepRecord) -> tuple[list[str], int]:
-    one, other = (_numbers(record) for record in (then, now))
+def _compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], int]:
     names = list(dict.fromkeys([*one, *other]))
     # By their text: two NaNs are the same, and all digits are there.
     return [

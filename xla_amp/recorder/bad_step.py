@@ -3,7 +3,8 @@
 ::
 
     DIRECTORY/
-        history.jsonl               every step that was read, if the monitor writes it
+        history.jsonl               every step that was read, of process 0
+        history_rank_1.jsonl        the same of process 1
         bad_step_0001500/
             rank_0/                 one folder for each process
                 step.json           `BadStep`

@@ -76,18 +76,23 @@ class Options:
 
 
 class Run:
-    """The steps of a run that are known, and its first bad one."""
+    """The steps of a run that are known, and its first bad one.
 
-    def __init__(self, options: Options) -> None:
+    Args:
+        options: of the monitor.
+        process: gives the rank of this process and the number of processes, once steps have run.
+    """
+
+    def __init__(self, options: Options, process: Callable[[], tuple[int, int]]) -> None:
         self.options = options
+        self.process = process
         self.low: Dtype | None = options.low
         self.bad_step: Path | None = None
-        self.checkpoint: tuple[str, int] | None = None
-        """Path of the last checkpoint, and the number of the step before which it was saved."""
+        self.checkpoints: deque[tuple[str, int]] = deque(maxlen=1000)
+        """Paths of the last checkpoints, and for each the number of the step before which it was saved."""
         self._records: deque[StepRecord] = deque(maxlen=max(options.history * options.sample, options.every))
         self._good: StepRecord | None = None
-        directory = options.directory
-        self._file = None if directory is None else JsonLines(directory / "history.jsonl")
+        self._file: JsonLines | None = None
 
     @property
     def history(self) -> History:
@@ -103,6 +108,9 @@ class Run:
     def add(self, record: StepRecord) -> None:
         """Takes a complete record, in order, and hands it to the file and the sinks."""
         self._records.append(record)
+        if self._file is None and self.options.directory is not None:
+            rank, _ = self.process()
+            self._file = JsonLines(self.options.directory / (f"history_rank_{rank}.jsonl" if rank else "history.jsonl"))
         if self._file is not None:
             self._file(record, self.low or "float32")
         for sink in self.options.sinks:
@@ -114,22 +122,23 @@ class Run:
         reason: str,
         *,
         front: str,
-        rank: int,
-        world_size: int,
         local: bool | None,
         versions: Mapping[str, str],
         sampled: bool,
         kept: bool,
     ) -> BadStep:
         """What is known of a bad step; `kept` tells whether the state before it is."""
-        path, step = self.checkpoint or (None, None)
+        # A bad step is found when later ones have run, after which the loop may have saved its state.
+        earlier = [each for each in self.checkpoints if each[1] <= record.step]
+        path, step = earlier[-1] if earlier else (None, None)
+        rank, world_size = self.process()
         return BadStep(
             front=front,
             step=record.step,
             rank=rank,
             world_size=world_size,
             reason=reason,
-            local=local,
+            local=True if world_size == 1 else local,
             loss=record.loss,
             loss_scale=record.loss_scale,
             gradient_norm=record.gradient_norm,
@@ -145,9 +154,9 @@ class Run:
 class BaseMonitor(abc.ABC):
     """What the monitors of all fronts tell of their runs."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, process: Callable[[], tuple[int, int]]) -> None:
         self._options = options
-        self._run = Run(options)
+        self._run = Run(options, process)
 
     @property
     def bad_step(self) -> Path | None:
@@ -182,7 +191,7 @@ class BaseMonitor(abc.ABC):
 
     def saved(self, checkpoint: str | Path) -> None:
         """Tells that the run has just saved a checkpoint: a bad step refers to it."""
-        self._run.checkpoint = str(checkpoint), self._next_step()
+        self._run.checkpoints.append((str(checkpoint), self._next_step()))
 
     @abc.abstractmethod
     def _next_step(self) -> int:

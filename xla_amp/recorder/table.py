@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from xla_amp import tables
+from xla_amp.errors import MissingLibraryError
 from xla_amp.recorder import history_report
 from xla_amp.recorder.history import History, StepRecord
 from xla_amp.report import terminal
 
 COLUMNS = ("layer", "kind", "amax", "rms", "headroom", "underflow", "inf", "NaN", "update ratio")
 _NUMBERS = COLUMNS[2:]
+_EMPTY = ("", "0.0%")
+"""Cells that do not need a column if it has no others: the names of layers need the width."""
 
 
 def lines(record: StepRecord) -> list[list[str]]:
@@ -33,11 +36,14 @@ class Live:
     """Sink that keeps a table of the newest sampled step on the terminal, with ``rich``.
 
     Raises:
-        ImportError: rich is not installed: ``pip install rich``.
+        MissingLibraryError: rich is not installed.
     """
 
     def __init__(self, most: int = 25) -> None:
-        from rich.live import Live as Display
+        try:
+            from rich.live import Live as Display
+        except ImportError:
+            raise MissingLibraryError("a live table: rich is not installed: pip install 'xla-amp[cli]'") from None
 
         self._most = most
         self._sampled: StepRecord | None = None
@@ -48,7 +54,9 @@ class Live:
         if record.statistics:
             self._sampled = record
         rows = [] if self._sampled is None else lines(self._sampled)[: self._most]
-        self._display.update(tables.rich(COLUMNS, rows, history_report.headline(record), numeric=_NUMBERS))
+        kept = [index for index in range(len(COLUMNS)) if any(row[index] not in _EMPTY for row in rows)]
+        rows, names = [[row[index] for index in kept] for row in rows], [COLUMNS[index] for index in kept]
+        self._display.update(tables.rich(names, rows, history_report.headline(record), numeric=_NUMBERS))
 
     def close(self) -> None:
         """Leaves the last table and ends."""

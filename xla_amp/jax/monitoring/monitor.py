@@ -166,7 +166,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
     def __init__(self, step: Callable[_P, _R], options: Options, *, donate: bool = True) -> None:
         if not callable(step):
             raise TypeError(f"monitor() expects a function, got {step!r} ({type(step).__name__})")
-        super().__init__(options)
+        super().__init__(options, lambda: (jax.process_index(), jax.process_count()))
         self.__wrapped__ = step
         self._step = step
         self._donate = donate and not options.save_state
@@ -305,8 +305,6 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
             record,
             reason,
             front="jax",
-            rank=jax.process_index(),
-            world_size=jax.process_count(),
             local=None,
             versions={"jax": jax.__version__},
             sampled=self._is_sampled(record.step),

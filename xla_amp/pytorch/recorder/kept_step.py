@@ -92,13 +92,7 @@ def write(
     sampled: bool,
 ) -> Path:
     """Writes the folder of a bad step, and returns it."""
-    rank, world = 0, 1
-    if before is not None and devices.is_xla(before.device.type):
-        processes = base.processes()
-        rank, world = processes.ordinal(), processes.world_size()
-    elif torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    path = bad_step.folder(directory, record.step, rank)
+    path = bad_step.folder(directory, record.step, run.process()[0])
     path.mkdir(parents=True, exist_ok=True)
     places: list[str] = []
     torch.save({"batch": _on_host(batch, places), "places": places}, path / "batch.pt")
@@ -111,15 +105,23 @@ def write(
         record,
         reason,
         front="pytorch",
-        rank=rank,
-        world_size=world,
-        local=local or world == 1,
+        local=local,
         versions=versions(),
         sampled=sampled,
         kept=state is not None,
     )
     bad_step.write(path, bad, history)
     return path
+
+
+def process(device: torch.device) -> tuple[int, int]:
+    """Rank of this process, and number of processes that train together."""
+    if devices.is_xla(device.type):
+        processes = base.processes()
+        return processes.ordinal(), processes.world_size()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
 
 
 def versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -115,11 +116,11 @@ class Monitor(BaseMonitor):
         if optimizer is None:
             kinds = tuple(kind for kind in options.kinds if kind == "activation")
             options = dataclasses.replace(options, kinds=kinds)
-        super().__init__(options)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        super().__init__(options, functools.partial(kept_step.process, self._device))
         self.model, self.optimizer = model, optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._modules = columns.selected(model, options.layers)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._recording = Recording(model, self._modules, optimizer, self.scaler, options, self._device)
         self._host = Host(self._run, optimizer=optimizer is not None, scaler=self.scaler is not None)
         self._count = 0
