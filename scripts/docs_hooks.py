@@ -23,7 +23,7 @@ LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 INCLUDED = ("CHANGELOG.md", "CONTRIBUTING.md", "xla_amp/lazy/README.md")
 """Files of the navigation, which no page needs to link to."""
 
-PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.policy", "xla_amp.stablehlo")
+PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.plan_search", "xla_amp.policy", "xla_amp.stablehlo")
 """Packages whose names are re-exported: each name has an entry."""
 
 MODULES = (

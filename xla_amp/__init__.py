@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xla_amp.backends.base import sync as sync
     from xla_amp.diagnose.explain import explain as explain
     from xla_amp.diagnose.overflow import find_overflow as find_overflow
+    from xla_amp.diagnose.torch_search import search as search
     from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed import checkpoint as checkpoint
     from xla_amp.lazy.distributed.launch import launch as launch
@@ -67,6 +68,7 @@ _PUBLIC = {
     "metrics": "xla_amp.backends.base",
     "monitor": "xla_amp.pytorch.recorder.monitor",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
+    "search": "xla_amp.diagnose.torch_search",
     "sync": "xla_amp.backends.base",
     "xla_device": "xla_amp.pytorch.distributed.xla_model",
 }

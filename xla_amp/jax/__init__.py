@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from xla_amp.jax.monitoring.replay import replay as replay
     from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
+    from xla_amp.jax.precision_search import search as search
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
     from xla_amp.lazy.interop.arrays import from_torch as from_torch
     from xla_amp.lazy.interop.arrays import to_jax as to_jax
@@ -49,6 +50,7 @@ _PUBLIC = {
     "monitor": "xla_amp.jax.monitoring.monitor",
     "observe": "xla_amp.jax.monitoring.collect",
     "replay": "xla_amp.jax.monitoring.replay",
+    "search": "xla_amp.jax.precision_search",
     "select": "xla_amp.jax.loss_scale",
     "skip_nonfinite": "xla_amp.jax.optax_wrapper",
     "to_jax": "xla_amp.lazy.interop.arrays",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from xla_amp.events import DecisionRecord
 from xla_amp.plan_search.rates import Rates
@@ -12,7 +13,9 @@ from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.report import units
 from xla_amp.types import Cast
 
-_LOW_FORMS: tuple[Cast, ...] = ("low", "fp32_inside")
+_LOW_FORMS: Final[tuple[Cast, ...]] = ("low", "fp32_inside")
+_NOT_FUSED: Final = frozenset({"contraction", "convolution", "recurrent", "reduction", "normalization", "loss"})
+"""Classes of operations that read and write memory of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +63,59 @@ def _floating(record: DecisionRecord) -> bool:
     return record.operation in op_catalog.catalogue().classes and any(d == "float32" or units.is_low(d) for d in dtypes)
 
 
+def seconds(records: Iterable[DecisionRecord], rates: Rates, *, backward: bool) -> float:
+    """Estimated time of a recorded program, each operation in the dtypes that it has.
+
+    Elementwise operations and those that only move values cost nothing: XLA fuses them with others.
+    """
+    return math.fsum(
+        _time(record, rates, backward, _narrower(record.given, record.used), record.result)
+        for record in records
+        if record.cast in _LOW_FORMS or op_catalog.catalogue().classes.get(record.operation) in _NOT_FUSED
+    )
+
+
+def _narrower(given: Sequence[str], used: Sequence[str]) -> list[str]:
+    """dtypes in which operands are read: a cast is fused with what makes or reads the value."""
+    return [min(pair, key=units.bits) for pair in zip(given, used, strict=True)]
+
+
+def _time(
+    record: DecisionRecord, rates: Rates, backward: bool, operands: Sequence[str], results: Sequence[str]
+) -> float:
+    work, passes = _work(record, backward)
+    moved = sum(
+        _elements(shape) * units.bits(dtype) // 8
+        for shapes, dtypes in ((record.shapes, operands), (record.result_shapes, results))
+        for shape, dtype in zip(shapes, dtypes, strict=False)
+    )
+    floating = [dtype for dtype in operands if dtype in rates.peak]
+    return rates.seconds(work, passes * moved, max(floating, key=units.bits) if floating else "float32")
+
+
+def _work(record: DecisionRecord, backward: bool) -> tuple[float, int]:
+    """FLOP of the forward and the backward pass, and how often its values are read or written."""
+    product = op_catalog.is_contraction(record.operation)
+    passes = (3 if product else 2) if backward else 1
+    return (record.flops or 0) * (passes if product else 1), passes
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return math.prod(max(1, size) for size in shape)
+
+
 def _candidate(
     scope: str, operation: str, records: Sequence[DecisionRecord], rates: Rates, low: str, backward: bool
 ) -> Candidate:
     saved = moved = flops = 0.0
     for record in records:
-        product = op_catalog.is_contraction(operation)
-        work = (record.flops or 0) * (3 if backward and product else 1)
-        elements = sum(math.prod(max(1, size) for size in shape) for shape in (*record.shapes, *record.result_shapes))
-        passes = (3 if product else 2) if backward else 1
-        wide, narrow = 4 * elements * passes, 2 * elements * passes
-        saved += rates.seconds(work, wide, "float32") - rates.seconds(work, narrow, low)
-        moved += wide - narrow
+        operands, results = (
+            [[dtype] * len(ends) for dtype in ("float32", low)] for ends in (record.used, record.result)
+        )
+        wide, narrow = (_time(record, rates, backward, *ends) for ends in zip(operands, results, strict=True))
+        work, passes = _work(record, backward)
+        saved += wide - narrow
+        moved += 2 * passes * sum(map(_elements, (*record.shapes, *record.result_shapes)))
         flops += work
     return Candidate(
         name=f"{module_patterns.PREFIX}{scope}.{operation}" if scope else operation,

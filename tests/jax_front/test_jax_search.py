@@ -1,0 +1,110 @@
+"""`xla_amp.jax.search`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import xla_amp
+import xla_amp.jax
+from xla_amp.errors import SearchError
+
+BUDGET = {"loss": 1e-2, "gradients": 2e-2}
+
+
+def loss(parameters, x):
+    """The difference of two products that are nearly equal, between two harmless ones."""
+    with jax.named_scope("first"):
+        h = jnp.tanh(x @ parameters["first"])
+    with jax.named_scope("a"):
+        a = h @ parameters["a"]
+    with jax.named_scope("b"):
+        b = h @ (parameters["a"] * 1.01)
+    with jax.named_scope("last"):
+        return jnp.mean(((a - b) @ parameters["last"]) ** 2)
+
+
+def given(seed: int, number: int) -> list[tuple[dict[str, jax.Array], jax.Array]]:
+    draw, weights = np.random.default_rng(seed), np.random.default_rng(0)
+    parameters = {name: jnp.asarray(weights.normal(size=(32, 32)) / 6, jnp.float32) for name in ("first", "a", "last")}
+    return [(parameters, jnp.asarray(draw.normal(size=(8, 32)), jnp.float32)) for _ in range(number)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return xla_amp.jax.search(loss, given(1, 5), budget=BUDGET, target="h100")
+
+
+def test_both_nearly_equal_products_in_scopes_stay_in_float32(found):
+    assert found.met
+    names = ("first", "a", "b", "last")
+    casts = [found.policy.decide("matmul", name).cast for name in names]
+    assert casts == ["low", "fp32", "fp32", "low"]
+    assert found.estimated["all low"] < found.estimated["plan"] < found.estimated["float32"]
+
+
+def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(found, tmp_path):
+    found.save(tmp_path / "plan.toml")
+    wide = jax.jit(jax.value_and_grad(loss))
+    low = {p: xla_amp.jax.autocast(loss, policy=p) for p in (found.policy, tmp_path / "plan.toml")}
+    for arguments in given(2, 3):
+        value, right = wide(*arguments)
+        results = [jax.jit(jax.value_and_grad(function))(*arguments) for function in low.values()]
+        assert jax.tree.all(jax.tree.map(jnp.array_equal, *results))
+        assert 0 < abs(results[0][0] - value) / value <= BUDGET["loss"]
+        left, right = (jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(t)]) for t in (results[0][1], right))
+        assert 0 < jnp.linalg.norm(left - right) / jnp.linalg.norm(right) <= BUDGET["gradients"]
+    seen = []
+    for function in low.values():
+        with xla_amp.explain() as report:
+            jax.eval_shape(function, *given(3, 1)[0])
+        seen.append([(row["operation"], row["module"], row["cast"], row["after"]) for row in report.rows()])
+    assert seen[0] == seen[1]
+    assert [cast for operation, _, cast, _ in seen[0] if operation == "matmul"] == ["low", "fp32", "fp32", "low"]
+
+
+def test_a_number_is_a_budget_for_the_loss():
+    result = xla_amp.jax.search(loss, given(1, 4), budget=0.9, target="v6e")
+    assert result.found.budget == {"loss": 0.9}
+    assert list(result.errors) == ["loss", "gradients"]
+    assert len(result.found.plan) == len(result.candidates)
+
+
+def test_a_function_of_arrays_is_compared_by_its_results(tmp_path):
+    rows = [(jnp.full((8, 8), 1.0 + 0.01 * i), 3) for i in range(3)]
+    journal = tmp_path / "search.jsonl"
+    for _ in range(2):
+        result = xla_amp.jax.search(
+            lambda x, n: {"y": x @ x / n, "n": n}, rows, budget=0.1, journal=journal, target="v6e"
+        )
+    assert list(result.errors) == ["output"]
+    assert len(journal.read_text().splitlines()) == 2 + 3  # once: float32 on two batches, low on all
+
+
+def test_measured_here():
+    result = xla_amp.jax.search(lambda x: jnp.tanh(x @ x), [jnp.ones((8, 8)) * i for i in (1, 2, 3)], budget=0.5)
+    assert set(result.measured) == {"float32", "all low", "plan"}
+    assert all(seconds > 0 for seconds in result.measured.values())
+    assert "measured: float32" in str(result)
+
+
+def _inside(x):
+    return xla_amp.jax.autocast(lambda x: jnp.sum(x @ x), policy="tpu")(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "arguments", "words"),
+    [
+        (jnp.sum, [], {}, "no arguments"),
+        (jnp.sum, [jnp.ones(2)] * 2, {}, "give three or more different batches"),
+        (jnp.sum, [jnp.ones(2)] * 3, {"low": "float8"}, "expected one of bfloat16, float16"),
+        (lambda x: x > 0, [jnp.ones(2)] * 3, {}, "returns no floating array"),
+        (lambda x: jnp.sum(x / 0), [jnp.ones(2)] * 3, {}, "arguments 0: the loss is not finite in float32"),
+        (_inside, [jnp.ones((2, 2))] * 3, {}, r"opens an autocast region \(policy tpu\)"),
+    ],
+)
+def test_functions_that_cannot_be_searched(function, rows, arguments, words):
+    with pytest.raises(SearchError, match=words):
+        xla_amp.jax.search(function, rows, **{"budget": 0.1, "target": "v6e", **arguments})
