@@ -76,6 +76,7 @@ train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 
     "loss_scaling": TORCH,
     "lowering": "",
     "monitor": "",
+    "search": "",
     "policy": TORCH + "names = set",
     "stablehlo": "",
     "huggingface": TORCH  # last: it changes the frameworks for the whole process

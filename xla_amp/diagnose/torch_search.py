@@ -101,12 +101,7 @@ def search(
             progress=progress,
         )
     if not found.met:
-        warnings.warn(
-            "the budget cannot be met: even with every candidate in float32 the error is "
-            + ", ".join(f"{name} {value:.1e}" for name, value in found.errors.items()),
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(plan_search.not_met(found), RuntimeWarning, stacklevel=2)
     useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
     shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
     return SearchResult(
@@ -124,7 +119,7 @@ class _OpenRegion(TorchFunctionMode):
     """Notes whether an autocast region is open when a function of torch is called."""
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._device_type = device_type
         self.open = False
 

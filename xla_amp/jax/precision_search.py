@@ -94,9 +94,7 @@ def search(
             progress=progress,
         )
     if not found.met:
-        errors = ", ".join(f"{name} {value:.1e}" for name, value in found.errors.items())
-        words = f"the budget cannot be met: even with every candidate in float32 the error is {errors}"
-        warnings.warn(words, RuntimeWarning, stacklevel=2)
+        warnings.warn(plan_search.not_met(found), RuntimeWarning, stacklevel=2)
     useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
     shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
     return SearchResult(

@@ -17,6 +17,12 @@ from xla_amp.report.document import Column, Document, Finding, Plot, Point, Row,
 from xla_amp.types import LowDtype
 
 
+def not_met(found: Found) -> str:
+    """The warning about a budget that no plan is within."""
+    errors = ", ".join(f"{name} {units.error(value)}" for name, value in found.errors.items())
+    return f"the budget cannot be met: even with every candidate in float32 the error is {errors}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The cheapest plan within the budget; ``print(result)`` shows it, `save` writes it as a policy file."""
