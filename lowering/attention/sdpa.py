@@ -14,7 +14,7 @@ from typing import Final
 import jax
 import numpy as np
 
-from xla_amp.lowering.attention import blocked, flash, full_matrix, splash
+from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, splash
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath
@@ -67,6 +67,14 @@ FORMS: Final = (
         forward=flash.forward,
         backward=flash.backward,
         reason="as splash, where a scaled query would be rounded; it keeps 128 copies of each row's statistics",
+    ),
+    Form(
+        name="cudnn",
+        applies=cudnn.supports,
+        min_columns=256,
+        forward=cudnn.forward,
+        backward=cudnn.backward,
+        reason="never writes the score matrix: 16 x 1024 tokens with 12 heads of 64 peak at a third of blocks' memory",
     ),
     Form(
         name="blocked",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp.lowering.attention import blocked, flash, full_matrix, sdpa, splash, tpu_kernels
+from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
 from xla_amp.stablehlo.tools import targets
@@ -237,6 +237,87 @@ def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, mo
     agree(computed(form, call, grad), want, TOLERANCES[dtype])
 
 
+@pytest.fixture(scope="module")
+def compilers():
+    with targets.Compilers() as running:
+        yield running
+
+
+# -- cuDNN on GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written_out(monkeypatch):
+    """What JAX's module for cuDNN documents, written out: hidden scores get a large negative number, rows are tokens."""
+
+    def attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Any:
+        assert options.pop("return_residual")
+        groups = query.shape[2] // key.shape[2]
+        key, value = (jnp.repeat(x, groups, 2) for x in (key, value))
+        wide = jnp.float32
+        scores = jnp.einsum("btnh,bsnh->bnts", query.astype(wide), key.astype(wide)) * options["scale"]
+        if options["mask_type"] is cudnn._module().MaskType.CAUSAL:
+            scores = jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf)
+        if mask is not None:
+            bias = jnp.where(mask, jnp.zeros((), query.dtype), -(2.0**41))
+        scores = scores if bias is None else scores + bias.astype(wide)
+        weights = jax.nn.softmax(scores, -1)
+        output = jnp.einsum("bnts,bsnh->btnh", weights, value.astype(wide))
+        return output.astype(query.dtype), jax.nn.logsumexp(scores, -1)
+
+    monkeypatch.setattr(cudnn._module(), "dot_product_attention", attention)
+    yield
+    cudnn._forward.clear_cache()
+    cudnn._backward.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "causal"),
+    [
+        ((2, 2, 2, 64, 48, 8, 8), "none", True),
+        ((1, 4, 2, 50, 70, 8, 8), "none", False),
+        ((2, 2, 1, 48, 64, 16, 16), "a row sees nothing", False),
+        ((2, 2, 2, 32, 32, 8, 8), "a row sees nothing", True),
+        ((1, 2, 2, 32, 64, 8, 8), "for each column", False),
+        ((2, 2, 2, 32, 32, 8, 8), "for each column", True),
+    ],
+)
+def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
+    query, key, value, grad = made(jnp.bfloat16, *shape)
+    added = BIASES[bias](shape[0], *(shape[index] for index in (1, 3, 4)))
+    low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else jnp.bfloat16)
+    call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="gpu")
+    assert cudnn.supports(call)
+    want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
+    if bias == "for each column":
+        want["bias"] = want["bias"].sum((1, 2), keepdims=True)
+    else:
+        del want["bias"]
+    if bias == "a row sees nothing":
+        del want["logsumexp"]  # of such a row it is cuDNN's large negative number
+    agree(computed(cudnn, call, grad), want, TOLERANCES[jnp.bfloat16])
+
+
+@pytest.mark.skipif(not targets.available("h200"), reason="no compiler for a GPU here")
+def test_a_program_for_a_gpu_calls_cudnn_once_in_each_pass_and_has_its_memory(compilers):
+    """16 x 1024 tokens with 12 causal heads of 64: a score matrix would take 384 MiB."""
+
+    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
+        arrays = [x.transpose(0, 2, 1, 3) for x in (query, key, value, grad)]
+        call = Attention(query=arrays[0], key=arrays[1], value=arrays[2], causal=True, platform="gpu")
+        results = computed(sdpa.form_of(call), call, arrays[3])
+        return [results[name].transpose(0, 2, 1, 3) for name in ("output", "query", "key", "value")]
+
+    arrays = [jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)] * 4
+    compiled = compilers.compile(targets.lower(step, *arrays, target="h200"), "h200")
+    assert compiled.hlo.count('"__cudnn$fmhaSoftmax"') == compiled.hlo.count('"__cudnn$fmhaSoftmaxBackward"') == 1
+    assert compiled.peak_memory <= 200 << 20
+    assert "1024,1024" not in compiled.hlo
+
+
+# -- which form a call gets -------------------------------------------------------------------------------------------
+
+
 def example(**changes: Any) -> Attention:
     shapes = {
         name: (1, 8, changes.pop(length, 1024), changes.pop(f"width_of_{name}", 64))
@@ -248,6 +329,7 @@ def example(**changes: Any) -> Attention:
 
 
 _MASK = jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)
+_MASKS = jax.ShapeDtypeStruct((1, 1, 1024, 1024), jnp.bool_)
 _LONG = {"rows": 16384, "columns": 16384}
 
 
@@ -285,8 +367,19 @@ def _features(number: int) -> dict[str, int]:
         ({"partitioned": True}, "full matrix"),
         ({"partitioned": True, **_LONG}, "blocked"),
         ({"rng": 0, "dropout": 0.1, **_LONG}, "blocked"),
-        ({"platform": "gpu"}, "full matrix"),
-        ({"platform": "gpu", **_LONG}, "blocked"),
+        ({"platform": "gpu"}, "cudnn"),
+        ({"platform": "gpu", "dtype": jnp.float16, "causal": False}, "cudnn"),
+        ({"platform": "gpu", **_LONG}, "cudnn"),
+        ({"platform": "gpu", "bias": _MASKS}, "cudnn"),
+        ({"platform": "gpu", "rows": 1, "bias": _MASKS}, "full matrix"),  # a token at a time, with a mask
+        ({"platform": "gpu", "columns": 128}, "full matrix"),
+        ({"platform": "gpu", "dtype": jnp.float32}, "full matrix"),
+        ({"platform": "gpu", "rng": 0, "dropout": 0.1}, "full matrix"),
+        ({"platform": "gpu", "rng": 0, "dropout": 0.1, **_LONG}, "blocked"),
+        ({"platform": "gpu", "partitioned": True}, "full matrix"),
+        ({"platform": "gpu", **_features(36)}, "full matrix"),
+        ({"platform": "gpu", **_features(256)}, "full matrix"),
+        ({"platform": "gpu", "width_of_value": 32}, "full matrix"),
         ({"platform": "cpu", "rows": 256, "columns": 256}, "full matrix"),
         ({"platform": "cpu", **_LONG}, "blocked"),
         ({"platform": "cpu", "rows": 1, "columns": 1 << 26}, "full matrix"),
@@ -334,12 +427,6 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_m
     assert text(2048, 2).count("custom_call @tpu_custom_call") == 3
     assert "2048x2048" not in text(2048)
     assert "256x256" in text(256)
-
-
-@pytest.fixture(scope="module")
-def compilers():
-    with targets.Compilers() as running:
-        yield running
 
 
 @pytest.mark.skipif(not targets.available("v5e"), reason="no compiler for a TPU here")

@@ -1,0 +1,166 @@
+"""Attention by cuDNN on NVIDIA GPUs, through the module behind ``jax.nn.dot_product_attention(implementation="cudnn")``.
+
+cuDNN never writes the score matrix.  Its dropout takes a seed that is a constant of the program, the same in each step,
+so a call with dropout is computed by another form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Final
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp.lowering.attention import blocked
+from xla_amp.lowering.attention.attention_call import Attention
+from xla_amp.lowering.linalg.contraction import Operand
+from xla_amp.lowering.operand import as_dtype, materialize
+
+_TOKEN_MAJOR: Final = (0, 2, 1, 3)
+_MAX_FEATURES: Final = 128
+"""Of a GPU of compute capability 8; from 9 on it would be 256."""
+_QUERIES: Final = {
+    "check_cudnn_version": lambda: 91400,
+    "check_compute_capability": lambda wanted: float(wanted) <= 8,
+    "is_cuda_compute_capability_equal": lambda wanted: False,
+}
+"""What JAX asks of the machine's GPU while it traces, with the answers for a program that is compiled without one."""
+_NO_GRADIENT: Final = {"should_export_dbias": lambda *_: False}
+"""JAX 0.10 asks cuDNN for the gradient of each mask; few versions of cuDNN have it for more than a batch of one."""
+
+
+def supports(call: Attention) -> bool:
+    """Whether cuDNN can compute this call: half precision, no dropout, features in eights, an even mask."""
+    features = call.query.shape[-1]
+    even = all(extent % 2 == 0 for extent in call.shape[2:])
+    return (
+        call.platform == "gpu"
+        and not call.partitioned
+        and call.rng is None
+        and call.dtype in (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+        and call.value.shape[-1] == features
+        and features % 8 == 0
+        and features <= _MAX_FEATURES
+        and _is_available()
+        and (call.bias is None or (even and call.bias.ndim == 4 and (_is_mask(call) or _skips_gradient())))
+    )
+
+
+def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
+    """(output, logsumexp)."""
+    with _traced():
+        output, logsumexp = _forward(*_operands(call), causal=call.causal, scale=float(call.scale))
+    return _visible(call, output), logsumexp
+
+
+def backward(
+    call: Attention, grad: Operand, output: Operand, logsumexp: Operand, needs_bias: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of query, key, value and, with `needs_bias`, bias."""
+    if needs_bias:
+        return blocked.backward(call, grad, output, logsumexp, needs_bias)
+    given = _visible(call, materialize(grad))
+    with _traced():
+        dquery, dkey, dvalue = _backward(
+            *_operands(call), as_dtype(given, call.dtype), causal=call.causal, scale=float(call.scale)
+        )
+    return dquery, dkey, dvalue, None
+
+
+# `jit` lets the layers of a model share one trace.
+@functools.partial(jax.jit, static_argnames=("causal", "scale"))
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None, causal: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    library = _module()
+    masks = library.MaskType
+    output, logsumexp = library.dot_product_attention(  # `jax.nn` would round the second result to the query's dtype
+        *(jnp.transpose(x, _TOKEN_MAJOR) for x in (query, key, value)),
+        **{} if bias is None else {"mask" if bias.dtype == jnp.bool_ else "bias": bias},
+        scale=scale,
+        mask_type=masks.CAUSAL if causal else masks.NO_MASK,
+        return_residual=True,
+    )
+    return jnp.transpose(output, _TOKEN_MAJOR), logsumexp
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "scale"))
+def _backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    grad: jax.Array,
+    causal: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # The forward pass that this repeats is the same operation as in `_forward`: XLA keeps one of them.
+    _, pullback = jax.vjp(lambda *operands: _forward(*operands, bias, causal, scale), query, key, value)
+    gradients: tuple[jax.Array, jax.Array, jax.Array] = pullback((grad, jnp.zeros(query.shape[:3], jnp.float32)))
+    return gradients
+
+
+def _operands(call: Attention) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    query, key, value = (materialize(x) for x in (call.query, call.key, call.value))
+    bias = call.bias
+    if bias is not None:
+        if not _is_mask(call):  # cuDNN subtracts two such numbers
+            lowest = -(2.0**41) if call.dtype == jnp.bfloat16 else -(2.0**15)
+            bias = jnp.maximum(as_dtype(bias, call.dtype), np.asarray(lowest, call.dtype))
+        bias = jnp.broadcast_to(bias, (*bias.shape[:2], *call.shape[2:]))
+    return query, key, value, bias
+
+
+def _is_mask(call: Attention) -> bool:
+    return call.bias is not None and call.bias.dtype == jnp.bool_
+
+
+def _visible(call: Attention, rows: jax.Array) -> jax.Array:
+    """`rows`, zero where the mask hides all columns; cuDNN would give them equal weights."""
+    if call.bias is None:
+        return rows
+    seen = call.bias if _is_mask(call) else call.bias > -jnp.inf
+    if call.causal:
+        seen = jnp.logical_and(seen, jnp.tri(*call.shape[2:], dtype=bool))
+    return jnp.where(jnp.any(seen, -1, keepdims=True), rows, jnp.zeros((), rows.dtype))
+
+
+@functools.cache
+def _module() -> Any:
+    """JAX's module; None if this JAX asks for the GPU in another way."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo if all(hasattr(fused_attention_stablehlo, name) for name in _QUERIES) else None
+
+
+def _skips_gradient() -> bool:
+    return hasattr(_module(), *_NO_GRADIENT)
+
+
+def _is_available() -> bool:
+    """Whether this machine's GPU has cuDNN's attention; a program for an absent GPU is taken to run where it has."""
+    module = _module()
+    if module is None:
+        return False
+    if jax.default_backend() != "gpu":
+        return True
+    return getattr(module, "cuda_versions", None) is not None and module.check_compute_capability("8.0")
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """Traces with 32-bit indices, without the mask's gradient, and answers JAX's questions about an absent GPU."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(False))
+        answers = {} if jax.default_backend() == "gpu" else dict(_QUERIES)
+        answers |= _NO_GRADIENT if _skips_gradient() else {}
+        if answers:
+            stack.enter_context(mock.patch.multiple(_module(), **answers))
+        yield
