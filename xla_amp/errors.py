@@ -54,6 +54,10 @@ class RecompileWarning(UserWarning):
     """A line of the program that leads to one compilation after the other."""
 
 
+class KernelWarning(UserWarning):
+    """A library's kernel that this machine's compiler or driver refuses, so that another form computes its calls."""
+
+
 class RuleWarning(UserWarning):
     """A rule of the user's that has no effect on a program."""
 

@@ -1,4 +1,4 @@
-"""Attention by cuDNN on NVIDIA GPUs, through the module behind ``jax.nn.dot_product_attention(implementation="cudnn")``.
+"""Attention by cuDNN on NVIDIA GPUs, through the module behind `jax.nn.dot_product_attention`.
 
 cuDNN never writes the score matrix.  Its dropout takes a seed that is a constant of the program, the same in each step,
 so a call with dropout is computed by another form.
@@ -159,7 +159,7 @@ def _traced() -> Iterator[None]:
     """Traces with 32-bit indices, without the mask's gradient, and answers JAX's questions about an absent GPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.enable_x64(False))
-        answers = {} if jax.default_backend() == "gpu" else dict(_QUERIES)
+        answers: dict[str, Any] = {} if jax.default_backend() == "gpu" else dict(_QUERIES)
         answers |= _NO_GRADIENT if _skips_gradient() else {}
         if answers:
             stack.enter_context(mock.patch.multiple(_module(), **answers))

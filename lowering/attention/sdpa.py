@@ -14,6 +14,7 @@ from typing import Final
 import jax
 import numpy as np
 
+from xla_amp.lowering import kernels
 from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, splash
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.linalg.contraction import Operand
@@ -96,7 +97,11 @@ FORMS: Final = (
 
 def form_of(call: Attention) -> Form:
     """The form in which a call is computed."""
-    return next(form for form in FORMS if call.shape[3] >= form.min_columns and form.applies(call))
+    columns = call.shape[3]
+    usable = (form for form in FORMS if columns >= form.min_columns and form.name not in kernels.refused)
+    form = next(form for form in usable if form.applies(call))
+    kernels.traced(form.name)
+    return form
 
 
 @register("_scaled_dot_product_fused_attention_overrideable", takes=(Permuted,))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import xla_amp
+from xla_amp.errors import KernelWarning
+from xla_amp.lowering import kernels
 from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
@@ -248,7 +253,7 @@ def compilers():
 
 @pytest.fixture
 def written_out(monkeypatch):
-    """What JAX's module for cuDNN documents, written out: hidden scores get a large negative number, rows are tokens."""
+    """What JAX's module for cuDNN documents, written out: a hidden score is a large negative number."""
 
     def attention(query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, **options: Any) -> Any:
         assert options.pop("return_residual")
@@ -313,6 +318,34 @@ def test_a_program_for_a_gpu_calls_cudnn_once_in_each_pass_and_has_its_memory(co
     assert compiled.hlo.count('"__cudnn$fmhaSoftmax"') == compiled.hlo.count('"__cudnn$fmhaSoftmaxBackward"') == 1
     assert compiled.peak_memory <= 200 << 20
     assert "1024,1024" not in compiled.hlo
+
+
+def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
+    """The device takes cuDNN's kernel, which this machine's compiler does not know, and trains on without it."""
+    device = xla_amp.xla_device()
+    monkeypatch.setattr(kernels, "refused", {})
+    monkeypatch.setattr(kernels, "_traced", set())
+
+    def call_of_cudnn(call: Attention) -> Any:
+        shapes = ((*call.query.shape[:3], call.value.shape[3]), call.dtype), (call.shape[:3], jnp.float32)
+        results = tuple(jax.ShapeDtypeStruct(*each) for each in shapes)
+        return jax.ffi.ffi_call("__cudnn$fmhaSoftmax", results)(call.query, call.key, call.value)
+
+    refused = sdpa.Form(
+        name="cudnn", applies=lambda call: True, forward=call_of_cudnn, backward=cudnn.backward, reason="a test"
+    )
+    monkeypatch.setattr(sdpa, "FORMS", (refused, *sdpa.FORMS))
+    query, key, value = (torch.randn(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(3))
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    moved = [x.to(device) for x in (query, key, value)]
+    with pytest.warns(KernelWarning, match="the kernel 'cudnn' was refused .*cudnn") as warned:
+        got = torch.nn.functional.scaled_dot_product_attention(*moved).cpu()
+    assert len(warned) == 1
+    assert list(kernels.refused) == ["cudnn"]
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.nn.functional.scaled_dot_product_attention(*moved, scale=0.5).cpu()
 
 
 # -- which form a call gets -------------------------------------------------------------------------------------------

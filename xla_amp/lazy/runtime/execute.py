@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from xla_amp.errors import StepFailedError, XlaAmpError
+from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
@@ -32,6 +33,7 @@ from xla_amp.lazy.runtime import (
 )
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lowering import kernels
 
 _programs = program_cache.new_cache()
 _newest: Callable[[], list[Any]] = list
@@ -197,7 +199,15 @@ def _run() -> None:
                 admit(program, key.code, (donated, kept, floats, ints))
                 del donated, kept
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
-                outputs = (_instead or execute)(program, arrays, floats, ints)
+                try:
+                    outputs = (_instead or execute)(program, arrays, floats, ints)
+                except jax.errors.JaxRuntimeError as error:
+                    refused = is_new and kernels.refuse(str(error))
+                    if not refused:
+                        raise
+                    warnings.warn(refused, KernelWarning, stacklevel=2)
+                    program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+                    outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
         reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
