@@ -153,8 +153,10 @@ class Monitor(BaseMonitor):
         if self._entry is not None:
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
         before = None
-        if self._host.looks_for_bad_step:
-            save_state = self._options.save_state
+        save_state = self._options.save_state
+        # Copies are a part of the step's program, which is the same in all processes; they learn of a bad step at
+        # different times, so they go on with the copies.
+        if self._host.looks_for_bad_step or (save_state and self._run.process()[1] > 1):
             before = kept_step.Before(self.model, self.optimizer, self.scaler, self._device, save_state)
         entry = Step(self._next_step(), batch if before else None, before, self._recording.sampled)
         self._entry, self._ended = entry, 0
