@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -66,23 +66,43 @@ def keep(directory: Path, bad: BadStep, history: History, leaves: Mapping[int, A
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     kept: Mapping[int, Any] = {index: leaf for index, leaf in leaves.items() if isinstance(leaf, _KEPT)}
+    parts: dict[str, Any] = {}
     for index, leaf in kept.items():
+        if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+            kinds[str(index)] = str(leaf.dtype)
+            places = {_place(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+            parts[str(index)] = {"shape": list(leaf.shape), "places": list(places)}
+            for number, data in enumerate(places.values()):
+                arrays[f"{index}.{number}"] = _storable(np.asarray(data))
+            continue
         if compat.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             kinds[str(index)] = f"key<{jax.random.key_impl(leaf)}>"
             arrays[str(index)] = np.asarray(jax.random.key_data(leaf))
             continue
         array = np.asarray(leaf)
         kinds[str(index)] = type(leaf).__name__ if isinstance(leaf, bool | int | float | complex) else str(array.dtype)
-        # NumPy's files do not store bfloat16 and float8.
-        arrays[str(index)] = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+        arrays[str(index)] = _storable(array)
     np.savez(path / _ARRAYS, **arrays)
-    bad = dataclasses.replace(bad, options={**bad.options, "leaves": kinds})
+    bad = dataclasses.replace(bad, options={**bad.options, "leaves": kinds, "parts": parts})
     bad_step.write(path, bad, history)
     return path
 
 
+def _storable(array: Any) -> Any:
+    # NumPy's files do not store bfloat16 and float8.
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+_Place: TypeAlias = tuple[tuple[int, int], ...]
+"""Of a part of an array: start and stop on each axis."""
+
+
+def _place(index: tuple[slice, ...], shape: Sequence[int]) -> _Place:
+    return tuple(each.indices(length)[:2] for each, length in zip(index, shape, strict=True))
+
+
 def load(path: Path) -> tuple[BadStep, dict[int, Any]]:
-    """A bad step and the leaves that were kept.
+    """A bad step and the leaves that were kept; those that the processes had in parts are joined.
 
     Raises:
         FileError: the folder is missing, malformed, or of another front.
@@ -91,11 +111,44 @@ def load(path: Path) -> tuple[BadStep, dict[int, Any]]:
     if bad.front != "jax":
         raise FileError(f"{path}: a bad step of the {bad.front} front; `xla-amp replay` runs it")
     try:
+        kinds: Mapping[str, str] = bad.options["leaves"]
         with np.load(path / _ARRAYS, allow_pickle=False) as archive:
-            kinds: Mapping[str, str] = bad.options["leaves"]
-            return bad, {int(name): _restored(archive[name], kind) for name, kind in kinds.items()}
+            arrays = {name: archive[name] for name in kinds if name in archive}
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise FileError(f"{path / _ARRAYS}: {error}") from error
+    for name, part in bad.options.get("parts", {}).items():
+        arrays[name] = _joined(path, name, tuple(part["shape"]))
+    return bad, {int(name): _restored(array, kinds[name]) for name, array in arrays.items()}
+
+
+def _parts(path: Path, name: str) -> Iterator[tuple[int, _Place, Any]]:
+    """(rank, place, values) of each part of a leaf, from the folders of all processes."""
+    for folder in bad_step.ranks(path.parent):
+        bad = bad_step.read(folder)
+        with np.load(folder / _ARRAYS, allow_pickle=False) as archive:
+            for number, place in enumerate(bad.options.get("parts", {})[name]["places"]):
+                yield bad.rank, tuple((start, stop) for start, stop in place), archive[f"{name}.{number}"]
+
+
+def _joined(path: Path, name: str, shape: tuple[int, ...]) -> Any:
+    whole, known = None, np.zeros(shape, bool)
+    for _, place, values in _parts(path, name):
+        whole = np.empty(shape, values.dtype) if whole is None else whole
+        at = tuple(slice(*each) for each in place)
+        whole[at], known[at] = values, True
+    if whole is None or not known.all():
+        raise FileError(f"{path.parent}: argument {name} has a part in no folder; do all processes write to one?")
+    return whole
+
+
+def rank_of(path: Path, bad: BadStep, row: int, rows: int) -> int | None:
+    """The process that had row `row` of an argument of `rows` rows; None if no single one had it."""
+    for name, part in bad.options.get("parts", {}).items():
+        if part["shape"][:1] == [rows]:
+            found = {rank for rank, place, _ in _parts(path, name) if place[0][0] <= row < place[0][1]}
+            if len(found) == 1:
+                return found.pop()
+    return None
 
 
 def _restored(array: Any, kind: str) -> Any:

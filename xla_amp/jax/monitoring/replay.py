@@ -32,10 +32,13 @@ class Replay:
     """Whether its record is that of the run, bit for bit."""
     overflow: ProgramOverflowReport
     folder: Path
+    rank: int | None
+    """The process whose part of the batch overflows first; None if that is not known."""
 
     def __str__(self) -> str:
         same = "bit for bit as in the run" if self.reproduced else "NOT as in the run: its numbers differ"
-        return f"step {self.bad.step:,} ({self.bad.reason}), {same}\n{self.overflow}"
+        where = "" if self.rank is None else f", process {self.rank} of {self.bad.world_size}"
+        return f"step {self.bad.step:,} ({self.bad.reason}){where}, {same}\n{self.overflow}"
 
 
 def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs: Any) -> Replay:
@@ -51,6 +54,8 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
     Raises:
         FileError: there is no bad step, or it cannot be read.
         StepError: the arguments do not fit those that were kept.
+
+    Arrays that the processes of a run had in parts are joined, so one process replays the whole step.
     """
     folders = bad_step.ranks(directory)
     folder = folders[min(jax.process_index(), len(folders) - 1)]
@@ -87,6 +92,17 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
         reproduced=before is not None and record.to_dict() == before.to_dict(),
         overflow=report,
         folder=folder,
+        rank=_rank(folder, bad, report),
     )
     (folder.parent / "report.txt").write_text(f"{found}\n", encoding="utf-8")
     return found
+
+
+def _rank(folder: Path, bad: BadStep, report: ProgramOverflowReport) -> int | None:
+    first = report.first
+    if bad.world_size == 1:
+        return 0
+    if first is None or not first.element:
+        return None
+    rows = [operand.shape[0] for operand in first.inputs if operand.shape]
+    return kept_step.rank_of(folder, bad, first.element[0], max(rows, default=0))
