@@ -1,7 +1,7 @@
 """Environment variables; the only file of the package that reads them.
 
 Each function reads at call time, so a test or a notebook can change a variable.  Only `place_process` writes variables,
-in a process that `launch` has started.
+in a process that `launch` has started, and `place_command` in a process of the command line.
 """
 
 from __future__ import annotations
@@ -319,6 +319,11 @@ def place_process(*, rank: int, world_size: int, port: int, timeout: int | None 
     }
     if timeout is not None:
         os.environ[TIMEOUT] = str(timeout)
+
+
+def place_command() -> None:
+    """Keeps JAX to the CPU in a process of ``xla-amp`` that runs programs; a variable that is set stays."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:

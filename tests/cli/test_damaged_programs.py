@@ -117,7 +117,7 @@ def test_the_check_notices_a_partial_output(sources, tmp_path, capfd, monkeypatc
 
 @pytest.mark.parametrize("what", ["two lines", "a traceback"])
 def test_the_check_notices_more_than_one_line(sources, tmp_path, capfd, monkeypatch, what):
-    def noisy(path):
+    def noisy(path, **_):
         if what == "a traceback":
             raise KeyError(path)
         print("something else", file=sys.stderr)

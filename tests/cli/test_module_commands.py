@@ -308,7 +308,7 @@ def test_mistakes(run, folder, arguments, status, message):
 
 
 def test_an_interruption_is_no_traceback(run, monkeypatch):
-    def interrupted(path):
+    def interrupted(path, **_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(io, "load", interrupted)

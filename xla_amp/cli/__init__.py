@@ -1,11 +1,13 @@
 """The command ``xla-amp``; ``python -m xla_amp`` is the same.
 
-Exit status: 0 success; 1 negative answer (malformed file, programs or policies that differ); 2 usage error.
+Exit status: 0 success; 1 negative answer (malformed file, programs or policies that differ); 2 usage error;
+3 a conversion that cannot reach its target error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 import textwrap
@@ -14,6 +16,8 @@ from types import MappingProxyType
 from typing import Final
 
 from xla_amp import __version__
+from xla_amp.cli import arguments as common
+from xla_amp.cli import native, progress
 from xla_amp.errors import ModuleError, XlaAmpError
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -38,9 +42,17 @@ _LONGEST: Final = 1000
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
-    top.set_defaults(top=top)  # for `completion`
+    top.set_defaults(top=top, on_cpu=False, quiet=False, output=None)
+    common.epilog(
+        top,
+        {
+            "xla-amp convert step.mlir -o low.mlirbc": "mixed precision for one StableHLO program",
+            "xla-amp inspect --help": "options, examples and exit statuses of one command",
+        },
+        {0: "done", 1: "a negative answer: no program, programs or policies that differ, something that is not finite"},
+    )
     top.add_argument("--version", action="version", version=f"xla-amp {__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    commands = top.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
         command.configure(commands.add_parser(name, help=command.HELP, description=command.__doc__))
@@ -50,8 +62,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` excludes the program's name. Returns the exit status."""
     arguments = parser().parse_args(argv)
+    show = contextlib.nullcontext() if arguments.quiet or not arguments.on_cpu else progress.shown(arguments.command)
     try:
-        answer: tuple[str, int] = arguments.run(arguments)
+        with show:
+            if arguments.on_cpu:
+                native.start()
+            answer: tuple[str, int] = arguments.run(arguments)
     except XlaAmpError as error:
         print(textwrap.shorten(f"xla-amp: {error}", _LONGEST, placeholder=" ..."), file=sys.stderr)
         return 1 if isinstance(error, ModuleError) else 2
@@ -59,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("xla-amp: interrupted", file=sys.stderr)
         return 130
     text, status = answer
+    if arguments.quiet:
+        return status
     try:
-        print(text, flush=True)
+        print(text, file=sys.stderr if arguments.output == common.STANDARD else sys.stdout, flush=True)
     except BrokenPipeError:  # `xla-amp ... | head`
         sys.stderr.close()
     return status

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,20 +14,78 @@ from xla_amp.errors import FileError, MissingLibraryError
 
 if TYPE_CHECKING:
     from xla_amp.report.document import Document
+    from xla_amp.stablehlo.program import Program
 
 FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """The value by which shtab completes an argument with file names."""
 
 
+STANDARD: Final = Path("-")
+"""Standard input, or standard output."""
+
+
 def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
     """A positional argument: a file with a StableHLO program."""
-    what = "MLIR text or bytecode, a portable artifact or a jax.export blob"
+    what = (
+        "MLIR text or bytecode, a portable artifact, a jax.export blob, HLO (text, .hlo.pb or the folder of an XLA "
+        "dump), or - for standard input"
+    )
     parser.add_argument(name, metavar=metavar, type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
+    parser.set_defaults(on_cpu=True)
+
+
+def function(parser: argparse.ArgumentParser) -> None:
+    """``--function``."""
+    parser.add_argument(
+        "--function", metavar="NAME", help="the public function to run or to sign for, where there is no @main"
+    )
+
+
+def read(path: Path, function: str | None = None) -> Program:
+    """The program in a file, or on standard input for ``-``; `function` is its entry where it has several.
+
+    Raises:
+        FileError: the file cannot be read.
+        ModuleError: there is no program, or no such function.
+    """
+    from xla_amp.stablehlo import io
+
+    if path == STANDARD:
+        return io.read(sys.stdin.buffer.read(), "standard input", function=function)
+    return io.load(path, function=function)
+
+
+def shown(path: Path) -> str:
+    """The name of a file in reports and messages."""
+    return "standard input" if path == STANDARD else str(path)
 
 
 def json_instead(parser: argparse.ArgumentParser) -> None:
-    """``--json``."""
-    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    """``--json`` and ``--quiet``."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--json", action="store_true", help="JSON instead of tables")
+    group.add_argument(
+        "-q", "--quiet", action="store_true", help="print errors and warnings only; the exit status has the answer"
+    )
+
+
+def epilog(parser: argparse.ArgumentParser, examples: Mapping[str, str], statuses: Mapping[int, str]) -> None:
+    """Examples (command -> what it does) and exit statuses at the end of ``--help``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    lines = ["examples:", *(f"  {command}\n      {what}" for command, what in examples.items())]
+    lines += [
+        "",
+        "exit status:",
+        *(f"  {status}  {what}" for status, what in sorted({**_STATUSES, **statuses}.items())),
+    ]
+    parser.epilog = "\n".join(lines)
+
+
+_STATUSES: Final = {
+    2: "usage: an unknown option, a file that cannot be opened, a policy that cannot be loaded",
+    130: "interrupted",
+}
+"""Exit statuses of every command."""
 
 
 def report(parser: argparse.ArgumentParser) -> None:

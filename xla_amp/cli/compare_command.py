@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 
 from xla_amp.cli import arguments as common
+from xla_amp.errors import FileError
 
 HELP = "errors of two programs against float64, by result and by operation"
 
@@ -28,22 +29,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-operations", action="store_true", help="compare results only")
     parser.add_argument("--worst", type=common.count, default=10, metavar="N", help="operations to list (default 10)")
+    common.function(parser)
     common.report(parser)
     common.json_instead(parser)
+    common.epilog(
+        parser,
+        {
+            "xla-amp compare step.mlir low.mlirbc --inputs samples.npz": "results and operations on samples",
+            "xla-amp compare step.mlir low.mlirbc --no-operations --quiet": "only whether they agree, for a script",
+        },
+        {0: "the results agree", 1: "they differ, or A or B holds no program"},
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.stablehlo import io
     from xla_amp.stablehlo.tools import comparison, samples
 
     common.check_report(arguments)
-    a, b = io.load(arguments.a), io.load(arguments.b)
+    if arguments.a == arguments.b == common.STANDARD:
+        raise FileError("compare - -: standard input holds one program; name a file for A or B")
+    a, b = (common.read(path, arguments.function) for path in (arguments.a, arguments.b))
     inputs = samples.read_samples(arguments.inputs) if arguments.inputs else None
     found = comparison.compare(a, b, inputs, seed=arguments.seed, operations=not arguments.no_operations)
     agrees = found.agrees(arguments.tolerance)
-    document = found.document(f"A = {arguments.a}, B = {arguments.b}", arguments.tolerance)
+    document = found.document(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
     given = str(arguments.inputs) if arguments.inputs else f"random, seed {arguments.seed}"
     document = dataclasses.replace(document, facts=(("inputs", given), *document.facts))
     common.write_report(arguments, document)

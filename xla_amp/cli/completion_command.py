@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from xla_amp.cli import arguments as common
 from xla_amp.errors import MissingLibraryError
 
 HELP = "shell completion for bash, zsh or tcsh"
@@ -14,6 +15,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``completion``."""
     parser.add_argument("shell", choices=SHELLS)
+    common.epilog(parser, {'eval "$(xla-amp completion bash)"': "for this shell"}, {0: "done"})
     parser.set_defaults(run=_run)
 
 

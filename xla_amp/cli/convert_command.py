@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from xla_amp.cli import arguments as common
-from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.errors import FileError, PolicyError, RuleWarning
 from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
+    from xla_amp.stablehlo.program import Format, Program
     from xla_amp.stablehlo.tools.module_tables import States
 
 HELP = "convert a program to mixed precision"
@@ -27,7 +28,14 @@ FORMATS = ("text", "bytecode", "artifact", "export")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``convert``."""
     common.program(parser, "source", "IN")
-    out = parser.add_argument("-o", "--output", metavar="OUT", type=Path, required=True, help="file to write")
+    out = parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        type=Path,
+        required=True,
+        help="file to write; - for standard output, and then the report goes to standard error",
+    )
     out.complete = common.FILE  # type: ignore[attr-defined]
     parser.add_argument(
         "--format", choices=FORMATS, help="format of OUT; default: by its suffix, otherwise the format of IN"
@@ -69,8 +77,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-error", type=common.positive, help="with --inputs: largest accepted error of one operation"
     )
+    common.function(parser)
     common.report(parser)
     common.json_instead(parser)
+    common.epilog(
+        parser,
+        {
+            "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
+            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
+            "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
+        },
+        {0: "written", 1: "IN holds no program that can be converted"},
+    )
     parser.set_defaults(run=_run)
 
 
@@ -102,8 +120,10 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo.tools import inspection, samples
 
     common.check_report(arguments)
-    program = io.load(arguments.source)
+    program = common.read(arguments.source, arguments.function)
     kind = io.check_format(program, arguments.output, arguments.format)
+    if arguments.output == common.STANDARD and kind != "text" and sys.stdout.isatty():
+        raise FileError(f"-o -: {kind} is not for a terminal; use --format text, or redirect standard output")
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
@@ -120,16 +140,16 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
-    document = _document(arguments, converted, states, program.format, kind)
+    document = _document(arguments, converted, states, program.source, kind)
     page = None if arguments.report is None else report_page.html(document)
-    io.save(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
+    _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
     if page is not None:
         io.write_whole(arguments.report, page.encode())
     if not arguments.json:
         return terminal.text(document), 0
     plain = {
-        "input": str(arguments.source),
-        "output": str(arguments.output),
+        "input": common.shown(arguments.source),
+        "output": _output(arguments),
         "format": kind,
         "summary": converted.report.summary(),
         **{name: found.to_dict() for name, found in states.items()},
@@ -138,10 +158,27 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     return common.as_json(plain), 0
 
 
+def _write(program: Program, path: Path, kind: Format) -> None:
+    from xla_amp.stablehlo import io
+    from xla_amp.stablehlo.program import dump
+
+    if path != common.STANDARD:
+        io.save(program, path, kind)
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(dump(program, kind))
+    sys.stdout.buffer.flush()
+
+
+def _output(arguments: argparse.Namespace) -> str:
+    return "standard output" if arguments.output == common.STANDARD else str(arguments.output)
+
+
 def _document(arguments: argparse.Namespace, converted: Converted, states: States, before: str, after: str) -> Document:
     from xla_amp.stablehlo.tools import module_tables
 
-    document = converted.report.document(f"{arguments.source} ({before}) -> {arguments.output} ({after})")
+    names = common.shown(arguments.source), _output(arguments)
+    document = converted.report.document(f"{names[0]} ({before}) -> {names[1]} ({after})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
     return dataclasses.replace(
         document,

@@ -25,23 +25,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--largest", type=common.count, default=10, metavar="N", help="number of largest values to list (default 10)"
     )
+    common.function(parser)
     common.report(parser)
     common.json_instead(parser)
+    common.epilog(
+        parser,
+        {
+            "xla-amp inspect step.mlir": "tables",
+            "xla-amp inspect step.mlir --target v6e --target h100 --json": "with the estimates of two compilers",
+            "xla-amp inspect xla_dump/": "the only program of an XLA dump",
+        },
+        {0: "done", 1: "FILE holds no program, or a target rejects it"},
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.stablehlo import io
     from xla_amp.stablehlo.tools import inspection
 
     common.check_report(arguments)
-    program = io.load(arguments.file)
+    program = common.read(arguments.file, arguments.function)
     chosen = targets.names() if EVERY in arguments.target else dict.fromkeys(arguments.target)
     found = inspection.inspect(program, targets=chosen, largest=arguments.largest)
     status = int(any(isinstance(each, str) for each in found.targets.values()))
-    document = found.document(f"{arguments.file}: {program.format}")
+    document = found.document(f"{common.shown(arguments.file)}: {program.source}")
     common.write_report(arguments, document)
     if arguments.json:
-        return common.as_json({"file": str(arguments.file), "format": program.format, **found.to_dict()}), status
+        head = {"file": common.shown(arguments.file), "format": program.source}
+        return common.as_json({**head, **found.to_dict()}), status
     return terminal.text(document), status

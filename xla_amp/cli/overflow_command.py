@@ -1,7 +1,4 @@
-"""Run a StableHLO program operation by operation and name the one that makes the first inf or NaN.
-
-Exit status: 1 if an operation, an argument or a result is not finite.
-"""
+"""Run a StableHLO program operation by operation and name the one that makes the first inf or NaN."""
 
 from __future__ import annotations
 
@@ -20,18 +17,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
     sample.complete = common.FILE  # type: ignore[attr-defined]
     parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
+    common.function(parser)
     common.report(parser)
     common.json_instead(parser)
+    common.epilog(
+        parser,
+        {"xla-amp overflow low.mlir --inputs samples.npz": "the operation that makes the first inf or NaN on samples"},
+        {0: "all is finite", 1: "something is not, or PROGRAM holds no program"},
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.stablehlo import io
     from xla_amp.stablehlo.tools import overflow, samples
 
     common.check_report(arguments)
-    program = io.load(arguments.program)
+    program = common.read(arguments.program, arguments.function)
     given = str(arguments.inputs) if arguments.inputs else f"random, seed {arguments.seed}"
     arrays = (
         samples.read_samples(arguments.inputs)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_amp import tables
+from xla_amp.cli import arguments as common
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
 from xla_amp.policy.load import read_file, rules_from_file, signature
@@ -23,6 +24,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds ``show``, ``check`` and ``diff``."""
     kinds = parser.add_subparsers(metavar="ACTION", required=True)
     known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
+    common.epilog(
+        parser,
+        {
+            "xla-amp policy show tpu --operation softmax": "one decision and its reason",
+            "xla-amp policy check rules.toml": "before a run",
+            "xla-amp policy diff tpu gpu": "what two policies treat differently",
+        },
+        {0: "yes: shown, valid, the same", 1: "no: invalid, different"},
+    )
 
     show = kinds.add_parser("show", help="the rules in force, or the decision about one operation")
     show.add_argument("name", metavar="POLICY", help=known)

@@ -1,6 +1,6 @@
 """Run a bad step that xla_amp.monitor kept once more, under find_overflow; writes report.txt beside it.
 
-MODULE:FUNCTION returns (model, optimizer, scaler, step).  Exit status: 1 if the step was not reproduced bit for bit.
+MODULE:FUNCTION returns (model, optimizer, scaler, step).
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     common.report(parser)
     common.json_instead(parser)
+    common.epilog(
+        parser,
+        {"xla-amp replay runs/7 --make train:make": "train.py has a function make"},
+        {0: "the same bits", 1: "the step was not reproduced bit for bit"},
+    )
     parser.set_defaults(run=_run)
 
 

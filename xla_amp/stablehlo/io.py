@@ -29,30 +29,60 @@ _TIMEOUT: Final = (10.0, 5e-6)
 """Seconds that the worker may take, and seconds more per byte: some damaged bytecode makes the parser loop forever."""
 
 
-def load(path: str | os.PathLike[str]) -> Program:
-    """The program in a file of any `Format`.
+def load(path: str | os.PathLike[str], *, function: str | None = None) -> Program:
+    """The program in a file of any `Format` or of HLO, or the only one in the folder of an XLA dump.
+
+    Args:
+        path: the file, or the folder that ``--xla_dump_to`` named.
+        function: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
     Raises:
         FileError: the file cannot be read.
-        ModuleError: the file does not hold a program.
+        ModuleError: the file does not hold a program, or no such function; the folder holds none, or several.
     """
     try:
+        if Path(path).is_dir():
+            path = _dumped(Path(path))
         data = Path(path).read_bytes()
     except OSError as error:
         raise FileError(f"reading {os.fspath(path)}: {error.strerror or error}") from None
-    return read(data, os.fspath(path))
+    return read(data, os.fspath(path), function=function)
 
 
-def read(data: bytes, name: str = "module") -> Program:
-    """The program in bytes of any `Format`; `name` opens messages.
+def _dumped(folder: Path) -> Path:
+    """The only program before optimizations in the folder of a dump."""
+    found: dict[str, Path] = {}
+    for suffix in _DUMPED:
+        for path in sorted(folder.glob(f"*{suffix}")):
+            found.setdefault(path.name.removesuffix(suffix), path)
+    names = sorted(path.name for path in found.values())
+    if not names:
+        raise ModuleError(
+            f"{folder}: a folder without a program of an XLA dump, which are *{', *'.join(_DUMPED)}; name a file"
+        )
+    if len(names) > 1:
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        raise ModuleError(
+            f"{folder}: a folder with {len(names)} programs; name one of them: {', '.join(names[:_LISTED])}{more}"
+        )
+    return folder / names[0]
+
+
+_DUMPED: Final = (".before_optimizations.hlo.pb", ".before_optimizations.txt", ".mlir")
+"""Ends of the names of a dump's programs, the most faithful form first."""
+_LISTED: Final = 8
+
+
+def read(data: bytes, name: str = "module", *, function: str | None = None) -> Program:
+    """The program in bytes of any `Format`; `name` opens messages, `function` is as for `load`.
 
     Raises:
-        ModuleError: the bytes do not hold a program.
+        ModuleError: the bytes do not hold a program, or no such function.
     """
     if not data.strip():
         raise ModuleError(f"{name}: empty; expected a StableHLO module")
-    _reader.check(data, name)
-    return parse(data, name)
+    _reader.check(data, name, function)
+    return parse(data, name, function)
 
 
 def save(program: Program | ir.MlirModule, path: str | os.PathLike[str], format: Format | None = None) -> Format:
@@ -127,7 +157,7 @@ class _Reader:
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
-    def check(self, data: bytes, name: str) -> None:
+    def check(self, data: bytes, name: str, function: str | None) -> None:
         """Raises the `ModuleError` that parsing would raise, or one for a worker that died or timed out."""
         seconds = _TIMEOUT[0] + _TIMEOUT[1] * len(data)
         with self._lock:
@@ -136,7 +166,7 @@ class _Reader:
                 atexit.register(self.close)
                 seconds += 60  # process start on a busy machine
             try:
-                reply = self._worker.ask({"name": name}, data, timeout=seconds)
+                reply = self._worker.ask({"name": name, "function": function}, data, timeout=seconds)
             except WorkerEndedError as error:
                 self.close()
                 how = str(error).partition(", it printed")[0]

@@ -6,8 +6,10 @@ Private APIs of jax and jaxlib, and differences between their versions, are conf
 
 from __future__ import annotations
 
+import functools
 import io
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -26,6 +28,7 @@ _PRODUCER_WITHIN: Final = 32
 
 def mlir() -> Any:
     """``jaxlib.mlir.ir``."""
+    import jax  # noqa: F401 - before jaxlib: it limits what C++ prints while it is loaded
     from jaxlib.mlir import ir
 
     return ir
@@ -39,10 +42,23 @@ def dialect() -> Any:
 
 
 def new_context() -> Any:
-    """An MLIR context with every dialect that JAX emits (func, stablehlo, chlo, sdy, vhlo)."""
+    """An MLIR context with every dialect that JAX emits (func, stablehlo, chlo, sdy, vhlo), and quant."""
     from jax._src.interpreters import mlir as jax_mlir
 
-    return jax_mlir.make_ir_context()
+    context = jax_mlir.make_ir_context()
+    # jaxlib cannot name the dialect of quantized types, but reading any artifact registers it.
+    dialect().deserialize_portable_artifact(context, _empty_artifact())
+    return context
+
+
+@functools.cache
+def _empty_artifact() -> bytes:
+    from jax._src.interpreters import mlir as jax_mlir
+
+    context = jax_mlir.make_ir_context()
+    module = mlir().Module.parse("module {}", context)
+    with context:
+        return bytes(dialect().serialize_portable_artifact(module, dialect().get_current_version()))
 
 
 def is_artifact(data: bytes) -> bool:
@@ -102,7 +118,17 @@ class _quiet:
         self.handler.detach()
 
 
+_IN_SOURCE: Final = re.compile(r'loc\("-":(\d+):(\d+)\)')
+"""A location in the text that was parsed."""
+
+
 def _first_line(error: object, problems: list[str]) -> str:
+    """The reason in one line, with line and column of the text where MLIR knows them."""
+    for diagnostic in getattr(error, "error_diagnostics", ()):
+        place, reason = str(diagnostic.location), str(diagnostic.message).partition("\n")[0]
+        if found := _IN_SOURCE.fullmatch(place):
+            return f"line {found[1]}, column {found[2]}: {reason}"
+        return reason if place == "loc(unknown)" else f"{reason} (at {place.removeprefix('loc(').removesuffix(')')})"
     lines = [line for line in [*problems, *str(error).splitlines()] if line.strip()]
     return lines[0] if lines else "no further message"
 
@@ -165,20 +191,72 @@ def functions(module: MlirModule) -> dict[str, Any]:
     return {op.attributes["sym_name"].value: op for op in found if op.name == "func.func"}
 
 
+_MAIN: Final = "main"
+"""The function that XLA runs."""
+_ENTRY: Final = "amp.entry"
+"""Attribute of a module: name of the function that `choose_entry` chose."""
+
+
 def entry(module: MlirModule) -> Any:
-    """The function that a program runs: ``main``, or the only public one.
+    """The function that a program runs: the chosen one, otherwise ``main``, or the only public one.
 
     Raises:
         ModuleError: there is no such function, or several.
     """
-    by_name = functions(module)
-    if "main" in by_name:
-        return by_name["main"]
+    by_name, attributes = functions(module), module.operation.attributes
+    if _ENTRY in attributes:
+        return by_name[attributes[_ENTRY].value]
+    if _MAIN in by_name:
+        return by_name[_MAIN]
     public = [name for name, op in by_name.items() if not is_private(op)]
     if len(public) != 1:
+        choose = "; choose one: --function NAME, in Python load(path, function=name)" if public else ""
         listed = ", ".join(public) or "none"
-        raise ModuleError(f"expected a function @main or exactly one public function; public functions: {listed}")
+        raise ModuleError(
+            f"expected a function @main or exactly one public function; public functions: {listed}{choose}"
+        )
     return by_name[public[0]]
+
+
+def choose_entry(module: MlirModule, name: str) -> None:
+    """Makes a public function the one that the program runs.
+
+    Raises:
+        ModuleError: the module has no such public function.
+    """
+    public = [each for each, op in functions(module).items() if not is_private(op)]
+    if name not in public:
+        raise ModuleError(f"no public function {name!r}; public functions: {', '.join(public) or 'none'}")
+    with module.context:
+        module.operation.attributes[_ENTRY] = mlir().StringAttr.get(name)
+
+
+def without_choice(module: MlirModule) -> MlirModule:
+    """The module as it was before `choose_entry`."""
+    if _ENTRY not in module.operation.attributes:
+        return module
+    plain = copy(module)
+    del plain.operation.attributes[_ENTRY]
+    return plain
+
+
+def runnable(module: MlirModule) -> MlirModule:
+    """The module as XLA takes it: its entry is ``main``, the only public function, and constants have their values."""
+    chosen = entry(module).attributes["sym_name"].value
+    module = _constants_inline(module)
+    if chosen == _MAIN and _ENTRY not in module.operation.attributes:
+        return module
+    ir, copied = mlir(), without_choice(copy(module))
+    with copied.context:
+        table = ir.SymbolTable(copied.operation)
+        renamed = {chosen: _MAIN, _MAIN: f"{_MAIN}.other"} if chosen != _MAIN else {}
+        for name, function in functions(copied).items():
+            function.attributes["sym_visibility"] = ir.StringAttr.get("public" if name == chosen else "private")
+        for before in sorted(renamed, key=lambda name: name != _MAIN):  # main first, whose name the chosen one gets
+            if before in functions(copied):
+                ir.SymbolTable.replace_all_symbol_uses(before, renamed[before], copied.operation)
+                table.set_symbol_name(functions(copied)[before], renamed[before])
+    return copied
 
 
 def is_private(function: Any) -> bool:
@@ -255,15 +333,97 @@ def numpy_dtype(element: str) -> np.dtype[Any]:
 
 
 def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
-    """Values of a dense float32 attribute, one element for a splat; None if they cannot be read."""
+    """Values of a dense float32 attribute or resource, one element for a splat; None if they cannot be read."""
     ir = mlir()
+    if is_resource(attribute):
+        kind = tensor_type(attribute.type)
+        return resource_array(attribute) if kind and kind.element == "f32" else None
     try:
         dense = ir.DenseElementsAttr(attribute)
         if dense.is_splat:
             return np.asarray(dense.get_splat_value().value, dtype=np.float32).reshape(1)
         return np.array(ir.DenseFPElementsAttr(dense), dtype=np.float32)
-    except (ValueError, TypeError):  # a resource that is not in this module, or a type that is not float32
+    except (ValueError, TypeError):  # a type that is not float32
         return None
+
+
+def is_splat(constant: Any) -> bool:
+    """Whether a constant stores one element for all."""
+    try:
+        return "value" in constant.attributes and bool(getattr(constant.attributes["value"], "is_splat", False))
+    except TypeError:  # jaxlib cannot return complex attributes
+        return "dense<(" in constant.get_asm(large_elements_limit=1)
+
+
+_BLOB: Final = re.compile(r'"0x([0-9A-Fa-f]+)"\s*}\s*}\s*#-}\s*$')
+_ALIGNMENT: Final = 8
+"""Hexadecimal digits of a blob before its values."""
+
+
+def is_resource(attribute: Any) -> bool:
+    """Whether an attribute is a ``dense_resource``, whose values are behind the text of the module."""
+    try:
+        mlir().DenseResourceElementsAttr(attribute)
+    except ValueError:
+        return False
+    return True
+
+
+def resource_array(attribute: Any) -> np.ndarray[Any, Any] | None:
+    """Values of a ``dense_resource``; None if the module does not have them."""
+    ir, kind = mlir(), tensor_type(attribute.type)
+    if kind is None or kind.element not in _NUMPY or kind.element in ("i4", "ui4"):
+        return None
+    # Python has no access to the bytes of a resource, but a module's text has.
+    with attribute.context, ir.Location.unknown():
+        alone = ir.Module.create()
+        with ir.InsertionPoint(alone.body):
+            ir.Operation.create("stablehlo.constant", [attribute.type], attributes={"value": attribute})
+        found = _BLOB.search(alone.operation.get_asm(large_elements_limit=None))
+    dtype = numpy_dtype(kind.element)
+    if found is None or len(found[1]) != _ALIGNMENT + 2 * dtype.itemsize * elements_of(kind):
+        return None
+    return np.frombuffer(bytes.fromhex(found[1][_ALIGNMENT:]), dtype).reshape([size or 0 for size in kind.shape])
+
+
+def _constants_inline(module: MlirModule) -> MlirModule:
+    """The module with the values of resources in its constants, as XLA takes them; itself without resources."""
+    if not any(_resource_of(operation) for operation in operations(module.operation)):
+        return module
+    copied = copy(module)
+    with copied.context:
+        for operation in operations(copied.operation):
+            if attribute := _resource_of(operation):
+                values = resource_array(attribute)
+                if values is None:
+                    raise ModuleError(f"a constant without values: {attribute}; print the module with its resources")
+                ir, bits = mlir(), np.ascontiguousarray(values)
+                if bits.dtype.kind == "b":
+                    made = ir.Attribute.parse(f"dense<{str(values.tolist()).lower()}> : {attribute.type}")
+                else:
+                    made = ir.DenseElementsAttr.get(
+                        bits if bits.dtype.kind == "c" else bits.view(f"u{bits.dtype.itemsize}"),
+                        type=attribute.type.element_type,
+                        shape=list(values.shape),
+                    )
+                operation.attributes["value"] = made
+    return copied
+
+
+def _resource_of(operation: Any) -> Any:
+    """The resource that an operation is the constant of, or None."""
+    if operation.name != "stablehlo.constant":
+        return None
+    try:
+        attribute = operation.attributes["value"]
+    except TypeError:  # complex
+        return None
+    return attribute if is_resource(attribute) else None
+
+
+def elements_of(kind: TensorType) -> int:
+    """How many elements a tensor of this type has; sizes that are not known count as 1."""
+    return math.prod(1 if size is None else size for size in kind.shape)
 
 
 def constant_attribute(array: np.ndarray[Any, Any], value_type: Any) -> Any:
@@ -288,6 +448,42 @@ def devices(platform: str | None = None) -> list[Any]:
     return list(jax.devices(platform) if platform else jax.devices())
 
 
+_WRAPPED: Final = "stablehlo-refine-arguments"
+
+
+def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
+    """The module with the shapes of `arguments` instead of dynamic ones; itself if all its arguments have fixed shapes.
+
+    Calls are inlined.
+
+    Raises:
+        ModuleError: the shapes do not fit, or do not determine those of all values.
+    """
+    import jax
+    from jaxlib import _jax
+    from jaxlib.mlir.passmanager import PassManager
+
+    inputs = signature(module).inputs
+    if not any(kind is not None and None in kind.shape for kind in inputs):
+        return module
+    ir, copied = mlir(), copy(runnable(module))
+    dialect().register_stablehlo_passes()
+    with copied.context, ir.Location.unknown(), _quiet(copied.context) as problems:
+        types = [
+            str(ir.RankedTensorType.get(np.shape(array), given.element_type)) if kind else str(given)
+            for array, kind, given in zip(
+                arguments, inputs, ir.FunctionType(entry(copied).attributes["function_type"].value).inputs, strict=True
+            )
+        ]
+        try:
+            PassManager.parse(f"builtin.module({_WRAPPED}{{types='{','.join(types)}'}})").run(copied.operation)
+            data = _jax.mlir.refine_polymorphic_shapes(bytecode(copied), True, True)
+        except (ir.MLIRError, jax.errors.JaxRuntimeError, ValueError) as error:
+            reason = _first_line("" if problems else error, problems)
+            raise ModuleError(f"the samples' shapes do not determine the program's: {reason}") from None
+    return parse(data, "the program of the samples' shapes")
+
+
 def compile_module(module: MlirModule, device: Any = None) -> Any:
     """A loaded executable of the module for one device (default: the first of JAX's default platform).
 
@@ -302,8 +498,9 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
     options = xla_client.CompileOptions()
     placed = _jax.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
+    data = bytecode(runnable(module))
     try:
-        return client.compile_and_load(bytecode(module), placed, options)
+        return client.compile_and_load(data, placed, options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ModuleError(f"XLA cannot compile the module: {str(error).splitlines()[0]}") from None
 

@@ -1,7 +1,8 @@
 """A StableHLO program in memory: parse it from bytes and serialize it, in every format.
 
-The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs.  The content of the bytes decides
-the format.  MLIR's parsers can abort the process on damaged bytecode; `xla_amp.stablehlo.io` guards against that.
+The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's own form of a program,
+can be read.  The content of the bytes decides the format.  MLIR's parsers can abort the process on damaged bytecode;
+`xla_amp.stablehlo.io` guards against that.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import hlo, ir
 
 Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
 """``text``      MLIR assembly
@@ -29,6 +30,13 @@ class Program:
     format: Format
     exported: Any = None
     """For format ``export``: the ``jax.export.Exported`` around the module."""
+    hlo: str = ""
+    """``HLO text`` or ``HLO proto`` if the program was converted from it; `format` is ``text`` then."""
+
+    @property
+    def source(self) -> str:
+        """What the program was read from: `hlo`, otherwise `format`."""
+        return self.hlo or self.format
 
     def with_module(self, module: ir.MlirModule) -> Program:
         """The same program with another module, e.g. after `autocast`.
@@ -53,22 +61,35 @@ def detect(data: bytes) -> Format:
     return "export" if b"\0" in data else "text"
 
 
-def parse(data: bytes, name: str) -> Program:
+def parse(data: bytes, name: str, function: str | None = None) -> Program:
     """The program in bytes of any `Format`.  Damaged bytes can abort the process; `xla_amp.stablehlo.io.read` is safe.
+
+    `function`: name of the public function to run, for a module that has several, or one that is not to be ``main``.
 
     Raises:
         ModuleError: the bytes do not hold a program; `name` opens the message.
     """
+    if (form := hlo.form(data)) is not None:
+        return _entered(Program(module=hlo.parse(data, form, name), format="text", hlo=form), name, function)
     kind = detect(data)
     if kind == "export":
         exported = _deserialized(data, name)
         module = ir.parse(exported.mlir_module_serialized, name)
         try:
-            return Program(module=module, format=kind, exported=_replaced(exported, module, keep_vjp=True))
+            program = Program(module=module, format=kind, exported=_replaced(exported, module, keep_vjp=True))
         except ModuleError as error:
             raise ModuleError(f"{name}: {error}") from None
-    program = Program(module=ir.parse(data.decode() if kind == "text" else data, name), format=kind)
+        return _entered(program, name, function)
+    return _entered(
+        Program(module=ir.parse(data.decode() if kind == "text" else data, name), format=kind), name, function
+    )
+
+
+def _entered(program: Program, name: str, function: str | None) -> Program:
+    """`program`, whose entry is `function`, or the one that it has."""
     try:
+        if function is not None:
+            ir.choose_entry(program.module, function)
         ir.entry(program.module)
     except ModuleError as error:
         raise ModuleError(f"{name}: {error}") from None
@@ -77,12 +98,13 @@ def parse(data: bytes, name: str) -> Program:
 
 def dump(program: Program, format: Format) -> bytes:
     """The bytes of a program in one format; ``export`` needs `Program.exported`."""
+    module = ir.without_choice(program.module)
     if format == "text":
-        return ir.text(program.module).encode() + b"\n"
+        return ir.text(module).encode() + b"\n"
     if format == "bytecode":
-        return ir.bytecode(program.module)
+        return ir.bytecode(module)
     if format == "artifact":
-        return ir.artifact(program.module)
+        return ir.artifact(module)
     return bytes(program.exported.serialize(vjp_order=1 if program.exported.has_vjp() else 0))
 
 

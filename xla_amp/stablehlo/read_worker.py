@@ -15,7 +15,7 @@ from xla_amp.stablehlo import program, workers
 def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
     """``{}`` for a program that can be parsed, otherwise ``{"refused": why}``."""
     try:
-        program.parse(data, question["name"])
+        program.parse(data, question["name"], question["function"])
     except ModuleError as error:
         return {"refused": str(error)}
     return {}

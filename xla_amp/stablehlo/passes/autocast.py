@@ -12,7 +12,7 @@ import numpy as np
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo import io, ir, progress
 from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
@@ -106,6 +106,7 @@ def autocast(
     copied = ir.copy(program.module)
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
+    progress.step("converting")
     folded = fold_casts(copied)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()

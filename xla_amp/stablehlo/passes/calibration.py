@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, progress
+from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -29,12 +30,13 @@ _BITS: Final[Mapping[LowDtype, tuple[int, int]]] = {"bfloat16": (8, 7), "float16
 _MEASURE: Final = """
 func.func private @{name}(%value: {type}, %rounded: {type}) -> tensor<2xf32> {{
   %zero = stablehlo.constant dense<0.0> : tensor<f32>
-  %zeros = stablehlo.constant dense<0.0> : {type}
   %gap = stablehlo.subtract %value, %rounded : {type}
   %absolute_gap = stablehlo.abs %gap : {type}
   %same = stablehlo.compare EQ, %value, %rounded : ({type}, {type}) -> {truth}
   %number = stablehlo.compare EQ, %value, %value : ({type}, {type}) -> {truth}
   %no_number = stablehlo.not %number : {truth}
+  %never = stablehlo.xor %number, %number : {truth}
+  %zeros = stablehlo.convert %never : ({truth}) -> {type}
   %ignored = stablehlo.or %same, %no_number : {truth}
   %counted = stablehlo.select %ignored, %zeros, %absolute_gap : {truth}, {type}
   %finite = stablehlo.is_finite %value : ({type}) -> {truth}
@@ -95,6 +97,7 @@ def keep_reasons(
 
     largest = float(ml_dtypes.finfo(low).max)
     for start in range(0, len(numbers), _AT_ONCE):
+        progress.step("measuring operations on the samples", start, len(numbers))
         part = {n: not propagation.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
         for number, measured in _measure(module, propagation.graph.classifier, part, low, samples).items():
             why = measured.problem(low, largest, _MAX_ERROR if max_error is None else max_error)
@@ -137,12 +140,17 @@ def _measure(
 ) -> dict[int, Measurement]:
     copied = ir.copy(module)
     with copied.context, ir.mlir().Location.unknown():
+        composites.call_all(copied)  # one operation for one, so numbers stay
         numbers = _Instrumentation(copied, classifier, wanted, low).run()
     if not numbers:
         return {}
-    executable = ir.compile_module(copied)
+    executables: dict[tuple[tuple[int, ...], ...], Any] = {}
     found: dict[int, Measurement] = {}
     for sample in samples:
+        shapes = tuple(array.shape for array in sample)
+        if shapes not in executables:
+            executables[shapes] = ir.compile_module(ir.refined(copied, sample))
+        executable = executables[shapes]
         vector = ir.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
         for number, row in zip(numbers, vector, strict=True):
             before = found.get(number, Measurement(0.0, 0.0, 0.0))

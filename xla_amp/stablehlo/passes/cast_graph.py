@@ -105,27 +105,31 @@ class CastGraph:
 
     def _build(self) -> None:
         functions = ir.functions(self._module)
-        called = self._called()
+        called, opaque = self._called()
         for name, operation in functions.items():
             if len(operation.regions[0].blocks):
                 self._name = name
-                self._functions[name] = self._signature(operation, boundary=name not in called)
+                function = self._signature(operation, boundary=name not in called)
+                for node in (*function.arguments.values(), *function.results.values()):
+                    node.opaque = name in opaque
+                self._functions[name] = function
         for name, function in self._functions.items():
             self._name = name
             block = function.operation.regions[0].blocks[0]
             self._join_terminator(self._block(block), function.results)
 
-    def _called(self) -> set[str]:
+    def _called(self) -> tuple[set[str], set[str]]:
+        """Functions that only calls reach; functions that library calls and composites name."""
         called: set[str] = set()
         opaque: set[str] = set()
         for operation in ir.operations(self._module.operation):
             structure = self.classifier.classify(operation).structure
             if structure == "call":
-                called.update(_callees(operation))
+                called.update(callees(operation))
             elif structure == "opaque" and operation.name != "func.func":
-                opaque.update(_callees(operation))
+                opaque.update(callees(operation))
         public = {name for name, op in ir.functions(self._module).items() if not ir.is_private(op)}
-        return called - opaque - public
+        return called - opaque - public, opaque
 
     # Nodes and slots.
 
@@ -309,7 +313,7 @@ class CastGraph:
         self._join_terminator(self._block(block), self._results(operation, op_class))
 
     def _call(self, operation: Any, op_class: OpClass) -> None:
-        callee = self._functions.get(_callees(operation)[0])
+        callee = self._functions.get(callees(operation)[0])
         if callee is None:  # declared only
             self._opaque(operation, op_class)
             return
@@ -328,7 +332,7 @@ def _terminator(block: Any) -> Any:
     return operations[len(operations) - 1].operation
 
 
-def _callees(operation: Any) -> list[str]:
+def callees(operation: Any) -> list[str]:
     """Names of the functions that an operation refers to in its attributes."""
     symbol = ir.mlir().FlatSymbolRefAttr
     names: list[str] = []

@@ -84,12 +84,24 @@ def call_decompositions(module: Any, policy: Policy) -> None:
         if meant not in ruled or function is None or not ir.is_private(function):
             continue
         function.attributes[_MEANS] = mlir.StringAttr.get(meant)
-        with mlir.InsertionPoint(operation), operation.location:
-            types = [result.type for result in operation.results]
-            call = mlir.Operation.create("func.call", types, list(operation.operands), {"callee": symbol})
-        for before, after in zip(operation.results, call.results, strict=True):
-            before.replace_all_uses_with(after)
-        operation.erase()
+        _replace(operation, symbol)
+
+
+def call_all(module: Any) -> None:
+    """Replaces each composite by a call of its decomposition, which means the same; needs a current MLIR context."""
+    for operation in list(ir.operations(module.operation)):
+        if operation.name == "stablehlo.composite":
+            _replace(operation, operation.attributes["decomposition"])
+
+
+def _replace(operation: Any, symbol: Any) -> None:
+    mlir = ir.mlir()
+    with mlir.InsertionPoint(operation), operation.location:
+        types = [result.type for result in operation.results]
+        call = mlir.Operation.create("func.call", types, list(operation.operands), {"callee": symbol})
+    for before, after in zip(operation.results, call.results, strict=True):
+        before.replace_all_uses_with(after)
+    operation.erase()
 
 
 def _ruled(policy: Policy) -> set[str]:

@@ -107,7 +107,7 @@ class Propagation:
     def _free(self, node: Node) -> bool:
         """Whether the node's dtype is still undecided."""
         if node.boundary:
-            return not (self.keep_io or node.low)
+            return not (self.keep_io or node.low or node.opaque)
         return not (node.low or node.keep_reason or node.opaque) and node.colour in _UNDECIDED
 
     def _may_allow(self, node: Node) -> bool:

@@ -23,7 +23,7 @@ from xla_amp.errors import ModuleError
 from xla_amp.report import operations, page, terminal, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.tools import inspection, names, samples, widen
 from xla_amp.stablehlo.tools.widen import Site
@@ -253,11 +253,13 @@ def compare(
     """
     first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
+    first, second = ir.refined(first, arrays), ir.refined(second, samples.fitted(arrays, second, "B"))
     kinds = ir.signature(first).outputs, ir.signature(second).outputs
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
     runs = _Runs(first, second, arrays)
+    progress.step("running A, B and A in float64")
     inputs_of, outputs_of = _names(a, first)
     before = names.updated(inputs_of, outputs_of)
     outputs = []
@@ -316,7 +318,9 @@ class _Runs:
         pairs = list(matched(sites_a, sites_b))
         own = len(ir.signature(flat_a).outputs)
         found = []
-        for group in _groups(pairs, sites_a):
+        groups = list(_groups(pairs, sites_a))
+        for number, group in enumerate(groups):
+            progress.step("measuring operations", number, len(groups))
             open_a = widen.with_added_results(flat_a, [left for left, _ in group])
             open_b = widen.with_added_results(flat_b, [right for _, right in group])
             values = _run(open_a, self.arrays), _run(open_b, self.narrow), _run_wide(open_a, self.arrays)

@@ -214,9 +214,11 @@ def _increased(tally: Tally | None, size: int) -> Tally:
 
 def _stored(operation: Any, size: int) -> int:
     kind = ir.tensor_type(operation.results[0].type)
-    attribute = operation.attributes.get("value", None)
-    splat = attribute is not None and getattr(attribute, "is_splat", False)
-    return size if kind is None or not splat else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
+    return (
+        size
+        if kind is None or not ir.is_splat(operation)
+        else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
+    )
 
 
 def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None) -> dict[str, Compiled | str]:

@@ -45,6 +45,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     if devices > 1:
         raise ModuleError(f"the module is for {devices} devices; find_overflow runs it on one")
     arrays = samples.fitted(inputs, program)
+    program = ir.refined(program, arrays)
     run = _Run(program)
     results = run.function(ir.entry(program), arrays)
     return ProgramOverflowReport(

@@ -165,7 +165,9 @@ def _serialized(module: Any) -> bytes:
     if isinstance(module, bytes | bytearray | memoryview):
         return bytes(module)
     if hasattr(module, "operation"):
-        return str(module.operation.get_asm(enable_debug_info=True)).encode()
+        from xla_amp.stablehlo import ir  # numpy, which the command line loads only to run
+
+        return ir.text(ir.runnable(module), locations=True).encode()
     raise DeviceError(
         f"a module to compile: expected MLIR text or bytecode, an ir.Module or jax.jit(f).lower(...), "
         f"got {type(module).__name__}"

@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import composites, costs
+from xla_amp.stablehlo.passes.cast_graph import callees
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.tools import inspection
 
@@ -62,6 +63,7 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
     wide = ir.copy(module)
     ir_ = ir.mlir()
     with wide.context, ir_.Location.unknown():
+        composites.call_all(wide)
         functions = list(ir.functions(wide).values())
         operations = [operation for function in functions for operation in _walk(function)]
         unwidened = [
@@ -155,6 +157,7 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
     """
     flat = ir.copy(module)
     with flat.context:
+        composites.call_all(flat)
         by_name = ir.functions(flat)
         found: list[tuple[Any, frozenset[str]]] = [
             (view.operation, frozenset()) for view in _block(ir.entry(flat)).operations
@@ -167,7 +170,28 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
             if name in callers:
                 raise ModuleError(f"function {name} calls itself")
             found += [(each, callers | {name}) for each in _inline(operation, by_name[name])]
+        _drop_unused(flat)
     return flat
+
+
+def _drop_unused(module: ir.MlirModule) -> None:
+    """Erases the functions that the entry function does not reach."""
+    functions = ir.functions(module)
+    todo = [ir.entry(module).attributes["sym_name"].value]
+    reached = set(todo)
+    while todo:
+        for operation in ir.operations(functions[todo.pop()]):
+            for name in callees(operation) if operation.name in _REFERRING else ():
+                if name in functions and name not in reached:
+                    reached.add(name)
+                    todo.append(name)
+    for name, function in functions.items():
+        if name not in reached:
+            function.erase()
+
+
+_REFERRING: Final = frozenset({"func.call", "call", "stablehlo.custom_call"})
+"""Operations that name functions."""
 
 
 def _inline(call: Any, function: Any) -> list[Any]:

@@ -1,0 +1,143 @@
+"""``xla-amp`` in pipes and scripts: standard input and output, ``--quiet``, help, progress, what is printed where."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xla_amp import cli
+from xla_amp.cli import progress as shown_progress
+from xla_amp.stablehlo import io, progress
+
+X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+TWO = """module {
+func.func @f(%x: tensor<2xf32>) -> tensor<2xf32> { return %x : tensor<2xf32> }
+func.func @g(%x: tensor<3xf32>) -> tensor<3xf32> { %0 = stablehlo.sine %x : tensor<3xf32> return %0 : tensor<3xf32> } }
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("streams")
+    (path / "net.mlir").write_text(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W).as_text())
+    (path / "two.mlir").write_text(TWO)
+    np.savez(path / "samples.npz", X, W)
+    return path
+
+
+def call(folder, *arguments: str, given: bytes = b"", **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """One run of the program, without the settings of the tests that keep JAX from looking for accelerators."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL")}
+    command = [sys.executable, "-m", "xla_amp", *arguments]
+    return subprocess.run(command, input=given, capture_output=True, check=False, cwd=folder, env=clean | environment)
+
+
+def test_a_program_passes_through_a_pipe_and_the_report_goes_to_standard_error(folder):
+    source = (folder / "net.mlir").read_bytes()
+    done = call(folder, "convert", "-", "-o", "-", given=source)
+    assert done.returncode == 0
+    assert done.stderr.startswith(b"standard input (text) -> standard output (text)\n"), "no notes of native libraries"
+    assert io.read(done.stdout).format == "text"
+    assert b"bf16" in done.stdout
+
+
+def test_quiet_prints_nothing_but_the_program(folder):
+    done = call(folder, "convert", "net.mlir", "-o", "-", "--format", "bytecode", "--quiet")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert io.read(done.stdout).format == "bytecode"
+
+
+@pytest.fixture
+def run(capsys, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = cli.main(list(arguments))
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("compare", "net.mlir", "net.mlir", "--no-operations"), 0),
+        (("compare", "net.mlir", "low.mlir", "--no-operations", "--tolerance", "1e-7"), 1),
+        (("overflow", "net.mlir", "--inputs", "samples.npz"), 0),
+        (("inspect", "net.mlir"), 0),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_quiet_leaves_the_exit_status(run, arguments, status):
+    run("convert", "net.mlir", "-o", "low.mlir", "-q")
+    assert run(*arguments, "-q") == (status, "", "")
+    assert "not allowed with argument" in run(*arguments, "-q", "--json")[2]
+
+
+def test_standard_input_is_one_program(run):
+    message = "xla-amp: compare - -: standard input holds one program; name a file for A or B\n"
+    assert run("compare", "-", "-") == (2, "", message)
+
+
+def test_bytes_are_not_for_a_terminal(run, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    status, out, err = run("convert", "net.mlir", "-o", "-", "--format", "bytecode")
+    assert (status, out) == (2, "")
+    assert "-o -: bytecode is not for a terminal; use --format text" in err
+
+
+def test_a_function_is_chosen_on_the_command_line(run):
+    status, out, err = run("inspect", "two.mlir")
+    assert (status, out) == (1, "")
+    assert "public functions: f, g; choose one: --function NAME" in err
+    assert "arguments   12 B" in run("inspect", "two.mlir", "--function", "g")[1]
+    assert run("overflow", "two.mlir", "--function", "g", "-q")[0] == 0
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_has_examples_that_are_valid_and_the_exit_statuses(run, command):
+    status, out, _ = run(*filter(None, [command]), "--help")
+    examples, _, statuses = out.partition("examples:\n")[2].partition("exit status:\n")
+    assert status == 0
+    assert {"0", "2", "130"} <= {line.split()[0] for line in statuses.splitlines()}
+    commands = [line.strip() for line in examples.splitlines() if "xla-amp " in line]
+    assert commands
+    for line in commands:
+        words = shlex.split(line.partition("xla-amp ")[2].partition(" > ")[0].partition(")")[0])
+        if "--help" not in words:
+            cli.parser().parse_args(words)
+
+
+def test_a_long_command_says_what_it_does(capsys, monkeypatch):
+    monkeypatch.setattr(shown_progress, "EVERY", 0.05)
+    with shown_progress.shown("compare"):
+        progress.step("measuring operations", 3, 8)
+        time.sleep(0.3)
+    assert "xla-amp compare: measuring operations, 3 of 8 (0 s)\n" in capsys.readouterr().err
+    monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
+    with shown_progress.shown("compare"):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_gets_a_bar_that_leaves_it(capsys, monkeypatch):
+    monkeypatch.setattr(shown_progress, "_QUIET", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with shown_progress.shown("convert"):
+        progress.step("searching", 1, 2)
+        time.sleep(0.5)
+    assert "convert: searching" in capsys.readouterr().err

@@ -1,0 +1,270 @@
+"""Programs as other frameworks write them: complex and resource constants, quantized types, composites, HLO, several
+functions, symbolic shapes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import export
+
+from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import autocast, compare, find_overflow, hlo, inspect, io, ir
+from xla_amp.stablehlo.program import dump
+
+RNG = np.random.default_rng(0)
+X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 8)))
+
+
+def low_products(module) -> list[tuple[str, str]]:
+    return [(left, result) for (left, _, result), n in inspect(module).contractions.items() for _ in range(n)]
+
+
+# Constants.
+
+
+@pytest.mark.parametrize("constant", [2 + 1j, np.arange(8) * 1j + 1], ids=["splat", "dense"])
+def test_complex_constants_are_counted_and_kept(constant):
+    def function(x, w):
+        return jnp.abs((x @ w).astype(jnp.complex64) * jnp.asarray(constant, jnp.complex64))
+
+    text = jax.jit(function).lower(X, W).as_text()
+    stored = 8 if np.ndim(constant) == 0 else 64
+    assert inspect(text).constants == stored
+    converted = autocast(text)
+    assert low_products(converted) == [("bf16", "f32")]
+    (found,) = ir.run(converted.module, [X, W])
+    np.testing.assert_allclose(found, np.abs((X.astype(np.float64) @ W) * constant), rtol=0.05, atol=0.05)
+
+
+def resource(values: np.ndarray, element: str) -> str:
+    kind = f"tensor<{'x'.join(map(str, values.shape))}x{element}>"
+    bits = (struct.pack("<I", 4) + values.tobytes()).hex().upper()
+    return f"""module {{ func.func @main() -> {kind} {{
+      %w = stablehlo.constant dense_resource<w0> : {kind}
+      return %w : {kind} }} }}
+    {{-# dialect_resources: {{ builtin: {{ w0: "0x{bits}" }} }} #-}}"""
+
+
+@pytest.mark.parametrize(
+    ("values", "element"),
+    [
+        (np.arange(6, dtype=np.int32).reshape(2, 3), "i32"),
+        (np.arange(6).astype(ml_dtypes.bfloat16), "bf16"),
+        (np.array([1, 0, 0, 1, 1, 1, 0, 1, 1, 1], bool), "i1"),
+        (np.arange(3) * (1 + 2j), "complex<f64>"),
+        (np.float32([7]), "f32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_of_resources_reach_the_compiler(values, element):
+    (found,) = ir.run(ir.parse(resource(values, element)), [])
+    np.testing.assert_array_equal(np.asarray(found).reshape(values.shape).astype(values.dtype), values)
+
+
+def test_weights_in_a_resource_are_narrowed():
+    text = resource(W, "f32").replace("@main()", "@main(%x: tensor<4x8xf32>)").replace(
+        "return %w : tensor<8x8xf32>",
+        "%0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> "
+        "tensor<4x8xf32> return %0 : tensor<4x8xf32>",
+    ).replace("-> tensor<8x8xf32> {", "-> tensor<4x8xf32> {")  # fmt: skip
+    converted = autocast(text)
+    assert low_products(converted) == [("bf16", "f32")]
+    assert "dense_resource" not in converted.text()
+    assert 0 < compare(text, converted, [X]).outputs[0].b.relative < 0.01
+    left_out = text[: text.index("{-#")]
+    assert low_products(autocast(left_out)) == [("f32", "f32")]
+    with pytest.raises(ModuleError, match="a constant without values: dense_resource<w0>"):
+        ir.run(ir.parse(left_out), [X])
+
+
+# Types and operations.
+
+QUANTIZED = """func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xf32>) -> tensor<4x8xf32> {
+  %y = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+  %q = stablehlo.uniform_quantize %y : (tensor<4x8xf32>) -> tensor<4x8x!quant.uniform<i8:f32, 0.5:0>>
+  %k = stablehlo.constant() {value = dense<1> : tensor<8x8xi8>} : () -> tensor<8x8x!quant.uniform<i8:f32, 0.5:0>>
+  %p = stablehlo.dot_general %q, %k, contracting_dims = [1] x [0] : (tensor<4x8x!quant.uniform<i8:f32, 0.5:0>>, tensor<8x8x!quant.uniform<i8:f32, 0.5:0>>) -> tensor<4x8x!quant.uniform<i32:f32, 0.25:0>>
+  %d = stablehlo.uniform_dequantize %p : (tensor<4x8x!quant.uniform<i32:f32, 0.25:0>>) -> tensor<4x8xf32>
+  %z = stablehlo.dot_general %d, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+  return %z : tensor<4x8xf32> }"""  # noqa: E501 - one operation a line
+
+
+@pytest.mark.parametrize("kind", ["text", "bytecode", "artifact"])
+def test_quantized_programs_are_read_and_quantized_values_left_alone(kind):
+    program = io.read(dump(io.read(QUANTIZED.encode()), kind))
+    converted = autocast(program)
+    quantized = ("!quant.uniform<i8:f32, 5.000000e-01>", "!quant.uniform<i32:f32, 2.500000e-01>")
+    assert sorted(low_products(converted)) == [quantized, ("bf16", "f32"), ("bf16", "f32")]
+
+
+COMPOSITE = """module { func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xf32>) -> tensor<4x8xf32> {
+  %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+  %1 = stablehlo.composite "my.mlp" %0, %w {decomposition = @mlp} : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+  return %1 : tensor<4x8xf32> }
+func.func private @mlp(%x: tensor<4x8xf32>, %w: tensor<8x8xf32>) -> tensor<4x8xf32> {
+  %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
+  %1 = stablehlo.tanh %0 : tensor<4x8xf32>
+  return %1 : tensor<4x8xf32> } }"""  # noqa: E501 - one operation a line
+
+
+@pytest.mark.parametrize("keep_io", [True, False])
+def test_a_composite_and_its_decomposition_keep_one_signature(keep_io):
+    converted = autocast(COMPOSITE, keep_io=keep_io)
+    assert [left for left, _ in low_products(converted)] == ["bf16", "bf16"]
+    found = compare(COMPOSITE, converted, [X, W])
+    assert [each.operation for each in found.operations] == ["dot_general", "dot_general", "tanh"]
+    assert 1e-4 < found.outputs[0].b.relative < 0.02
+
+
+def test_samples_reach_the_decomposition_of_a_composite():
+    converted = autocast(COMPOSITE, dtype="float16", policy="gpu", sample_inputs=(1e4 * X, W))
+    kept = [each.function for each in converted.report.operations if each.why.startswith("sample inputs")]
+    assert "mlp" in kept
+
+
+# Several functions.
+
+TWO = """module {
+func.func @f(%x: tensor<2xf32>) -> tensor<2xf32> {
+  %0 = call @main(%x) : (tensor<2xf32>) -> tensor<2xf32>
+  %1 = stablehlo.add %0, %0 : tensor<2xf32>
+  return %1 : tensor<2xf32> }
+func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
+  %1 = stablehlo.sine %x : tensor<2xf32>
+  return %1 : tensor<2xf32> } }"""
+
+
+@pytest.mark.parametrize(("chosen", "factor"), [("f", 2), ("main", 1), (None, 1)])
+def test_a_function_is_chosen_by_name(chosen, factor):
+    program = io.read(TWO.encode(), function=chosen)
+    x = np.float32([1, 2])
+    (found,) = ir.run(program.module, [x])
+    np.testing.assert_allclose(found, factor * np.sin(x), rtol=1e-6)
+    assert compare(program, autocast(program), [x]).agrees()
+    assert dump(program, "text") == dump(io.read(TWO.encode()), "text")
+
+
+def test_functions_are_listed_where_none_is_main():
+    both = TWO.replace("@main", "@g").encode()
+    with pytest.raises(ModuleError, match="public functions: f, g; choose one: --function NAME"):
+        io.read(both)
+    with pytest.raises(ModuleError, match="no public function 'h'; public functions: f, g"):
+        io.read(both, function="h")
+    assert ir.signature(io.read(both, function="g").module).inputs[0] == ((2,), "f32")
+
+
+# Symbolic shapes.
+
+
+@pytest.fixture(scope="module")
+def symbolic():
+    (rows,) = export.symbolic_shape("b")
+
+    def function(x, w, bias):
+        return jnp.tanh(x @ w) @ w + bias, jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)[0]
+
+    kinds = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 8), (8, 8), (rows, 8))]
+    return io.read(bytes(export.export(jax.jit(function))(*kinds).serialize()))
+
+
+def test_samples_refine_symbolic_shapes(symbolic):
+    samples = [tuple(np.float32(size) * np.ones(shape, np.float32) for shape in ((rows, 8), (8, 8), (rows, 8)))
+               for rows, size in ((3, 1), (5, 300))]  # fmt: skip
+    small, both = (autocast(symbolic, dtype="float16", policy="gpu", sample_inputs=s) for s in (samples[0], samples))
+    assert [left for left, _ in low_products(small)] == ["f16"] * 3
+    overflow = "x @ w, before and in the loop, overflows on the second sample"
+    assert sorted(left for left, _ in low_products(both)) == ["f16", "f32", "f32"], overflow
+    assert compare(symbolic, small, samples[0]).agrees()
+    called = export.deserialize(bytearray(dump(small.program, "export"))).call(*samples[1])
+    assert [each.shape for each in called] == [(5, 8), (5, 8)]
+
+
+def test_the_operations_of_a_symbolic_program_are_followed(symbolic):
+    huge = [np.full(shape, 1e30, np.float32) for shape in ((2, 8), (8, 8), (2, 8))]
+    assert find_overflow(symbolic, huge).producers[0].place.operation == "dot_general"
+    huge[2] = huge[2][:1]
+    with pytest.raises(ModuleError, match="the samples' shapes do not determine the program's: "):
+        compare(symbolic, symbolic, huge)
+
+
+# HLO.
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    return jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W)
+
+
+def proto_of(lowered) -> bytes:
+    from jaxlib import _hlo
+
+    return bytes(_hlo.hlo_module_from_text(lowered.as_text(dialect="hlo")).as_serialized_hlo_module_proto())
+
+
+def wrapped(proto: bytes) -> bytes:
+    """An ``HloProto`` around a module."""
+    size, head = len(proto), b"\n"
+    while size > 127:
+        head, size = head + bytes([size & 127 | 128]), size >> 7
+    return head + bytes([size]) + proto
+
+
+@pytest.mark.parametrize("form", ["HLO text", "HLO proto", "HLO proto of a dump"])
+def test_hlo_is_converted(lowered, form, tmp_path):
+    data = {
+        "HLO text": lambda: lowered.as_text(dialect="hlo").encode(),
+        "HLO proto": lambda: proto_of(lowered),
+        "HLO proto of a dump": lambda: wrapped(proto_of(lowered)),
+    }[form]()
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    (folder / "module_0001.jit_f.before_optimizations.txt").write_bytes(data)
+    (folder / "module_0001.jit_f.cpu_after_optimizations.txt").write_bytes(b"HloModule")
+    program = io.load(folder)
+    assert (program.source, program.format) == (form[:9], "text")
+    converted = autocast(program)
+    assert sorted(low_products(converted)) == [("bf16", "bf16"), ("bf16", "f32")]
+    assert compare(lowered, converted, [X, W]).agrees()
+    (folder / "module_0002.jit_g.before_optimizations.txt").write_bytes(data)
+    with pytest.raises(ModuleError, match=r"a folder with 2 programs; name one of them: module_0001\.jit_f"):
+        io.load(folder)
+
+
+def test_what_is_no_stablehlo_says_which_form_to_give(lowered):
+    optimized = lowered.compile().as_text().encode()
+    with pytest.raises(ModuleError, match=r"StableHLO has no mhlo\.fusion.*; give the program before optimizations"):
+        io.read(optimized)
+    with pytest.raises(ModuleError, match="HLO proto that jaxlib cannot convert"):
+        io.read(proto_of(lowered)[:400])
+    with pytest.raises(ModuleError, match="HLO text that jaxlib cannot convert"):
+        io.read(b"HloModule m\nENTRY")
+
+
+@pytest.mark.parametrize("data", [b"\nmodule {}", b"", b"\n\n", b"ML\xefR\n\x01"])
+def test_what_is_no_hlo(data):
+    assert hlo.form(data) is None
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("module {\n  func.func @main() { stablehlo.tahn }\n}", "line 2, column 23: custom op 'stablehlo.tahn' is"),
+        ("hello\nworld", "line 1, column 1: custom op 'hello' is unknown"),
+        (TWO[:150], r"line \d+, column \d+: expected"),
+        (TWO.replace("stablehlo.add %0, %0", "stablehlo.add %0, %7"), "line 4, column 26: use of undeclared SSA value"),
+        (QUANTIZED.replace("-> tensor<4x8xf32> {", "-> tensor<4x9xf32> {"), r"line 8, column 3: .*doesn't match"),
+    ],
+    ids=["operation", "text", "truncated", "value", "verifier"],
+)  # fmt: skip
+def test_a_parse_error_has_its_place_and_reason(text, reason):
+    with pytest.raises(ModuleError, match=f"bad: not a StableHLO module: {reason}"):
+        io.read(text.encode(), "bad")
