@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ def _strings(node: ast.AST) -> Iterator[str]:
             yield from _strings(child)
 
 
+@functools.cache
 def _texts() -> dict[str, set[str]]:
     """Every string of the package -> names of the functions or classes that are called with it."""
     found: dict[str, set[str]] = {}
@@ -111,13 +113,10 @@ def _texts() -> dict[str, set[str]]:
     return found
 
 
-TEXTS = _texts()
-
-
 def _matches(message: str) -> list[str]:
     pieces = [piece for piece in message.split("...") if piece.strip(". ")]
     pattern = re.compile(".*".join(re.escape(piece) for piece in pieces), re.DOTALL)
-    return [text for text in TEXTS if pattern.search(text)]
+    return [text for text in _texts() if pattern.search(text)]
 
 
 MESSAGES = [(message, note) for message, note in ROW.findall(TROUBLES) if " " in message]
@@ -127,7 +126,7 @@ MESSAGES = [(message, note) for message, note in ROW.findall(TROUBLES) if " " in
 def test_a_message_of_the_page_is_in_the_source(message: str, note: str):
     texts = _matches(message)
     assert texts, message
-    raised = {name for text in texts for name in TEXTS[text] if name.endswith("Error")}
+    raised = {name for text in texts for name in _texts()[text] if name.endswith("Error")}
     named = set(re.findall(r"\w+Error", note))
     assert not raised or raised & named, f"raised as {raised}"
 
@@ -135,7 +134,7 @@ def test_a_message_of_the_page_is_in_the_source(message: str, note: str):
 def test_every_warning_and_every_error_class_is_on_the_page():
     warned = [
         text
-        for text, callers in TEXTS.items()
+        for text, callers in _texts().items()
         if callers & {"warn", "warn_explicit"} and " " in text and text[0] != "<"
     ]
     covered = {text for message, _ in MESSAGES for text in _matches(message)}

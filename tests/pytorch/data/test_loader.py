@@ -31,7 +31,8 @@ def threads():
 @pytest.fixture(autouse=True)
 def _threads_end():
     yield
-    gc.collect()
+    if threads():
+        gc.collect()
     deadline = time.monotonic() + 5
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
