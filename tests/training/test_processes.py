@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -33,8 +34,7 @@ WORLDS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 def start(*arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    return forked.run(PROGRAM, *arguments, environment=environment)
 
 
 @functools.cache
