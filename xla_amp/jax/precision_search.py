@@ -52,7 +52,7 @@ def search(
             several quantities: ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all as one
             vector.  Quantities without a budget are reported, and must be finite.
         argnums: arguments whose floating arrays the gradients are for.
-        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``plan_search/rates.toml``); None is this
+        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
             one, whose rates are measured, and on which the plan is timed.
         low: the low dtype.
         held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.resources
-import tomllib
 from collections.abc import Mapping
 
+from xla_amp import hardware
 from xla_amp.errors import DeviceError
 
 
@@ -29,18 +27,13 @@ class Rates:
 
 
 def rates(target: str) -> Rates:
-    """The row of ``rates.toml`` for `target`.
+    """The rates of a row of ``hardware.toml``.
 
     Raises:
         DeviceError: unknown target.
     """
-    rows = _table()
-    if target not in rows:
-        raise DeviceError(f"target {target!r}: expected one of {', '.join(rows)}, or None to measure on this machine")
-    return rows[target]
-
-
-@functools.cache
-def _table() -> Mapping[str, Rates]:
-    text = importlib.resources.files(__package__).joinpath("rates.toml").read_text(encoding="utf-8")
-    return {name: Rates(name=name, **row) for name, row in tomllib.loads(text).items()}
+    known = [name for name in hardware.names() if "matrix" in hardware.specification(name)]
+    if target not in known:
+        raise DeviceError(f"target {target!r}: expected one of {', '.join(known)}, or None to measure on this machine")
+    row = hardware.specification(target)
+    return Rates(name=target, title=row["title"], bandwidth=row["bandwidth"], peak=row["matrix"], source=row["source"])
