@@ -1,6 +1,7 @@
 """Lowerings: what each ATen operation computes, as pure JAX functions in families.
 
-This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.loss_scaling`.
+This folder imports JAX, but neither torch nor any other module of the package except `xla_amp.loss_scaling` and
+`xla_amp.master_weights`.
 """
 
 # ruff: noqa: F401 (importing a family registers its lowerings)
@@ -37,6 +38,6 @@ from xla_amp.lowering.nn import (
 from xla_amp.lowering.operand import OneHot, Permuted
 from xla_amp.lowering.registry import SUPPLIES, Lowering, find, register, table
 from xla_amp.lowering.tensor import factory, indexing, random_numbers, shape
-from xla_amp.lowering.training import amp, optim
+from xla_amp.lowering.training import amp, master_weights, optim
 
 __all__ = ["SUPPLIES", "Lowering", "OneHot", "Permuted", "find", "register", "table"]

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.hardware",
         "xla_amp.interrupts",
         "xla_amp.loss_scaling",
+        "xla_amp.master_weights",
         "xla_amp.overflow_report",
         "xla_amp.precision_report",
         "xla_amp.recorder",
@@ -40,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.
-LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling"})
+LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling", "xla_amp.master_weights"})
 
 # Modules that load others by name when they are asked to: engines are selected at run time.
 LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
