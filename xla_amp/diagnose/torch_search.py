@@ -87,11 +87,11 @@ def search(
     if low not in LOW_DTYPES:
         raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
     batches = list(batches)
-    program = _TorchProgram(uncompiled(step), batches, objects)
+    program = TorchProgram(uncompiled(step), batches, objects)
     rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
     program.look(rates, low)
     limits = dict(budget) if isinstance(budget, Mapping) else {program.first: budget}
-    with counting("precision search") as progress:
+    with program.prepared(), counting("precision search") as progress:
         found = plan_search.search(
             program,
             budget=limits,
@@ -128,7 +128,7 @@ class _OpenRegion(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _TorchProgram:
+class TorchProgram:
     """A `xla_amp.plan_search.Program` of torch."""
 
     def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any]) -> None:
@@ -176,6 +176,13 @@ class _TorchProgram:
         ]
         versions = (torch.__version__, self.device.type, low)
         self.fingerprint = digest(*map(repr, self.candidates), *kept, *map(str, versions))
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Keeps the kernels of autocast, whose installation takes longer than a small step, until the block ends."""
+        # Every plan has the same rules with other casts, so all have the kernels of this region.
+        with autocast(self.device, policy=self._policy(Plan())), autocast(self.device, enabled=False):
+            yield
 
     def _flat(self, quantities: Mapping[str, Any]) -> Iterator[torch.Tensor]:
         for parts in quantities.values():

@@ -81,7 +81,7 @@ def search(
     if not rows:
         raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
     numbers = {argnums} if isinstance(argnums, int) else set(argnums)
-    program = _JaxProgram(function, rows, numbers, low)
+    program = JaxProgram(function, rows, numbers, low)
     rates = plan_search.rates(target) if target is not None else _rates_here(low)
     program.look(rates)
     with counting("precision search") as progress:
@@ -108,7 +108,7 @@ def search(
     )
 
 
-class _JaxProgram:
+class JaxProgram:
     """A `xla_amp.plan_search.Program` of JAX."""
 
     def __init__(
