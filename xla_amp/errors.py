@@ -42,6 +42,10 @@ class SearchError(XlaAmpError, ValueError):
     """A search for a precision plan that cannot be made with these arguments; the message says what to pass."""
 
 
+class TargetError(XlaAmpError, ValueError):
+    """A program that cannot be kept within the error that was asked for; the message has the achieved one."""
+
+
 class EngineError(XlaAmpError, RuntimeError):
     """The engine cannot start, or a call does not fit the engine in use."""
 

@@ -17,8 +17,8 @@ from typing import Final
 
 from xla_amp import __version__
 from xla_amp.cli import arguments as common
-from xla_amp.cli import native, progress
-from xla_amp.errors import ModuleError, XlaAmpError
+from xla_amp.cli import convert_command, native, progress
+from xla_amp.errors import ModuleError, TargetError, XlaAmpError
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -34,6 +34,9 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
 """Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: arguments -> (text, exit status).
 
 Every call imports all of these modules, so they import torch and jax only in ``run``."""
+
+_STATUSES: Final = ((ModuleError, 1), (TargetError, convert_command.TARGET_MISSED))
+"""Errors that are no usage errors -> exit status."""
 
 _LONGEST: Final = 1000
 """Largest length of an error message; MLIR's can contain a whole call stack."""
@@ -70,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer: tuple[str, int] = arguments.run(arguments)
     except XlaAmpError as error:
         print(textwrap.shorten(f"xla-amp: {error}", _LONGEST, placeholder=" ..."), file=sys.stderr)
-        return 1 if isinstance(error, ModuleError) else 2
+        return next((status for kind, status in _STATUSES if isinstance(error, kind)), 2)
     except KeyboardInterrupt:
         print("xla-amp: interrupted", file=sys.stderr)
         return 130

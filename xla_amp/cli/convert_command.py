@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from xla_amp.cli import arguments as common
-from xla_amp.errors import FileError, PolicyError, RuleWarning
+from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
     from xla_amp.stablehlo.tools.module_tables import States
+    from xla_amp.stablehlo.tools.target_error import Achieved
 
 HELP = "convert a program to mixed precision"
+
+TARGET_MISSED = 3
+"""Exit status."""
 
 FORMATS = ("text", "bytecode", "artifact", "export")
 
@@ -77,6 +81,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-error", type=common.positive, help="with --inputs: largest accepted error of one operation"
     )
+    parser.add_argument(
+        "--target-error",
+        type=common.positive,
+        metavar="ERROR",
+        help="with --inputs: largest accepted relative error of a result, e.g. 1e-2; products stay in float32 until "
+        "the whole program is within it",
+    )
+    parser.add_argument(
+        "--budget-seconds", type=common.positive, metavar="SECONDS", help="with --target-error: time for the search"
+    )
     common.function(parser)
     common.report(parser)
     common.json_instead(parser)
@@ -85,9 +99,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         {
             "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
             "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
+            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz --target-error 1e-2": "within 1 %",
             "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
         },
-        {0: "written", 1: "IN holds no program that can be converted"},
+        {
+            0: "written",
+            1: "IN holds no program that can be converted",
+            TARGET_MISSED: "not written: the program cannot be kept within --target-error; the message has its error",
+        },
     )
     parser.set_defaults(run=_run)
 
@@ -116,10 +135,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import page as report_page
     from xla_amp.report import terminal
     from xla_amp.stablehlo import io
-    from xla_amp.stablehlo.passes import autocast
     from xla_amp.stablehlo.tools import inspection, samples
 
     common.check_report(arguments)
+    for option, needed in (("max_error", "inputs"), ("target_error", "inputs"), ("budget_seconds", "target_error")):
+        if getattr(arguments, option) is not None and not getattr(arguments, needed):
+            raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
     program = common.read(arguments.source, arguments.function)
     kind = io.check_format(program, arguments.output, arguments.format)
     if arguments.output == common.STANDARD and kind != "text" and sys.stdout.isatty():
@@ -127,20 +148,18 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
-        converted = autocast.autocast(
-            program,
-            policy=arguments.policy,
-            dtype=arguments.dtype,
-            rules=_rules(arguments.rules),
-            keep_io=arguments.keep_io,
-            strict=arguments.strict,
-            sample_inputs=[tuple(each) for each in given] or None,
-            **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
-        )
+        converted, achieved = _convert(arguments, program, given)
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
+    if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:
+        raise TargetError(
+            f"--target-error {arguments.target_error:g}: the achieved error is {achieved.error:.2g} "
+            f"({achieved.float32:.2g} in float32 throughout); {arguments.output} is not written"
+        )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
     document = _document(arguments, converted, states, program.source, kind)
+    if achieved is not None:
+        document = _with_error(document, arguments, achieved)
     page = None if arguments.report is None else report_page.html(document)
     _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
     if page is not None:
@@ -154,8 +173,72 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         "summary": converted.report.summary(),
         **{name: found.to_dict() for name, found in states.items()},
         "operations": converted.report.rows(),
+        **({} if achieved is None else {"achieved_error": dataclasses.asdict(achieved)}),
     }
     return common.as_json(plain), 0
+
+
+def _convert(
+    arguments: argparse.Namespace, program: Program, given: list[list[Any]]
+) -> tuple[Converted, Achieved | None]:
+    from xla_amp.stablehlo.passes import autocast
+    from xla_amp.stablehlo.tools import target_error
+
+    rules, samples = _rules(arguments.rules), [tuple(each) for each in given]
+    if arguments.target_error is not None:
+        policy, low = autocast.settings(arguments.policy, arguments.dtype, rules)
+        within = target_error.convert_within(
+            program,
+            policy,
+            low,
+            samples,
+            arguments.target_error,
+            keep_io=arguments.keep_io,
+            max_error=arguments.max_error,
+            seconds=arguments.budget_seconds,
+            strict=arguments.strict,
+        )
+        return within.converted, within.achieved
+    converted = autocast.autocast(
+        program,
+        policy=arguments.policy,
+        dtype=arguments.dtype,
+        rules=rules,
+        keep_io=arguments.keep_io,
+        strict=arguments.strict,
+        sample_inputs=samples or None,
+        **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
+    )
+    if not samples:
+        return converted, None
+    try:
+        return converted, target_error.Original(program, samples).measure(converted.program)
+    except ModuleError as error:  # no float64 version, for instance of a library's code
+        sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
+        return converted, None
+
+
+def _with_error(document: Document, arguments: argparse.Namespace, achieved: Achieved) -> Document:
+    """The report with the achieved error first; a warning if it is large."""
+    from xla_amp.report import units
+    from xla_amp.report.document import Finding
+    from xla_amp.stablehlo.tools.comparison import TOLERANCE
+
+    limit = arguments.target_error or TOLERANCE
+    if achieved.error > limit:
+        sys.stderr.write(
+            f"xla-amp: warning: the results on the samples are wrong by {achieved.error:.2g}, the worst is "
+            f"{max(achieved.samples)[1]}; --target-error {limit:g} keeps more in float32\n"
+        )
+    items = tuple(
+        (str(path), f"error {units.error(error)}, the worst is {name}")
+        for path, (error, name) in zip(arguments.inputs, achieved.samples, strict=True)
+    )
+    said = f"achieved error {units.error(achieved.error)} against float64; float32 has {units.error(achieved.float32)}"
+    if arguments.target_error is not None:
+        said += f", the target is {units.error(arguments.target_error)}"
+    finding = Finding("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items)
+    return dataclasses.replace(document, findings=(finding, *document.findings))
 
 
 def _write(program: Program, path: Path, kind: Format) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -100,31 +100,74 @@ def autocast(
         >>> autocast(text).report.casts
         {'f32->bf16': 2}
     """
-    effective = resolve("tpu" if policy in (None, DEFAULT) else policy, rules)
-    low = _low(dtype, effective)
+    effective, low = settings(policy, dtype, rules)
     program = as_program(module)
+
+    def keep(copied: ir.MlirModule, propagation: Propagation) -> Callable[[Node], str]:
+        if sample_inputs is None:
+            return _keep_none
+        from xla_amp.stablehlo.passes import calibration
+
+        return calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
+
+    found = convert(program, effective, low, keep_io=keep_io, keep=keep)
+    warn_of_rules(program, effective, found, strict=strict)
+    emit_events(found.converted.report)
+    return found.converted
+
+
+def warn_of_rules(program: Program, policy: Policy, found: Conversion, *, strict: bool) -> None:
+    """Warns of rules of the user's without an effect; an error with `strict`."""
+    if any(layer.layer != "builtin" for layer in policy.layers):
+        nameless = policy.by_module and not has_names(program.module)
+        effects.report(policy, found.effects, "stablehlo", strict=strict, no_modules=_NO_LOCATIONS if nameless else "")
+
+
+def settings(policy: PolicyLike | None, dtype: Any, rules: Mapping[str, Cast] | None) -> tuple[Policy, LowDtype]:
+    """The policy in force and the low dtype; raises as `autocast` does."""
+    effective = resolve("tpu" if policy in (None, DEFAULT) else policy, rules)
+    return effective, _low(dtype, effective)
+
+
+class Conversion(NamedTuple):
+    """What `convert` made."""
+
+    converted: Converted
+    effects: effects.Effects
+    """The user's rules that acted."""
+
+
+def convert(
+    program: Program,
+    policy: Policy,
+    low: LowDtype,
+    *,
+    keep_io: bool,
+    keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]],
+) -> Conversion:
+    """Converts a copy of `program`.
+
+    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
+    """
+    progress.step("converting")
     copied = ir.copy(program.module)
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
-    progress.step("converting")
     folded = fold_casts(copied)
     array_dtype = ir.numpy_dtype(_ELEMENTS[low])
     mlir = ir.mlir()
     with copied.context, mlir.Location.unknown():
-        composites.call_decompositions(copied, effective)
-        cloned = clone_per_path(copied) if effective.by_module else {}
+        composites.call_decompositions(copied, policy)
+        cloned = clone_per_path(copied) if policy.by_module else {}
         paths = ModulePaths(copied)
-        classifier = Classifier(effective, paths)
+        classifier = Classifier(policy, paths)
         copies = {**cloned, **clone_per_call(copied, classifier)}
-        classifier.composites = composites.mark(copied, effective, paths, copies)
+        classifier.composites = composites.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
-        keep: Callable[[Node], str] = _keep_none
-        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
-        if sample_inputs is not None:
-            from xla_amp.stablehlo.passes import calibration
-
-            keep = calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
-            propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=keep)
+        propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=_keep_none)
+        reasons = keep(copied, propagation)
+        if reasons is not _keep_none:
+            propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
         decided = tuple(decisions(propagation, low, copies, paths))
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
@@ -133,14 +176,8 @@ def autocast(
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
-    if any(layer.layer != "builtin" for layer in effective.layers):
-        nameless = effective.by_module and not has_names(program.module)
-        effects.report(
-            effective, _effects(graph), "stablehlo", strict=strict, no_modules=_NO_LOCATIONS if nameless else ""
-        )
-    report = Report(policy=effective.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
-    emit_events(report)
-    return Converted(program=program.with_module(copied), report=report)
+    report = Report(policy=policy.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
+    return Conversion(Converted(program=program.with_module(copied), report=report), _effects(graph))
 
 
 _NO_LOCATIONS: Final = (

@@ -334,6 +334,17 @@ class _Runs:
         return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
 
 
+def results(module: ir.MlirModule, inputs: Sequence[Any], *, wide: bool = False) -> list[Any]:
+    """Results of a module on the CPU, with `wide` of its float64 version.
+
+    Raises:
+        ModuleError: the module cannot be run on one device, or the inputs do not fit.
+    """
+    arrays = samples.fitted(inputs, _for_one_device(module, "the program"))
+    refined = ir.refined(module, arrays)
+    return _run_wide(refined, arrays) if wide else _run(refined, arrays)
+
+
 def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
     import jax
 

@@ -1,0 +1,134 @@
+"""``xla-amp convert --inputs`` tells the achieved error; ``--target-error`` is met by the whole program, or fails."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from xla_amp import cli
+from xla_amp.errors import ModuleError, RuleWarning
+from xla_amp.report import units
+from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo.passes.autocast import settings
+from xla_amp.stablehlo.tools import comparison, target_error
+
+RNG = np.random.default_rng(0)
+X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
+LAYERS = [0.25 * RNG.standard_normal((16, 16)).astype(np.float32) for _ in range(6)]
+
+
+def subtraction(x, w):
+    return ((x @ w) - (x @ (w * 1.01))) @ w
+
+
+def chain(x, *layers):
+    for layer in layers:
+        x = x @ layer
+    return x
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub.mlir").write_text(jax.jit(subtraction).lower(X, W).as_text())
+    np.savez(tmp_path / "s.npz", X, W)
+    np.savez(tmp_path / "t.npz", X[::-1], W)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = cli.main(["convert", "sub.mlir", "-o", "low.mlir", *arguments])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def error_of(path, *arrays) -> float:
+    """Computed here, with NumPy as the reference."""
+    (found,) = ir.run(io.load(path).module, list(arrays))
+    exact = subtraction(arrays[0].astype(np.float64), arrays[1].astype(np.float64))
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+def test_the_achieved_error_is_told_and_a_large_one_warned_of(run, tmp_path):
+    status, out, err = run("--inputs", "s.npz")
+    achieved = error_of(tmp_path / "low.mlir", X, W)
+    assert status == 0
+    assert achieved > 0.1
+    assert f"How wrong are the results?\n  achieved error {units.error(achieved)} against float64" in out
+    assert f"xla-amp: warning: the results on the samples are wrong by {achieved:.2g}" in err
+    told = json.loads(run("--inputs", "s.npz", "--json")[1])["achieved_error"]
+    assert told["samples"][0][0] == pytest.approx(achieved, rel=0.01)
+    assert told["float32"] < 1e-4
+
+
+@pytest.mark.parametrize("samples", [("s.npz",), ("s.npz", "t.npz")], ids=["one sample", "two"])
+def test_a_target_error_is_met_with_a_product_left_low(run, tmp_path, samples):
+    given = [word for name in samples for word in ("--inputs", name)]
+    status, out, err = run(*given, "--target-error", "1e-2", "--json")
+    assert (status, err) == (0, "")
+    assert error_of(tmp_path / "low.mlir", X, W) < 1e-2
+    rows = [row for row in json.loads(out)["operations"] if row["operation"] == "dot_general"]
+    assert sorted(row["after"] for row in rows) == ["bfloat16", "float32", "float32"]
+    assert all(row["why"].startswith("target error: with nothing else in bfloat16") for row in rows if row["after"] == "float32")  # fmt: skip # noqa: E501
+    if len(samples) == 2:
+        assert error_of(tmp_path / "low.mlir", X[::-1], W) < 1e-2
+
+
+def test_a_target_that_cannot_be_met_writes_nothing_and_has_its_own_status(run, tmp_path):
+    status, out, err = run("--inputs", "s.npz", "--target-error", "1e-9")
+    assert (status, out) == (3, "")
+    assert err.startswith("xla-amp: --target-error 1e-09: the achieved error is ")
+    assert not (tmp_path / "low.mlir").exists()
+
+
+def test_a_program_without_a_float64_version_is_converted_all_the_same(run, tmp_path, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise ModuleError("XLA cannot compile it")
+
+    monkeypatch.setattr(comparison, "results", refused)
+    status, _, err = run("--inputs", "s.npz")
+    assert (status, err) == (0, "xla-amp: warning: the achieved error was not measured: XLA cannot compile it\n")
+    assert (tmp_path / "low.mlir").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target-error", "0.1"), "--target-error needs --inputs"),
+        (("--max-error", "0.1"), "--max-error needs --inputs"),
+        (("--inputs", "s.npz", "--budget-seconds", "1"), "--budget-seconds needs --target-error"),
+    ],
+)
+def test_options_without_effect_are_refused(run, arguments, message):
+    assert run(*arguments) == (2, "", f"xla-amp: {message}\n")
+
+
+def test_smaller_targets_keep_more_of_a_chain_without_a_cliff():
+    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
+    policy, low = settings(None, None, {"dot_general": "low"})
+    kept = []
+    for share in (1.1, 0.8, 0.5):
+        if not kept:
+            whole = target_error.convert_within(program, policy, low, [(X, *LAYERS)], 1.0).achieved.error
+        found = target_error.convert_within(program, policy, low, [(X, *LAYERS)], share * whole)
+        assert found.met
+        kept.append(
+            sum(each.after == "float32" and each.flops is not None for each in found.converted.report.operations)
+        )
+    assert kept[0] == 0 < kept[1] < kept[2] < len(LAYERS)
+
+
+def test_a_search_that_ends_early_is_still_within_the_target():
+    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
+    found = target_error.convert_within(program, *settings(None, None, None), [(X, *LAYERS)], 2e-3, seconds=1e-3)
+    assert found.met
+    assert not found.found.complete
+
+
+def test_a_rule_without_effect_is_told():
+    program = io.read(jax.jit(chain).lower(X, *LAYERS[:1]).as_text().encode())
+    with pytest.warns(RuleWarning, match="tanh"):
+        target_error.convert_within(program, *settings(None, None, {"tanh": "fp32"}), [(X, LAYERS[0])], 0.1)
