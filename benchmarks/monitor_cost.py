@@ -4,7 +4,9 @@ Bytes and FLOPs are XLA's own analysis of the compiled programs; the step is flo
 --rounds, steps are also timed, interleaved.  A monitor that samples one step in N costs, on average,
 ((N - 1) x "other step" + "sampled step") / N.
 
-    python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--rounds 7] [--sample 50] [--json]
+    python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--rounds 7] [--sample 50] [--json] [--write]
+
+With --write, which needs --rounds, the model's row of results/monitor and of the table in docs/monitor.md is replaced.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from results import RESULTS, write_json, write_markdown
 from timing import interleaved, machine
 from workloads import WORKLOADS
 
@@ -82,6 +85,53 @@ def measured(trainer: Trainer, steps: int) -> dict[str, float]:
     }
 
 
+def write(row: dict[str, Any]) -> None:
+    """Replaces the row of a model in ``results/monitor`` and in the table of docs/monitor.md."""
+    file = RESULTS / "monitor.json"
+    rows = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = [each for each in rows if each["model"] != row["model"]] + [row]
+    write_json("monitor", {"rows": rows})
+    lines = [cells(each) for each in sorted(rows, key=lambda each: str(each["model"]))]
+    lines += [
+        (model, *["not measured"] * (len(HEADINGS) - 1))
+        for model in MODELS
+        if model not in {each["model"] for each in rows}
+    ]
+    write_markdown("monitor", HEADINGS, lines, "What a monitor costs, in shares of the step without it")
+    table = [
+        f"| {' | '.join(HEADINGS)} |",
+        "|" + "---|" * len(HEADINGS),
+        *(f"| {' | '.join(each)} |" for each in lines),
+    ]
+    page = RESULTS.parent.parent / "docs" / "monitor.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n" + END + after)
+
+
+MODELS = ("GPT-2", "ResNet-50")
+BEGIN, END = "<!-- begin: benchmarks/monitor_cost.py --write -->", "<!-- end -->"
+HEADINGS = (
+    "model", "executables a step", "host syncs", "bytes", "FLOPs", "time of a sampled step", "of another step",
+    "first four steps, s",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """A row as text."""
+    without, other, sampled = row["first_steps"]
+    return (
+        f"{row['model']}, {row['shape']}",
+        f"{row['executions']:g}",
+        f"{row['host_syncs']:g}",
+        f"{row['bytes']:+.1%}",
+        f"{row['flops']:+.1%}",
+        f"{row['sampled_step']:+.0%}",
+        f"{row['other_step']:+.0%}",
+        f"{without:.2g} without; {other:.2g} and {sampled:.2g} with",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="GPT-2", help="name of a row of benchmarks/workloads.py")
@@ -89,7 +139,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="timed steps of each contestant")
     parser.add_argument("--sample", type=int, default=50, help="steps between two with statistics, for the averages")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--write", action="store_true", help="replace the model's row in results and docs/monitor.md")
     options = parser.parse_args()
+    if options.write and not (options.rounds and options.size == "small"):
+        parser.error("--write records a timed run of the size small: --size small --rounds 7")
     workload = WORKLOADS[options.size][options.model]
     trainers = {
         "without": Trainer(workload, None),
@@ -107,6 +160,20 @@ def main() -> None:
         for name in ("bytes", "flops", "seconds")
         if name in base
     }
+    if options.write:
+        write(
+            {
+                "model": options.model,
+                "shape": workload.shape,
+                "executions": sampled["executions"],
+                "host_syncs": sampled["host_syncs"],
+                "bytes": averages["bytes"],
+                "flops": averages["flops"],
+                "sampled_step": sampled["seconds"] / base["seconds"] - 1,
+                "other_step": other["seconds"] / base["seconds"] - 1,
+                "first_steps": [base["first steps, s"], other["first steps, s"], sampled["first steps, s"]],
+            }
+        )
     if options.json:
         print(json.dumps({"machine": machine(), "model": workload.shape, "rows": rows, "average": averages}))
         return
