@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -218,6 +219,74 @@ def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
     assert monitor.history.low == "float16"
     gradient = steps[0].statistics[Key("head", "gradient")]
     assert gradient.headroom == pytest.approx(math.log2(65504 / (gradient.amax * 1024)))
+
+
+def test_monitors_that_begin_after_captured_steps(scaled):
+    """Two of them, of one model, each with its own sampled steps; a saved or copied model is not recorded."""
+    model, optimizer, scaler, step, device = scaled
+    step = xla_amp.compile(step, strict=True)
+    given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(12)]
+    for pair in given[:3]:
+        step(*pair)
+    one = xla_amp.monitor(model, optimizer, scaler, sample=2)
+    other = xla_amp.monitor(model, optimizer, scaler, sample=3, layers="head")
+    for pair in given[3:]:
+        with one.step(), other.step():
+            step(*pair)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model.cpu()))]
+    for each in copies:
+        each.cpu().train()(given[0][0].cpu()).sum().backward()
+    found = [monitor.read().steps for monitor in (one, other)]
+    assert [[record.step for record in steps if record.statistics] for steps in found] == [[0, 2, 4, 6, 8], [0, 3, 6]]
+    assert {key.layer for key in found[1][0].statistics} == {"head"}
+    for monitor in (one, other):
+        monitor.close()
+    assert not [name for name in vars(model) if "xla_amp" in name]
+
+
+def test_a_step_that_raises_does_not_count():
+    def run(fails):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        monitor = xla_amp.monitor(model, optimizer, sample=1)
+        if fails:
+            with pytest.raises(ValueError, match="no data"), monitor.step():  # noqa: PT012
+                model(batches(1)[0][0] * 0 + 3)
+                raise ValueError("no data")
+        model(batches(1)[0][0] * 0) if fails else None  # outside of a step
+        with monitor.step() as running:
+            running.loss = loss_of(model, *batches(1)[0])
+            running.loss.backward()
+            optimizer.step()
+        return monitor.read().steps
+
+    with_failure, without = run(True), run(False)
+    assert [record.step for record in with_failure] == [0]
+    assert repr(with_failure) == repr(without)
+
+
+@pytest.mark.parametrize("where", ["cpu", "xla"])
+def test_a_closure_has_gradients(where):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).to("cpu" if where == "cpu" else xla_amp.xla_device())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    monitor = xla_amp.monitor(model, optimizer, sample=1)
+    x = torch.ones(2, 3).to(model.weight.device)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(x) - 3.0).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        with monitor.step(x) as running:
+            running.loss = optimizer.step(closure)
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+        assert monitor.read().steps[-1].gradient_norm == pytest.approx(norm, rel=1e-6)
+    gradient = monitor.history.steps[0].statistics[Key("", "gradient")]
+    assert gradient.amax > 0
+    monitor.close()
 
 
 def test_gradients_are_unscaled_whoever_unscales_them(scaled):

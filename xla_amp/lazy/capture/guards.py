@@ -195,6 +195,8 @@ class Guards:
             if old != new:
                 if not names:
                     return f"{label} from {old!r} to {new!r}"
+                if not len(names) == len(old) == len(new):
+                    return f"the attributes of {label}"
                 fields = zip(names, old, new, strict=True)
                 return next(f"{label}.{name} from {a!r} to {b!r}" for name, a, b in fields if a != b)
         return None
