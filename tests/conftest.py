@@ -46,11 +46,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def _is_quick(path: Path) -> bool:
+    root = Path(__file__).parent.parent
+    return path.is_relative_to(root) and path.relative_to(root).as_posix() in QUICK
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Only quick tests are imported for ``-m quick``, so the extra ``dev`` is enough for them."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if config.option.markexpr == "quick" and is_test and not _is_quick(collection_path) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the quick tests."""
-    root = Path(__file__).parent.parent
     for item in items:
-        if item.path.is_relative_to(root) and item.path.relative_to(root).as_posix() in QUICK:
+        if _is_quick(item.path):
             item.add_marker("quick")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,8 @@ import pytest
 
 from xla_amp.errors import PolicyError
 from xla_amp.stablehlo import autocast, ir
+
+nn = pytest.importorskip("flax.linen")
 
 
 class Model(nn.Module):
