@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -256,3 +257,23 @@ def test_random_values_need_shapes():
     text = "func.func @main(%x: tensor<?xf32>) -> tensor<?xf32> { return %x : tensor<?xf32> }"
     with pytest.raises(ModuleError, match=r"argument 0 has no fixed shape.*give an \.npz"):
         samples.random_inputs(ir.parse(text))
+
+
+@pytest.mark.parametrize("low", [jnp.bfloat16, jnp.float16])
+def test_products_that_the_cpu_cannot_run_are_compared(low):
+    """A weight's gradient, summed over batch and tokens, and transposed."""
+
+    def gradient(dtype, x, dy):
+        over = ((0, 1), (0, 1)), ((), ())
+        product = jax.lax.dot_general(x.astype(dtype), dy.astype(dtype), over, preferred_element_type=jnp.float32)
+        return jnp.transpose(product)
+
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in ((2, 5, 8), (2, 5, 6))]
+    programs = [module_of(functools.partial(gradient, dtype), *arrays) for dtype in (jnp.float32, low)]
+    found = comparison.compare(*programs, arrays)
+    rounded = [each.astype(low).astype(np.float64) for each in arrays]
+    exact = np.einsum("bti,bto->oi", *arrays, dtype=np.float64)
+    error = np.linalg.norm(np.einsum("bti,bto->oi", *rounded) - exact) / np.linalg.norm(exact)
+    assert found.outputs[0].b.relative == pytest.approx(error, rel=1e-3)
+    assert [each.operation for each in found.operations] == ["dot_general", "transpose"]

@@ -349,7 +349,7 @@ def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
     import jax
 
     with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
-        return ir.run(module, arrays, ir.devices("cpu")[0])
+        return ir.run(widen.for_cpu(module), arrays, ir.devices("cpu")[0])
 
 
 def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:

@@ -149,6 +149,34 @@ def _wide(value_type: Any) -> Any:
     return value_type
 
 
+def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
+    """The same program with low operands of products cast to float32 where the result is float32.
+
+    XLA:CPU cannot run some of the others (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 =
+    F32", for instance a transposed sum over batch and tokens).  The values are the same: products of float16 and bfloat16 numbers
+    are exact in float32, in which they are summed anyway.
+    """
+    copied = ir.copy(module)
+    ir_, stablehlo = ir.mlir(), ir.dialect()
+    with copied.context, ir_.Location.unknown():
+        functions = ir.functions(copied).values()
+        for operation in [each for function in functions for each in ir.operations(function)]:
+            if "dot_dimension_numbers" not in operation.attributes:
+                continue
+            result = ir.tensor_type(operation.results[0].type)
+            if result is None or result.element != "f32":
+                continue
+            for index, operand in enumerate(list(operation.operands)):
+                kind = ir.tensor_type(operand.type)
+                if kind is not None and kind.element in ("f16", "bf16"):
+                    with ir_.InsertionPoint(operation):
+                        wide = ir.with_element(operand.type, ir_.F32Type.get())
+                        operation.operands[index] = stablehlo.convert(wide, operand)
+                    if "algorithm" in operation.attributes:
+                        del operation.attributes["algorithm"]  # it names the types of the operands
+    return copied
+
+
 def inlined(module: ir.MlirModule) -> ir.MlirModule:
     """The same program with all calls in the entry function inlined.
 
