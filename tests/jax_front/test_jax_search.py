@@ -65,6 +65,22 @@ def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(f
     assert [cast for operation, _, cast, _ in seen[0] if operation == "matmul"] == ["low", "fp32", "fp32", "low"]
 
 
+@pytest.mark.filterwarnings("ignore:this rule has no effect")  # the square is a product of elements there
+def test_the_file_gives_the_same_casts_in_stablehlo(found, tmp_path):
+    found.save(tmp_path / "plan.toml")
+    module = jax.jit(loss).lower(*given(3, 1)[0]).compiler_ir("stablehlo")
+    text = module.operation.get_asm(enable_debug_info=True)
+    rows = xla_amp.stablehlo.autocast(text, policy=tmp_path / "plan.toml").report.rows()
+    casts = {row["module"]: row["cast"] for row in rows if row["operation"] == "dot_general"}
+    assert casts == {"first": "low", "a": "fp32", "b": "fp32", "last": "low"}
+
+
+def test_a_plan_without_an_effect_saves_nothing():
+    result = xla_amp.jax.search(loss, given(1, 4), budget={"gradients": 1e-9}, target="v6e")
+    assert result.errors["gradients"] == 0
+    assert result.estimated["plan"] == pytest.approx(result.estimated["float32"])
+
+
 def test_a_number_is_a_budget_for_the_loss():
     result = xla_amp.jax.search(loss, given(1, 4), budget=0.9, target="v6e")
     assert result.found.budget == {"loss": 0.9}

@@ -267,7 +267,7 @@ class TorchProgram:
     def estimate(self, plan: Plan, rates: Rates) -> float:
         """Estimated seconds of one run of `plan`."""
         backward = "gradients" in self._reference(0)
-        return plan_search.seconds(self.records(plan), rates, backward=backward)
+        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=backward)
 
     def time(self, plan: Plan) -> float:
         """Median seconds of a forward and a backward pass of `plan` on this machine."""

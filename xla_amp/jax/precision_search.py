@@ -267,7 +267,7 @@ class JaxProgram:
 
     def estimate(self, plan: Plan, rates: Rates) -> float:
         """Estimated seconds of one run of `plan`."""
-        return plan_search.seconds(self.records(plan), rates, backward=self._has_gradients())
+        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=self._has_gradients())
 
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine, gradients included."""

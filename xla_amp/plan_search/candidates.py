@@ -37,9 +37,7 @@ class Candidate:
     """Number of operations."""
 
 
-def from_records(
-    records: Iterable[DecisionRecord], rates: Rates, *, low: str, backward: bool, outer: str = ""
-) -> tuple[Candidate, ...]:
+def from_records(records: Iterable[DecisionRecord], rates: Rates, *, low: str, backward: bool) -> tuple[Candidate, ...]:
     """The candidates of a program, in the order of its operations.
 
     Args:
@@ -47,12 +45,11 @@ def from_records(
         rates: of the machine that the plan is for.
         low: the low dtype.
         backward: whether a backward pass follows: two products for each product, and the same bytes once more.
-        outer: scope of the whole program, which is no part of a rule.
     """
     groups: dict[tuple[str, str], list[DecisionRecord]] = {}
     for record in records:
         if record.cast in _LOW_FORMS and _floating(record):
-            groups.setdefault((record.module.removeprefix(outer), record.operation), []).append(record)
+            groups.setdefault((record.module, record.operation), []).append(record)
     return tuple(
         _candidate(scope, operation, found, rates, low, backward) for (scope, operation), found in groups.items()
     )
@@ -63,15 +60,19 @@ def _floating(record: DecisionRecord) -> bool:
     return record.operation in op_catalog.catalogue().classes and any(d == "float32" or units.is_low(d) for d in dtypes)
 
 
-def seconds(records: Iterable[DecisionRecord], rates: Rates, *, backward: bool) -> float:
+def seconds(
+    records: Iterable[DecisionRecord], candidates: Iterable[Candidate], rates: Rates, *, backward: bool
+) -> float:
     """Estimated time of a recorded program, each operation in the dtypes that it has.
 
-    Elementwise operations and those that only move values cost nothing: XLA fuses them with others.
+    Other elementwise operations than `candidates`, and those that only move values, cost nothing: XLA fuses them.
     """
+    planned = {(each.scope, each.operation) for each in candidates}
     return math.fsum(
         _time(record, rates, backward, _narrower(record.given, record.used), record.result)
         for record in records
-        if record.cast in _LOW_FORMS or op_catalog.catalogue().classes.get(record.operation) in _NOT_FUSED
+        if (record.module, record.operation) in planned
+        or op_catalog.catalogue().classes.get(record.operation) in _NOT_FUSED
     )
 
 
