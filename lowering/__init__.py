@@ -7,7 +7,7 @@ This folder imports JAX, but neither torch nor any other module of the package e
 # ruff: noqa: F401 (importing a family registers its lowerings)
 
 from xla_amp.lowering.attention import fused_layers, sdpa
-from xla_amp.lowering.linalg import contraction, factorization, grouped
+from xla_amp.lowering.linalg import contraction, factorization, float8, grouped
 from xla_amp.lowering.math import (
     bits,
     complex_numbers,
