@@ -46,7 +46,7 @@ def test_the_table_has_sixty_programs() -> None:
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_cast_that_no_front_can_give_is_refused_by_name(cast: Cast) -> None:
-    assert len(following(cast)) >= {"fp32_inside": 30, "low_fp32_out": 2}.get(cast, len(ALL))
+    assert len(following(cast)) >= {"fp32_inside": 30, "low_fp32_out": 2, "fp8": 1}.get(cast, len(ALL))
     for program in ALL:
         if refused(program, cast):
             name = program.rule.partition(".")[0]
@@ -76,6 +76,7 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
 
 
 @pytest.mark.parametrize("driver", ["jaxpr", "trace"])
+@pytest.mark.filterwarnings("ignore:this rule has no effect.*\n.*not in 8 bits")  # their sizes are 4
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
 def test_jax(cast: Cast, driver: Any) -> None:
     programs = [program for program in following(cast) if program.rule != "add"]  # the programs themselves add a number
@@ -91,7 +92,7 @@ def test_jax(cast: Cast, driver: Any) -> None:
         assert seen(record) == expected(program, cast, asks_result=in_parts), program.rule
 
 
-@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
+@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast not in ("ban", "fp8")])
 def test_stablehlo(cast: Cast) -> None:
     programs = [each for each in following(cast) if each in PROGRAMS and each.stablehlo and each.rule != "add"]
     function, x = functions(programs)
@@ -106,7 +107,7 @@ def test_stablehlo(cast: Cast) -> None:
         assert decision.result == result or program.rule in PRODUCTS, program.rule
 
 
-@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast not in ("ban", "low_fp32_out")])
+@pytest.mark.parametrize("cast", [cast for cast in CASTS if cast not in ("ban", "low_fp32_out", "fp8")])
 def test_stablehlo_in_parts(cast: Cast) -> None:
     programs = [each for each in following(cast) if each in COMPOSITES and each.stablehlo]
     function, x = functions(programs)

@@ -21,20 +21,22 @@ def test_every_row_is_complete_sorted_and_reachable(name):
     policy = load(name)
     used = {policy.decide(operation).rule for operation in policy.operations()}
     used |= {policy.decide(operation).rule for rule in policy.rules for operation in rule.operations}
+    in_modules = (name.split(".") for rule in policy.rules for name in rule.operations if name.startswith("module:*."))
+    used |= {policy.decide(operation, f"model.{module}").rule for _, module, operation in in_modules}
     for rule in policy.rules:
         assert rule.cast in CASTS
         assert rule.why
         assert rule.source
         assert list(rule.operations) == sorted(set(rule.operations))
-        parents = ("cuda",) if name not in ("cautious", "lean") else ("tpu",)
+        parents = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}.get(name, ("cuda",))
         assert any(f"tables/{each}.toml:" in rule.origin for each in (name, *parents))
         own = f"tables/{name}.toml:" in rule.origin
         assert not own or rule in used, "a row that never decides anything"
 
 
-def test_every_table_file_is_a_policy_or_the_catalogue():
+def test_every_table_file_is_a_policy_the_catalogue_or_the_costs_of_float8():
     tables = importlib.resources.files("xla_amp.policy") / "tables"
-    assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes"))
+    assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes", "float8"))
 
 
 TABLE = """

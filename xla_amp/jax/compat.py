@@ -29,6 +29,8 @@ set_current_trace = core.set_current_trace
 
 REGION_SCOPE = "xla_amp_region"
 """Name scope of primitives that an inner region has already decided."""
+REMATTED = "rematted_computation"
+"""JAX's name scope around a forward pass that `jax.checkpoint` computes again."""
 
 
 def typeof(value: Any) -> Any:
@@ -150,6 +152,18 @@ def is_region_scope(scope: Any) -> bool:
 def is_transpose_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a backward pass."""
     return isinstance(scope, source_info_util.Transform) and scope.name == "transpose"
+
+
+def is_backward(eqn: Any, around: bool) -> bool:
+    """Whether an equation is part of a backward pass, and not of a forward pass that is computed again in it.
+
+    Args:
+        eqn: the equation.
+        around: whether its jaxpr is part of a backward pass.
+    """
+    stack = name_stack(eqn)
+    again = any(REMATTED in str(scope.name).split("/") for scope in stack)
+    return (around or any(map(is_transpose_scope, stack))) and not again
 
 
 def is_derivative_scope(scope: Any) -> bool:

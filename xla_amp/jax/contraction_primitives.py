@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,23 @@ from jax.interpreters import ad, batching, mlir
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
+from xla_amp.lowering.linalg.float8 import Format, float8_contract
 
 _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
+
+
+class Float8(NamedTuple):
+    """What of a contraction reads operands in 8-bit floats; the rest reads them in the low dtype."""
+
+    formats: tuple[Format, Format] | None
+    """Of its operands; None where only gradients do."""
+    gradients: tuple[bool, bool]
+    """Whether the gradient with regard to the first, to the second operand does."""
+
+    def without_formats(self) -> Float8 | None:
+        """For a term of the derivative, which becomes 8-bit when it is transposed."""
+        return Float8(None, self.gradients) if any(self.gradients) else None
 
 
 def contract_low(
@@ -46,6 +60,7 @@ def contract_low(
     *,
     low: Any,
     out: Any,
+    float8: Float8 | None = None,
 ) -> Any:
     """Binds the low-precision counterpart of a contraction.
 
@@ -56,12 +71,12 @@ def contract_low(
         params: its parameters.
         low: dtype that the operands are read in.
         out: dtype of the result.
+        float8: what reads operands in 8-bit floats, for ``dot_general``; None for nothing.
     """
     given = tuple(master is not None for master in masters)
     extra = [master for master in masters if master is not None]
-    return low_primitive(primitive).bind(
-        *operands, *extra, **{**params, **_own_params(params)}, low=jnp.dtype(low), out=jnp.dtype(out), masters=given
-    )
+    own = {"low": jnp.dtype(low), "out": jnp.dtype(out), "masters": given, "float8": float8}
+    return low_primitive(primitive).bind(*operands, *extra, **{**params, **_own_params(params)}, **own)
 
 
 def low_copy(value: Any, low: Any) -> Any:
@@ -97,7 +112,7 @@ def original_call(
     """Primitive, operand types and parameters for a checkpoint policy: our primitive is replaced with JAX's."""
     if primitive not in _originals:
         return primitive, avals, params
-    rest = {key: value for key, value in params.items() if key not in ("low", "out", "masters")}
+    rest = {key: value for key, value in params.items() if key not in ("low", "out", "masters", "float8")}
     return _originals[primitive], avals[: len(avals) - sum(params["masters"])], rest
 
 
@@ -202,7 +217,7 @@ def _cast(value: Any, dtype: Any) -> Any:
     return value if value.dtype == dtype else lax.convert_element_type(value, dtype)
 
 
-def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, **params: Any) -> Any:
+def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, float8: Any, **params: Any) -> Any:
     left, right, *rest = avals[: len(avals) - sum(masters)]
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": out}
@@ -211,10 +226,13 @@ def _abstract(primitive: Any, *avals: Any, low: Any, out: Any, masters: Any, **p
 
 
 def _lower(
-    primitive: Any, platform: str | None, *operands: Any, low: Any, out: Any, masters: Any, **params: Any
+    primitive: Any, platform: str | None, *operands: Any, low: Any, out: Any, masters: Any, float8: Any, **params: Any
 ) -> Any:
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
+    if float8 is not None and float8.formats is not None:
+        form = functools.partial(float8_contract, formats=float8.formats, platform=platform or "gpu")
+        return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p and not _is_laid_out(params.get("out_sharding")):
         # XLA:CPU folds a transpose of the left operand or of a float32 result into a dot that it cannot run (jaxlib
@@ -233,11 +251,16 @@ def _is_laid_out(sharding: Any) -> bool:
 
 def _cpu_dot(left: jax.Array, right: jax.Array, dimension_numbers: Any) -> jax.Array:
     """`lax.dot_general` with a float32 result, as the matrix product that `xla_amp.lowering` has for XLA:CPU."""
+    return _as_matrices(functools.partial(contract, platform="cpu"), left, right, dimension_numbers)
+
+
+def _as_matrices(product: Any, left: jax.Array, right: jax.Array, dimension_numbers: Any) -> jax.Array:
+    """`lax.dot_general` by `product`, which takes batches of matrices as `contract` does."""
     (left_contracted, right_contracted), (left_batch, right_batch) = dimension_numbers
     left, left_axes, left_free = _matrix(left, left_contracted, left_batch)
     right, right_axes, right_free = _matrix(right, right_contracted, right_batch)
     lead = tuple(range(len(left_batch)))
-    result = contract(left, right, (left_axes, right_axes), (lead, lead), platform="cpu")
+    result = product(left, right, (left_axes, right_axes), (lead, lead))
     return result.reshape(*left.shape[: len(lead)], *left_free, *right_free)
 
 
@@ -273,7 +296,8 @@ def _tangent(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], pa
     count = len(tangents) - sum(params["masters"])
     operands, masters = list(primals[:count]), [index for index, given in enumerate(params["masters"]) if given]
     sources = [(0, tangents[0]), (1, tangents[1]), *zip(masters, tangents[count:], strict=True)]
-    plain = {**params, "masters": (False, False)}
+    float8 = params["float8"] and params["float8"].without_formats()
+    plain = {**params, "masters": (False, False), "float8": float8}
     terms = []
     for index, tangent in sources:
         if not isinstance(tangent, ad.Zero):
@@ -281,7 +305,9 @@ def _tangent(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], pa
     return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(compat.tangent_aval(aval))
 
 
-def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, **params: Any) -> Any:
+def _transpose(
+    primitive: Any, cotangent: Any, *operands: Any, low: Any, masters: Any, out: Any, float8: Any, **params: Any
+) -> Any:
     count = len(operands) - sum(masters)
     result: list[Any] = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     # The last undefined operand: if a copy and its master are both undefined, the master gets the gradient.
@@ -294,7 +320,10 @@ def _transpose(primitive: Any, cotangent: Any, *operands: Any, low: Any, masters
     known = [operand for index, operand in enumerate(operands[:count]) if index != linear]
     f32_jaxpr = _transposed(primitive, linear, unknown, tuple(map(compat.typeof, known)), tuple(params.items()))
     values = [(value, None) for value in (cotangent, *known)]
-    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype)
+    formats: tuple[Format, ...] = ()
+    if float8 is not None and float8.gradients[linear]:
+        formats = ("e5m2", "e4m3")
+    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype, formats)
     return result
 
 
@@ -343,7 +372,7 @@ def _without_transpose(primitive: Any, closed: compat.ClosedJaxpr) -> compat.Clo
 
 
 def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[Any, int]:
-    masters, low, out = params.pop("masters"), params.pop("low"), params.pop("out")
+    masters, low, out, float8 = (params.pop(key) for key in ("masters", "low", "out", "float8"))
     count = len(operands) - sum(masters)
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     extra = iter(zip(operands[count:], dims[count:], strict=True))
@@ -359,7 +388,9 @@ def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **param
         axes.append(dim)
     avals = tuple(compat.typeof(operand) for operand, _ in pairs)
     f32_jaxpr = _batched(primitive, avals, tuple(axes), tuple(params.items()))
-    return _replay(primitive, f32_jaxpr, pairs, low, out), 0
+    formats = float8.formats or () if float8 is not None else ()
+    gradients = float8.gradients if float8 is not None else (False, False)
+    return _replay(primitive, f32_jaxpr, pairs, low, out, formats, gradients), 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -373,8 +404,20 @@ def _batched(primitive: Any, avals: tuple[Any, ...], axes: tuple[int | None, ...
     return compat.trace(batched, tuple(map(_f32_aval, avals)))
 
 
-def _replay(primitive: Any, f32_jaxpr: compat.ClosedJaxpr, values: list[tuple[Any, Any]], low: Any, out: Any) -> Any:
-    """Evaluates a jaxpr around one contraction, which becomes a low-precision one; masters follow their operands."""
+def _replay(
+    primitive: Any,
+    f32_jaxpr: compat.ClosedJaxpr,
+    values: list[tuple[Any, Any]],
+    low: Any,
+    out: Any,
+    formats: Sequence[Format] = (),
+    gradients: tuple[bool, bool] = (False, False),
+) -> Any:
+    """Evaluates a jaxpr around one contraction, which becomes a low-precision one; masters follow their operands.
+
+    So do `formats`, the 8-bit formats of the first two values; `gradients` as in `Float8`.
+    """
+    of: dict[Any, Format] = dict(zip(f32_jaxpr.jaxpr.invars, formats, strict=False))
     environment: dict[Any, tuple[Any, Any]] = dict(zip(f32_jaxpr.jaxpr.invars, values, strict=True))
     environment.update(zip(f32_jaxpr.jaxpr.constvars, ((const, None) for const in f32_jaxpr.consts), strict=True))
 
@@ -386,14 +429,18 @@ def _replay(primitive: Any, f32_jaxpr: compat.ClosedJaxpr, values: list[tuple[An
         if eqn.primitive is primitive:
             (left, left_master), (right, right_master), *rest = operands
             arrays = [left, right, *(value for value, _ in rest)]
-            result = contract_low(primitive, arrays, (left_master, right_master), eqn.params, low=low, out=out)
-            outs = [(result, None)]
+            found = (of[eqn.invars[0]], of[eqn.invars[1]]) if formats else None
+            float8 = Float8(found, gradients) if formats or any(gradients) else None
+            masters = (left_master, right_master)
+            outs = [(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=float8), None)]
         elif len(operands) == 1 or PRIMITIVES.get(eqn.primitive.name) is not None:
             plain = compat.bind(eqn.primitive, [value for value, _ in operands], eqn.params)
-            masters = [None] * len(plain)
+            wide = [None] * len(plain)
             if operands and operands[0][1] is not None:
-                masters = compat.bind(eqn.primitive, [operands[0][1], *(v for v, _ in operands[1:])], eqn.params)
-            outs = list(zip(plain, masters, strict=True))
+                wide = compat.bind(eqn.primitive, [operands[0][1], *(v for v, _ in operands[1:])], eqn.params)
+            outs = list(zip(plain, wide, strict=True))
+            if formats and eqn.invars[0] in of:
+                of.update(dict.fromkeys(eqn.outvars, of[eqn.invars[0]]))
         else:
             outs = [(value, None) for value in _bind_like(eqn, [value for value, _ in operands])]
         environment.update(zip(eqn.outvars, outs, strict=True))

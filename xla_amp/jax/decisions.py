@@ -125,10 +125,12 @@ def emit_decision(
     place: tuple[str, str],
     kept: str = "",
     flops: int | None = None,
+    told: str = "",
 ) -> None:
     """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`.
 
-    `kept` is why a primitive runs as it was written although its rule says otherwise.
+    `kept` is why a primitive runs as it was written although its rule says otherwise; `told` what else there is to say
+    of it.
     """
     rule, info = decision.rule, PRIMITIVES.get(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
@@ -141,7 +143,7 @@ def emit_decision(
             front="jax",
             given=tuple(before for before, _ in casts),
             used=tuple(after for _, after in casts),
-            why=kept or (decision.why if rule or info is None else info.why),
+            why=kept or told or (decision.why if rule or info is None else info.why),
             source=rule.source if rule and not kept else "",
             origin="" if kept else decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),

@@ -16,17 +16,19 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 
 from xla_amp import events
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import aten_product, contract_low, flops, result_axes
+from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import asked_precision, request
 from xla_amp.jax.value_info import ValueTable
-from xla_amp.policy import Decision, effects, op_catalog
+from xla_amp.lowering.linalg.float8 import FORMATS, Format
+from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 
 
@@ -282,14 +284,23 @@ class Interpreter:
             kept = self._kept(operands, params, types, eqn, after_gradients)
         path = self._path(eqn)
         decision, reached = decide(policy, primitive.name, product, path)
+        in_8_bits, told = None, ""
+        if decision.cast == "fp8" and not kept:
+            types = avals or operands
+            in_8_bits, told = self._float8(primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user)
+            if in_8_bits is None:
+                decision = decision._replace(cast="low")
         if reached or path:
-            effects.note(reached, kept or _why_fixed(kind, decision, info), path)
+            effects.note(reached, kept or (told if in_8_bits is None else "") or _why_fixed(kind, decision, info), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast in ("low", "low_fp32_out") and not kept:
+        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", "fp8") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs)
-            used, outs = self._contract(primitive, operands, params, avals or operands, wide)
+            used, outs = self._contract(primitive, operands, params, avals or operands, wide, in_8_bits)
+            if in_8_bits is not None and in_8_bits.formats is not None:
+                formats = zip(used, in_8_bits.formats, strict=True)
+                used = [jax.ShapeDtypeStruct(np.shape(v), FORMATS[each].dtype) for v, each in formats]
         elif kind == "contraction":
             used, params = self._written(decision, operands, params, avals, weak, kept)
             outs = compat.bind(primitive, used, params)
@@ -304,8 +315,51 @@ class Interpreter:
                 self._record_conversion(avals[0].dtype, operands[0], outs[0])
         if events.sinks:
             cost = flops(primitive, params, operands, outs) if kind == "contraction" else None
-            emit_decision(policy, primitive.name, decision, operands, used, outs, where(self.outer, eqn), kept, cost)
+            place = where(self.outer, eqn)
+            emit_decision(policy, primitive.name, decision, operands, used, outs, place, kept, cost, told)
         return outs
+
+    def _float8(
+        self,
+        primitive: Any,
+        operands: list[Any],
+        params: dict[str, Any],
+        types: Sequence[Any],
+        eqn: Any,
+        gradient_of_weight: bool,
+        asked: bool,
+    ) -> tuple[Float8 | None, str]:
+        """What of a contraction under the cast ``fp8`` reads 8-bit floats, and why, or why nothing does."""
+        if self.settings.low != np.dtype("bfloat16"):
+            raise float8.refused(f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast")
+        if primitive is not lax.dot_general_p:
+            return None, "not in 8 bits: it is no plain product"
+        if params.get("out_sharding") is not None:
+            return None, "not in 8 bits: its result has a sharding of its own"
+        if gradient_of_weight:
+            return None, "not in 8 bits: float32 sums of 16-bit operands are wanted of it, as of the gradient of a weight"
+        weight = next((i for i in (1, 0) if self.table.is_outside(operands[i]) and types[i].ndim == 2), None)
+        if weight is None:
+            return None, "not in 8 bits: neither operand is a matrix that comes from outside of the program, a weight"
+        contracted = params["dimension_numbers"][0][weight]
+        if len(contracted) != 1:
+            return None, "not in 8 bits: it does not sum over one dimension of the weight"
+        sizes = [*types[weight].shape, *types[1 - weight].shape]
+        if any(not isinstance(size, int) for size in sizes):
+            return None, "not in 8 bits: a size is not known"
+        depth, columns = types[weight].shape[contracted[0]], types[weight].shape[1 - contracted[0]]
+        rows = int(np.prod(types[1 - weight].shape)) // max(1, depth)
+        target = float8.target_of(jax.devices()[0].device_kind)
+        if why := float8.left_out(rows, depth, columns, asked=asked, target=target):
+            return None, why
+        backward = self.backward if eqn is None else compat.is_backward(eqn, self.backward)
+        formats: list[Format] = ["e4m3", "e4m3"]
+        if backward:
+            formats[1 - weight] = "e5m2"
+        return (
+            Float8((formats[0], formats[1]), (weight != 0 and not backward, weight != 1 and not backward)),
+            float8.explained(rows, depth, columns, target),
+        )
 
     def _kept(
         self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool
@@ -355,7 +409,13 @@ class Interpreter:
             self.table.mark_widened(result, given)
 
     def _contract(
-        self, primitive: Any, operands: list[Any], params: dict[str, Any], avals: Sequence[Any], f32_output: bool
+        self,
+        primitive: Any,
+        operands: list[Any],
+        params: dict[str, Any],
+        avals: Sequence[Any],
+        f32_output: bool,
+        in_8_bits: Float8 | None,
     ) -> tuple[list[Any], list[Any]]:
         low = self.settings.low
         masters = [value if self.table.is_weight(value) else None for value in operands[:2]]
@@ -367,7 +427,7 @@ class Interpreter:
         values = [*used, *operands[2:]]
         out = F32 if f32_output or requested else low
         passed = (None, None) if runs_now else (masters[0], masters[1])
-        result = contract_low(primitive, values, passed, params, low=low, out=out)
+        result = contract_low(primitive, values, passed, params, low=low, out=out, float8=in_8_bits)
         if out == low:
             axes = result_axes(primitive, params, *used)
             self.table.mark_features(result, tuple(a for a, m in zip(axes, masters, strict=True) if m is not None))

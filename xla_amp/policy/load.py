@@ -21,7 +21,7 @@ from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
-BUILTIN: Final = ("cautious", "cpu", "cuda", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
+BUILTIN: Final = ("cautious", "cpu", "cuda", "fp8", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
 """Names of the built-in policies."""
 
 DEFAULT: Final = "default"
@@ -43,6 +43,8 @@ _CAST_SPELLINGS: Final = {
     "fp32_accumulate": "low_fp32_out",
     "fp32_internal": "fp32_inside",
     "float32_inside": "fp32_inside",
+    "float8": "fp8",
+    "float8_e4m3fn": "fp8",
     "widest": "promote",
     "none": "keep",
     "banned": "ban",
@@ -280,9 +282,12 @@ def _check_builtin(where: str, operations: list[str], cast: Any) -> None:
         first = next(name for name, right in zip(operations, sorted(operations), strict=True) if name != right)
         _fail(where, f"operations are not sorted from {first!r} on")
     for name in operations:
-        if name not in op_catalog.catalogue().classes:
+        if module_patterns.is_module_pattern(name):
+            if not module_patterns.parse(name).operations:
+                _fail(where, f"{name!r}: a built-in rule for modules ends in an operation")
+        elif name not in op_catalog.catalogue().classes:
             _fail(where, op_catalog.unknown(name))
-    if problem := op_catalog.unfit(operations, cast):
+    if problem := op_catalog.unfit(filter(op_catalog.catalogue().classes.__contains__, operations), cast):
         _fail(where, problem)
 
 

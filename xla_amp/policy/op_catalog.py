@@ -197,12 +197,19 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
+    elif cast == "fp8":
+        wrong = sorted(set(operations) - _WEIGHTED)
+        why = f"it is for products with a weight matrix: {', '.join(sorted(_WEIGHTED))}"
     else:
         return ""
     if not wrong:
         return ""
     listed = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
     return f"cast {cast!r} for {listed}: {why}. Give it 'fp32' or 'low'"
+
+
+_WEIGHTED: Final = frozenset({"addmm", "linear", "matmul", "mm"})
+"""Operations that can have the cast ``fp8``."""
 
 
 def packet(operation: str) -> str:

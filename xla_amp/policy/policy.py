@@ -140,9 +140,6 @@ class RuleLayer:
         Raises:
             PolicyError: two rules reach it with different casts.
         """
-        if self.layer == "builtin":
-            found = self._exact.get(operation)
-            return () if found is None else (Reach(operation, found),)
         names = (operation, *same)
         if path is not None and self._module_patterns:
             matches = [
@@ -153,6 +150,9 @@ class RuleLayer:
             if matches:
                 inner = module_patterns.innermost([(pair.pattern, pair) for pair in matches])
                 return _agreed(inner, names, f" in module {path!r}")
+        if self.layer == "builtin":
+            found = self._exact.get(operation)
+            return () if found is None else (Reach(operation, found),)
         reached = [pair for name in names for pair in self._reaching(name)]
         return _agreed(reached, names) if reached else ()
 
@@ -169,7 +169,7 @@ class RuleLayer:
     def reach(self) -> frozenset[str]:
         """Known operations that its rules reach, wherever they run."""
         if self.layer == "builtin":
-            return frozenset(self._exact)
+            return frozenset(name for name in self._exact if not module_patterns.is_module_pattern(name))
         patterns = (pattern for pattern in self._exact if not module_patterns.is_module_pattern(pattern))
         return frozenset(name for pattern in patterns for name in op_catalog.matching(pattern))
 

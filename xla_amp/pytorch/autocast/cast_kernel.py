@@ -17,7 +17,7 @@ from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import dynamo, module_paths
 from xla_amp.policy import Decision, Policy, effects
-from xla_amp.pytorch.autocast import casting, decision_events
+from xla_amp.pytorch.autocast import casting, decision_events, float8_products
 from xla_amp.types import Cast
 
 Kernel = Callable[..., Any]
@@ -64,7 +64,7 @@ def make(
     exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
     dispatch_key = as_key(key)
     default = _default_kernel(operands, device_type, dispatch_key, torch_rule[0], keep_kernel)
-    made: dict[str, casting.Prepare] = {}
+    made: dict[tuple[Cast, bool], casting.Prepare] = {}
     # Without a rule, only the parts of such an operation are recorded.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
@@ -73,9 +73,11 @@ def make(
         effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return policy, decision, None
-        prepare = made.get(decision.cast)
+        asked = decision.cast == "fp8" and decision.from_user
+        prepare = made.get((decision.cast, asked))
         if prepare is None:
-            prepare = made[decision.cast] = casting.make(decision.cast, operands, device_type)
+            prepare = casting.make(decision.cast, operands, device_type, asked=asked)
+            made[decision.cast, asked] = prepare
         return policy, decision, prepare
 
     # The newest policy with its choice. Replaced as one tuple, because threads may be in regions of different policies.
@@ -112,7 +114,11 @@ def make(
             if decision.cast == "fp32_inside":  # in the kernel
                 used = decision_events.after(decision.cast, given, device_type)
             result = target(*arguments, **keywords)
-            decision_events.emit(decision, policy, before, used, shapes, result, path or module_paths.current())
+            place = path or module_paths.current()
+            if isinstance(target, float8_products.Told):
+                decision_events.emit_float8(target, decision, policy, before, used, shapes, result, place)
+            else:
+                decision_events.emit(decision, policy, before, used, shapes, result, place)
             return result
         finally:
             exclude(dispatch_key, False)

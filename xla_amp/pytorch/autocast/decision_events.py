@@ -10,6 +10,7 @@ import torch
 from xla_amp import events
 from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting, costs
+from xla_amp.pytorch.autocast.float8_products import Told
 from xla_amp.types import Cast
 
 record_all = 0
@@ -24,8 +25,9 @@ def emit(
     shapes: tuple[tuple[int, ...], ...],
     result: Any,
     module: str | None,
+    told: str = "",
 ) -> None:
-    """Sends the event of one operation to the listeners of `xla_amp.events`."""
+    """Sends the event of one operation to the listeners of `xla_amp.events`; `told`: in place of the rule's reason."""
     rule = decision.rule
     results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
     result_shapes = shapes_of(results)
@@ -38,7 +40,7 @@ def emit(
             front="pytorch",
             given=tuple(given),
             used=tuple(used),
-            why=rule.why if rule else "",
+            why=told or (rule.why if rule else ""),
             source=rule.source if rule else "",
             origin=rule.origin if rule else "",
             result=dtypes(results),
@@ -49,6 +51,15 @@ def emit(
             flops=costs.flops(decision.operation, shapes, result_shapes),
         )
     )
+
+
+def emit_float8(target: Told, decision: Decision, rules: Policy, given: Any, used: Any, *rest: Any) -> None:
+    """`emit` for an operation under the cast ``fp8``: what it reads, or why that is 16-bit values."""
+    if target.in_8_bits:
+        used = tuple("float8_e4m3fn" if i in target.in_8_bits else each for i, each in enumerate(used))
+    else:
+        decision = decision._replace(cast="low")
+    emit(decision, rules, given, used, *rest, told=target.why)
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:

@@ -1,0 +1,144 @@
+"""Which products the cast ``fp8`` makes of 8-bit floats, and what it costs.
+
+The cast is for the product of a weight, a matrix, with other values.  The product itself and its gradient with regard to
+the other operand read 8-bit copies; the gradient of the weight reads the 16-bit operands.  Where a product cannot be
+made so, or would be slower, it runs in the region's low dtype, and reports say why.  A rule of the user's decides
+against the estimate, but not against what the hardware can do.
+
+``tables/float8.toml`` has the numbers and their sources.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from xla_amp.errors import PolicyError
+from xla_amp.policy.op_catalog import read_table
+
+DEFAULT_TARGET: Final = "h100"
+"""What is assumed where the device is none of the table: of its GPUs the one with the slowest memory, which gains the
+least."""
+
+
+class Estimate(NamedTuple):
+    """Seconds of one product and its gradient with regard to the data: a roofline, no measurement."""
+
+    low: float
+    float8: float
+    """Scaling included."""
+    scaling: float
+
+    @property
+    def gain(self) -> float:
+        """How many times faster 8 bits are; below 1 they lose."""
+        return self.low / self.float8 if self.float8 else 1.0
+
+
+@functools.cache
+def _data() -> Mapping[str, Any]:
+    return tomllib.loads(read_table("float8"))
+
+
+def targets() -> tuple[str, ...]:
+    """Names of the GPUs with an estimate."""
+    return tuple(_data()["targets"])
+
+
+def target_of(device: str) -> str:
+    """The target for a device by the name that its driver gives it; `DEFAULT_TARGET` for others.
+
+    Example:
+        >>> target_of("NVIDIA H200"), target_of("cpu")
+        ('h200', 'h100')
+    """
+    rows = _data()["targets"].items()
+    return next((name for name, row in rows if row["device"].lower() in device.lower()), DEFAULT_TARGET)
+
+
+def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> Estimate:
+    """The cost of ``(rows, depth) @ (depth, columns)`` and of its gradient with regard to the left operand.
+
+    Args:
+        rows: of the data.
+        depth: summed dimension.
+        columns: of the weight.
+        target: a name of `targets`.
+
+    Raises:
+        PolicyError: an unknown target.
+
+    Example:
+        >>> estimate(16384, 4096, 4096).gain > 1 > estimate(256, 256, 256).gain
+        True
+    """
+    data = _data()
+    if target not in data["targets"]:
+        raise PolicyError(f"float8 for target {target!r}: expected one of {', '.join(targets())}")
+    row, costs = data["targets"][target], data["costs"]
+    bandwidth = row["bandwidth"] * costs["memory_share"]
+
+    def product(rate: float, width: int) -> float:
+        operations = 4 * rows * depth * columns / (rate * costs["compute_share"])
+        elements = 2 * rows * depth + 2 * rows * columns + 2 * depth * columns
+        results = rows * columns + rows * depth
+        moved = width * (elements - results) + 2 * results
+        return max(operations, moved / bandwidth) + 2 * costs["seconds_per_kernel"]
+
+    operands = rows * depth + depth * columns + rows * columns  # data, weight and the gradient of the result
+    scaling = costs["bytes_scaled"] * operands / bandwidth + 6 * costs["seconds_per_kernel"]
+    return Estimate(product(row["low"], 2), product(row["float8"], 1) + scaling, scaling)
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """XLA's options for programs with 8-bit products, as ``compiler_options`` of `jax.jit`.
+
+    Args:
+        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+    """
+    row = _data()["options"].get(platform, {})
+    return {name: value for name, value in row.items() if name not in ("source", "why")}
+
+
+def left_out(rows: int, depth: int, columns: int, *, asked: bool, target: str = DEFAULT_TARGET) -> str:
+    """Why a product with a weight stays in 16 bits; empty if it does not.
+
+    Args:
+        rows: of the data.
+        depth: summed dimension.
+        columns: of the weight.
+        asked: whether a rule of the user's decides: the estimate then does not count.
+        target: a name of `targets`.
+    """
+    data = _data()
+    multiple = data["multiple"]
+    for what, size in (("sums over", depth), ("writes columns of", columns)):
+        if size % multiple or size == 0:
+            return f"not in 8 bits: it {what} {size}, no multiple of {multiple}: {data['multiple_why']}"
+    if rows == 0:
+        return "not in 8 bits: it has no rows"
+    if asked:
+        return ""
+    found = estimate(rows, depth, columns, target)
+    if found.gain > 1:
+        return ""
+    return (
+        f"not in 8 bits: on {target} it would take {found.float8 * 1e6:.0f} us, {found.scaling * 1e6:.0f} of them for "
+        f"scaling, against {found.low * 1e6:.0f} us in bfloat16 (estimates, with its gradient)"
+    )
+
+
+def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> str:
+    """What a report says of a product in 8 bits."""
+    found = estimate(rows, depth, columns, target)
+    return (
+        f"8 bits, scaled by their largest magnitude: estimated {found.float8 * 1e6:.0f} us on {target}, "
+        f"{found.scaling * 1e6:.0f} of them for scaling, against {found.low * 1e6:.0f} us in bfloat16"
+    )
+
+
+def refused(front: str, instead: str) -> PolicyError:
+    """The error of a front without 8-bit products."""
+    return PolicyError(f"the cast 'fp8' is not supported {front}; {instead}")
