@@ -98,7 +98,7 @@ def float8_contract(
     Returns:
         As `contract`: bfloat16, on CPU the float32 accumulator.
     """
-    operands = []
+    operands: list[Operand] = []
     for operand, format in zip((left, right), formats, strict=True):
         if isinstance(operand, Permuted):
             operands.append(Permuted(rounded(operand.base, format, platform=platform), operand.permutation))

@@ -70,7 +70,8 @@ def test_the_scale_fills_the_range_and_never_leaves_it(format) -> None:
     for number in numbers:
         values, inverse = run(jnp.asarray([number, -number / 2, 0], jnp.bfloat16))
         found = np.abs(np.asarray(values.astype(jnp.float32)))
-        assert np.isfinite(found).all() and 0 < float(inverse) < np.inf
+        assert np.isfinite(found).all()
+        assert 0 < float(inverse) < np.inf
         if number > 1e-30:
             assert largest / 2 <= found.max() <= largest
         assert np.exp2(np.round(np.log2(float(inverse)))) == float(inverse)
@@ -80,11 +81,13 @@ def test_zeros_and_empty_operands() -> None:
     zero = jnp.zeros((16, 16), jnp.bfloat16)
     one = jnp.ones((16, 16), jnp.bfloat16)
     values, inverse = quantized(zero, "e4m3")
-    assert float(inverse) == 1 and not np.asarray(values.astype(jnp.float32)).any()
+    assert float(inverse) == 1
+    assert not np.asarray(values.astype(jnp.float32)).any()
     assert not np.asarray(multiply(zero, one)).any()
     for rows, depth, columns in ((0, 16, 16), (16, 0, 16), (16, 16, 0)):
         found = multiply(jnp.ones((rows, depth), jnp.bfloat16), jnp.ones((depth, columns), jnp.bfloat16))
-        assert found.shape == (rows, columns) and not np.asarray(found).any()
+        assert found.shape == (rows, columns)
+        assert not np.asarray(found).any()
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -48,5 +48,18 @@ def test_the_python_examples_run(capsys):
 
 def test_the_tables_of_the_page_are_complete():
     first_columns = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
-    assert first_columns == [*CASTS, "tpu", "gpu", "cuda", "xpu", "mps", "cpu", "hpu", "torch_tpu", "cautious", "lean", "fp8"]
+    assert first_columns == [
+        *CASTS,
+        "tpu",
+        "gpu",
+        "cuda",
+        "xpu",
+        "mps",
+        "cpu",
+        "hpu",
+        "torch_tpu",
+        "cautious",
+        "lean",
+        "fp8",
+    ]
     assert set(first_columns[len(CASTS) :]) == set(BUILTIN)

@@ -36,7 +36,9 @@ def test_every_row_is_complete_sorted_and_reachable(name):
 
 def test_every_table_file_is_a_policy_the_catalogue_or_the_costs_of_float8():
     tables = importlib.resources.files("xla_amp.policy") / "tables"
-    assert sorted(f.name for f in tables.iterdir()) == sorted(f"{name}.toml" for name in (*BUILTIN, "classes", "float8"))
+    assert sorted(f.name for f in tables.iterdir()) == sorted(
+        f"{name}.toml" for name in (*BUILTIN, "classes", "float8")
+    )
 
 
 TABLE = """

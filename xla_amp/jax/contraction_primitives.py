@@ -260,7 +260,7 @@ def _as_matrices(product: Any, left: jax.Array, right: jax.Array, dimension_numb
     left, left_axes, left_free = _matrix(left, left_contracted, left_batch)
     right, right_axes, right_free = _matrix(right, right_contracted, right_batch)
     lead = tuple(range(len(left_batch)))
-    result = product(left, right, (left_axes, right_axes), (lead, lead))
+    result: jax.Array = product(left, right, (left_axes, right_axes), (lead, lead))
     return result.reshape(*left.shape[: len(lead)], *left_free, *right_free)
 
 

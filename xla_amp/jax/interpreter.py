@@ -287,7 +287,9 @@ class Interpreter:
         in_8_bits, told = None, ""
         if decision.cast == "fp8" and not kept:
             types = avals or operands
-            in_8_bits, told = self._float8(primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user)
+            in_8_bits, told = self._float8(
+                primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user
+            )
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
         if reached or path:
@@ -337,7 +339,10 @@ class Interpreter:
         if params.get("out_sharding") is not None:
             return None, "not in 8 bits: its result has a sharding of its own"
         if gradient_of_weight:
-            return None, "not in 8 bits: float32 sums of 16-bit operands are wanted of it, as of the gradient of a weight"
+            return (
+                None,
+                "not in 8 bits: its float32 sums are wanted, as of the gradient of a weight",
+            )
         weight = next((i for i in (1, 0) if self.table.is_outside(operands[i]) and types[i].ndim == 2), None)
         if weight is None:
             return None, "not in 8 bits: neither operand is a matrix that comes from outside of the program, a weight"

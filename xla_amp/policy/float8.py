@@ -1,7 +1,7 @@
 """Which products the cast ``fp8`` makes of 8-bit floats, and what it costs.
 
-The cast is for the product of a weight, a matrix, with other values.  The product itself and its gradient with regard to
-the other operand read 8-bit copies; the gradient of the weight reads the 16-bit operands.  Where a product cannot be
+The cast is for the product of a weight, a matrix, with other values.  The product itself and its gradient with regard
+to the other operand read 8-bit copies; the gradient of the weight reads the 16-bit operands.  Where a product cannot be
 made so, or would be slower, it runs in the region's low dtype, and reports say why.  A rule of the user's decides
 against the estimate, but not against what the hardware can do.
 
@@ -85,7 +85,7 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) 
         elements = 2 * rows * depth + 2 * rows * columns + 2 * depth * columns
         results = rows * columns + rows * depth
         moved = width * (elements - results) + 2 * results
-        return max(operations, moved / bandwidth) + 2 * costs["seconds_per_kernel"]
+        return float(max(operations, moved / bandwidth) + 2 * costs["seconds_per_kernel"])
 
     operands = rows * depth + depth * columns + rows * columns  # data, weight and the gradient of the result
     scaling = costs["bytes_scaled"] * operands / bandwidth + 6 * costs["seconds_per_kernel"]

@@ -53,13 +53,22 @@ def emit(
     )
 
 
-def emit_float8(target: Told, decision: Decision, rules: Policy, given: Any, used: Any, *rest: Any) -> None:
+def emit_float8(
+    target: Told,
+    decision: Decision,
+    rules: Policy,
+    given: Sequence[str],
+    used: Sequence[str],
+    shapes: tuple[tuple[int, ...], ...],
+    result: Any,
+    module: str | None,
+) -> None:
     """`emit` for an operation under the cast ``fp8``: what it reads, or why that is 16-bit values."""
     if target.in_8_bits:
         used = tuple("float8_e4m3fn" if i in target.in_8_bits else each for i, each in enumerate(used))
     else:
         decision = decision._replace(cast="low")
-    emit(decision, rules, given, used, *rest, told=target.why)
+    emit(decision, rules, given, used, shapes, result, module, target.why)
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:

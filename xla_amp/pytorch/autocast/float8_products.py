@@ -1,7 +1,7 @@
 """The cast ``fp8`` for one operation of torch on the lazy device (`xla_amp.policy.float8`).
 
-The product is the operator ``xla_amp::float8_mm``, which only the lazy device has.  The gradient with regard to the data
-reads the gradient of the result in ``float8_e5m2``; that of the weight is a product of 16-bit operands.
+The product is the operator ``xla_amp::float8_mm``, which only the lazy device has.  The gradient with regard to the
+data reads the gradient of the result in ``float8_e5m2``; that of the weight is a product of 16-bit operands.
 """
 
 from __future__ import annotations
@@ -127,16 +127,15 @@ def _is_transformed(*tensors: torch.Tensor) -> bool:
 
 
 def _is_weight(tensor: Any) -> bool:
-    base = tensor._base if isinstance(tensor, torch.Tensor) and tensor._is_view() else tensor
+    base: Any = tensor._base if tensor._is_view() else tensor
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _call(name: str, factors: _Factors) -> Callable[..., torch.Tensor]:
     def run(*arguments: Any) -> torch.Tensor:
+        added = arguments[0] if name == "addmm" else arguments[2] if len(arguments) > 2 else None
         result = _product(factors)
-        if name == "linear" and len(arguments) > 2 and arguments[2] is not None:
-            return result + arguments[2]
-        return result + arguments[0] if name == "addmm" else result
+        return result if added is None else torch.add(result, added)
 
     return run
 
