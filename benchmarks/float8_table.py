@@ -3,8 +3,8 @@
     python benchmarks/float8_table.py [--targets h100 h200] [--rows 16384] [--widths 1024 2048 4096 8192]
 
 One line is ``(rows, depth) @ (depth, columns)`` and its gradient with regard to the left operand; in 8 bits the
-operands are scaled by their largest magnitudes first, from and to memory.  Nothing is run or measured.  The results are saved to
-benchmarks/results/float8.json and float8.md.
+operands are scaled by their largest magnitudes first, from and to memory.  Nothing is run or measured.  The results are
+saved to benchmarks/results/float8.json and float8.md.
 """
 
 from __future__ import annotations

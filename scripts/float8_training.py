@@ -27,6 +27,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 RULES: Mapping[str, Cast] = {"matmul": "fp8", "module:*.head.matmul": "low"}
 
 
+@functools.cache
 def text() -> np.ndarray:
     """The documentation as numbers below 128."""
     joined = "".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
