@@ -51,6 +51,7 @@ class Model(torch.nn.Module):
         self.up, self.embedding = torch.nn.Linear(8, 8), torch.nn.Embedding(8, 8)
 scaler, step = GradScaler(device), 0
 """,
+    "float8": "",
     "frameworks": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "jax": """
 import jax, jax.numpy as jnp, xla_amp
