@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Sequence
 
-from xla_amp.report import page, terminal, units
+from xla_amp.report import units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
+from xla_amp.report.shown import Shown
 from xla_amp.types import RANGES
 
 
@@ -171,7 +171,7 @@ def table(producers: tuple[Producer, ...], passed_on: Producer | None) -> Table:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramOverflowReport:
+class ProgramOverflowReport(Shown):
     """The result of `find_overflow` in JAX and StableHLO; ``print(report)`` for people, `to_json` for programs."""
 
     producers: tuple[Producer, ...]
@@ -218,19 +218,6 @@ class ProgramOverflowReport:
             findings=tuple(found),
             tables=(table(self.producers, self.passed_on),),
         )
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(), path)
-
-    def __str__(self) -> str:
-        """Findings and tables."""
-        return terminal.text(self.document())
 
 
 def _some(names: Sequence[str]) -> str:

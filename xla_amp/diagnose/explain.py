@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,9 @@ from xla_amp.events import DecisionRecord
 from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
-from xla_amp.report import operations, page, terminal, units
+from xla_amp.report import operations, terminal, units
 from xla_amp.report.document import Document
+from xla_amp.report.shown import Shown
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 """Operations that only change the dtype."""
@@ -31,7 +31,7 @@ _PLUMBING: Final = frozenset(
 """Operations that move or create values and round nothing, in torch and in JAX."""
 
 
-class Report:
+class Report(Shown):
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
     ``print(report)`` shows findings and a table, `to_html` writes a page, `rows` gives dicts, `to_json` text.
@@ -88,19 +88,6 @@ class Report:
             findings=operations.findings(found),
             tables=(operations.table(found),),
         )
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(), path)
-
-    def __str__(self) -> str:
-        """Findings, and a table with one line per group of equal decisions, in order of first appearance."""
-        return terminal.text(self.document())
 
     def __rich__(self) -> Any:
         """The table for ``rich.print``."""

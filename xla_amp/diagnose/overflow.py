@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,8 +21,8 @@ from xla_amp.diagnose.dispatch_modes import (
 from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import StepError
 from xla_amp.overflow_report import Operand, Producer, findings, table
-from xla_amp.report import page, terminal
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
+from xla_amp.report.shown import Shown
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 
@@ -40,7 +39,7 @@ class Underflow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowReport:
+class OverflowReport(Shown):
     """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
 
     producers: tuple[Producer, ...]
@@ -99,19 +98,6 @@ class OverflowReport:
                 Table(title="Gradients that underflow", columns=columns, rows=rows, ranked=True),
             ),
         )
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(), path)
-
-    def __str__(self) -> str:
-        """Findings and tables."""
-        return terminal.text(self.document())
 
 
 def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] = (), **kwargs: Any) -> OverflowReport:

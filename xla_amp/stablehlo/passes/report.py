@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import load
-from xla_amp.report import operations, page, terminal, units
+from xla_amp.report import operations, units
 from xla_amp.report.document import Document
+from xla_amp.report.shown import Shown
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
@@ -55,7 +55,7 @@ class OperationDecision:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Shown):
     """Decisions in program order, and the casts that they needed."""
 
     policy: str
@@ -101,19 +101,6 @@ class Report:
             findings=operations.findings(found),
             tables=(operations.table(found, title="Decisions"),),
         )
-
-    def to_html(self, path: str | os.PathLike[str], *, title: str = "a StableHLO program in mixed precision") -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(title), path)
-
-    def __str__(self) -> str:
-        """Findings and a table with one line per group of equal decisions."""
-        return terminal.text(self.document())
 
 
 def _row(each: OperationDecision) -> operations.Operation:

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.report import operations, page, terminal, units
+from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
+from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.tools import inspection, names, samples, widen
@@ -84,7 +84,7 @@ class OperationError(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(Shown):
     """The result of `compare`."""
 
     outputs: tuple[OutputError, ...]
@@ -122,19 +122,6 @@ class Comparison:
             findings=tuple(self._findings(tolerance)),
             tables=(self._operations(tolerance), self._results(tolerance)),
         )
-
-    def to_html(self, path: str | os.PathLike[str], *, title: str = "two StableHLO programs") -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(title), path)
-
-    def __str__(self) -> str:
-        """Findings and tables."""
-        return terminal.text(self.document())
 
     def _findings(self, tolerance: float) -> Iterator[Finding]:
         far = [each for each in self.outputs if not _agrees(each, tolerance)]

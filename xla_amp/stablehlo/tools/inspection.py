@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,9 +19,10 @@ from typing import Any, NamedTuple
 from xla_amp import hardware
 from xla_amp.errors import DeviceError
 from xla_amp.report import operations as report_operations
-from xla_amp.report import page, terminal, units
+from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
+from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
@@ -53,7 +53,7 @@ class Value(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inspection:
+class Inspection(Shown):
     """The result of `inspect`. Element types have MLIR's names: ``f32``, ``bf16``, ``i1``."""
 
     dtypes: Mapping[str, Tally]
@@ -101,19 +101,6 @@ class Inspection:
             ),
             edges=self.edges,
         )
-
-    def to_html(self, path: str | os.PathLike[str], *, title: str = "a StableHLO program") -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(title), path)
-
-    def __str__(self) -> str:
-        """Findings and tables."""
-        return terminal.text(self.document())
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for JSON, without the targets' HLO."""

@@ -153,8 +153,8 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
     """The same program with low operands of products cast to float32 where the result is float32.
 
     XLA:CPU cannot run some of the others (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 =
-    F32", for instance a transposed sum over batch and tokens).  The values are the same: products of float16 and bfloat16 numbers
-    are exact in float32, in which they are summed anyway.
+    F32", for instance a transposed sum over batch and tokens).  The values are the same: products of float16 and
+    bfloat16 numbers are exact in float32, in which they are summed anyway.
     """
     copied = ir.copy(module)
     ir_, stablehlo = ir.mlir(), ir.dialect()
