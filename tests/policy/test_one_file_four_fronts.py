@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "one_rule.py"
 
 @pytest.fixture(scope="module")
 def script() -> Any:
+    pytest.importorskip("flax")
     spec = importlib.util.spec_from_file_location("one_rule", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
