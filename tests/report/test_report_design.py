@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
 from importlib import resources
 
@@ -132,6 +134,19 @@ def test_what_the_keyboard_and_a_screen_reader_need():
     assert "innerHTML" not in script, "texts are set as text"
     style = resources.files("xla_amp.report").joinpath("templates", "page.css").read_text()
     assert all(each in style for each in (":focus-visible", "prefers-color-scheme: dark", "prefers-reduced-motion"))
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs a browser")
+def test_rows_fill_the_table_before_anybody_scrolls(tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(page.html(document([operation(scope=f"h.{n}") for n in range(200)])))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=500,900"]
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert 900 * 0.72 / 30 < shown.count("<tr data-at") < 100  # rows of 30 pixels in a table of 72 % of the window
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])

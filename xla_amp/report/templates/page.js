@@ -319,7 +319,7 @@
 
     draw() {
       const focused = this.body.contains(document.activeElement);
-      const sight = Math.ceil(this.scroller.clientHeight / HEIGHT) || 40;
+      const sight = Math.ceil(innerHeight / HEIGHT); // the table is at most so high; without rows it is low
       const top = Math.floor(this.scroller.scrollTop / HEIGHT);
       const first = this.whole ? 0 : Math.max(0, Math.min(top - 5, this.lines.length));
       const last = this.whole ? this.lines.length : Math.min(this.lines.length, top + Math.min(sight, 60) + 5);
