@@ -31,6 +31,7 @@ PROGRESS: Final = "XLA_AMP_PROGRESS"
 COMPILER_OPTIONS: Final = "XLA_AMP_COMPILER_OPTIONS"
 COORDINATOR: Final = "XLA_AMP_COORDINATOR"
 TIMEOUT: Final = "XLA_AMP_TIMEOUT"
+ALONE: Final = "XLA_AMP_ALONE"
 DEBUG: Final = "XLA_AMP_DEBUG"
 CPU_TRAINING: Final = "XLA_AMP_CPU_TRAINING"
 PROGRAM_MEMORY: Final = "XLA_AMP_PROGRAM_MEMORY"
@@ -242,6 +243,54 @@ def platform() -> Platform | None:
     return _PJRT_PLATFORMS.get(os.environ.get("PJRT_DEVICE", "").strip().upper())
 
 
+TASKS: Final[tuple[tuple[str, str, str, str], ...]] = (
+    ("Slurm", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPI", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+)
+"""Launcher -> its variables: number of tasks, of this task, and of this task on its host."""
+
+
+def alone() -> bool:
+    """``XLA_AMP_ALONE``: ``1`` makes a task of a job of several (Slurm, MPI, a TPU pod, torchrun) train alone.
+
+    ``0`` (default) joins the others.
+
+    Raises:
+        PolicyError: another value.
+    """
+    return _choice(ALONE, ("0", "1"), "0") == "1"
+
+
+def task() -> tuple[str, int, int] | None:
+    """(launcher, number, count) by ``SLURM_NTASKS``, ``OMPI_COMM_WORLD_SIZE`` or ``PMI_SIZE``, if more than one."""
+    for name, size, rank, _ in TASKS:
+        count, number = os.environ.get(size, ""), os.environ.get(rank, "")
+        if count.isdigit() and number.isdigit() and int(count) > 1:
+            return name, int(number), int(count)
+    return None
+
+
+def coordinator_port() -> str | None:
+    """``JAX_COORDINATOR_PORT``: the coordinator's port in a job whose cluster JAX detects; None lets JAX choose."""
+    return os.environ.get("JAX_COORDINATOR_PORT", "").strip() or None
+
+
+def timeout() -> int:
+    """``XLA_AMP_TIMEOUT``: seconds that processes wait for each other (default 300).
+
+    Raises:
+        PolicyError: not a whole number, or less than 3.
+    """
+    value = os.environ.get(TIMEOUT, "").strip()
+    if value and not value.isdigit():
+        raise PolicyError(f"{TIMEOUT}={value!r}: expected a whole number")
+    seconds = int(value) if value else TIMEOUT_DEFAULT
+    if seconds < TIMEOUT_LEAST:
+        raise PolicyError(f"{TIMEOUT}={seconds}: expected at least {TIMEOUT_LEAST} seconds")
+    return seconds
+
+
 class Store(NamedTuple):
     """Address of torch's store (`torch.distributed.TCPStore`), through which processes meet first."""
 
@@ -271,20 +320,19 @@ def process() -> Process | None:
     """Settings in ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.
 
     None for a single process.  The coordinator listens on the port after ``MASTER_PORT``, which torchrun's store uses;
-    ``XLA_AMP_COORDINATOR`` (host:port) sets another address, ``XLA_AMP_TIMEOUT`` the seconds that processes wait
-    for each other (default 300).
+    ``XLA_AMP_COORDINATOR`` (host:port) sets another address.
 
     Raises:
         PolicyError: the variables are inconsistent.
     """
-    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", TIMEOUT)
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT")
     values = {name: os.environ.get(name, "").strip() for name in names}
     wrong = next((name for name, value in values.items() if value and not value.isdigit()), None)
     if wrong is not None:
         raise PolicyError(f"{wrong}={values[wrong]!r}: expected a whole number")
     numbers = {name: int(value) for name, value in values.items() if value}
     world_size = numbers.get("WORLD_SIZE", 1)
-    if world_size <= 1:
+    if world_size <= 1 or alone():
         return None
     rank = numbers.get("RANK", -1)
     if not 0 <= rank < world_size:
@@ -301,11 +349,18 @@ def process() -> Process | None:
                 "with torchrun or xla_amp.launch"
             )
         coordinator = f"{address}:{numbers['MASTER_PORT'] + 1}"
-    local_rank = numbers.get("LOCAL_RANK", rank)
-    timeout = numbers.get(TIMEOUT, TIMEOUT_DEFAULT)
-    if timeout < TIMEOUT_LEAST:
-        raise PolicyError(f"{TIMEOUT}={timeout}: expected at least {TIMEOUT_LEAST} seconds")
-    return Process(rank, world_size, local_rank, coordinator, timeout, store)
+    return Process(rank, world_size, numbers.get("LOCAL_RANK", rank), coordinator, timeout(), store)
+
+
+def local_rank() -> int | None:
+    """Number of this process on its host, as ``LOCAL_RANK`` or its launcher says."""
+    values = (os.environ.get(name, "") for name in ("LOCAL_RANK", *(row[3] for row in TASKS)))
+    return next((int(value) for value in values if value.isdigit()), None)
+
+
+def is_placed() -> bool:
+    """Whether ``WORLD_SIZE`` says how many processes there are, be it one."""
+    return bool(os.environ.get("WORLD_SIZE", "").strip())
 
 
 def place_process(*, rank: int, world_size: int, port: int, timeout: int | None = None) -> None:

@@ -13,6 +13,7 @@ from threading import Timer
 
 import torch
 import torch.nn.functional as F
+from cluster_program import listening
 from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
@@ -65,6 +66,7 @@ def train(rank, folder, world, overflow):
         "steady": {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")},
         "ordinal": [xm.get_ordinal(), xm.xrt_world_size()],
         "met": [part.decode() for part in xm.rendezvous("end", str(rank).encode())],
+        "listening": listening(),
         "most": xm.mesh_reduce("most", rank, max),
     }
     Path(folder, f"{world}-{overflow}-{rank}.json").write_text(json.dumps(result))

@@ -20,6 +20,7 @@ import forked
 import numpy as np
 import pytest
 import torch
+from cluster_program import LOOPBACK
 from replica_program import rows_of
 
 import xla_amp
@@ -97,6 +98,7 @@ def test_processes_meet():
     for rank, process in enumerate(together(2)["none"]):
         assert process["ordinal"] == [rank, 2]
         assert process["met"] == ["0", "1"]
+        assert set(process["listening"]) <= LOOPBACK  # no other machine can reach what `launch` starts
         assert process["most"] == 1
 
 

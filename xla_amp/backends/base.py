@@ -191,6 +191,13 @@ def processes() -> Processes:
     return select().processes
 
 
+def in_processes() -> bool:
+    """Whether this process is one of several that train together; starts nothing."""
+    if config.process() is not None:
+        return True
+    return select().DEVICE_TYPE == LAZY and processes().world_size() > 1
+
+
 def zeros_like(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Optimizer state: zeros on `device` with the shapes, dtypes and strides of `tensors`, which may be anywhere.
 

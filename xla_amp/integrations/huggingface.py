@@ -36,7 +36,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from xla_amp import config
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
 from xla_amp.errors import PolicyError
@@ -69,7 +68,7 @@ def _default_device(original: property) -> property:
 def _join_processes(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _prepare_backend(self: Any, cpu: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if cpu or config.process() is None:
+        if cpu or not base.in_processes():
             return original(self, cpu, *args, **kwargs)
         from accelerate.utils import DistributedType
 
@@ -339,7 +338,7 @@ def _integers_to_host(value: Any) -> Any:
 
 
 def _random_state_file(folder: str | os.PathLike[str]) -> Path:
-    rank = "" if config.process() is None else f"_{xla_model.get_ordinal()}"
+    rank = f"_{xla_model.get_ordinal()}" if base.in_processes() else ""
     return Path(folder) / _RANDOM_STATE.format(rank)
 
 

@@ -55,8 +55,7 @@ except ImportError as error:
         f"xla_amp.integrations.lightning needs the package `lightning` ({error}): pip install 'xla-amp[lightning]'"
     ) from error
 
-from xla_amp import config
-from xla_amp.backends import devices
+from xla_amp.backends import base, devices
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
@@ -358,7 +357,7 @@ class _Together:
         xm.rendezvous(f"lightning {name}")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object that process `src` has (pickled)."""
+        """The object that process `src` has: of the types that `xla_model.mesh_reduce` takes."""
         return xm.mesh_reduce("lightning", obj if self.global_rank == src else None, lambda parts: parts[src])
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -576,7 +575,7 @@ def _choose_strategy(front: _Front, original: Callable[[Any], Any]) -> Callable[
     def choose(self: Any) -> Any:
         if not isinstance(self.accelerator, XLAAccelerator):
             return original(self)
-        return front.strategy() if config.process() is None else front.of_processes()
+        return front.of_processes() if base.in_processes() else front.strategy()
 
     return choose
 

@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import ctypes
 import functools
+import inspect
 import pathlib
 import queue
 import types
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import interrupts
+from xla_amp import config, interrupts
 from xla_amp.errors import DeviceError, EngineError
 
 
@@ -111,6 +112,45 @@ def coordinator() -> Any:
     from jax._src import distributed  # the key-value store has no public name
 
     return distributed.global_state.client
+
+
+def joined() -> tuple[str, int, int] | None:
+    """(address, processes, rank) of the initialized `jax.distributed`, or None."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.client is None:
+        return None
+    return str(state.coordinator_address), int(state.num_processes), int(state.process_id)
+
+
+_CLUSTERS = ("ompi", "slurm", "gketpu", "gcetpu")
+"""JAX's names of what starts one process per task; of a Kubernetes pod it cannot tell without asking the cluster."""
+
+
+def cluster(timeout: int) -> tuple[str, int, int, int | None] | None:
+    """(coordinator's address, processes, rank, rank on the host) as JAX detects them, or None outside of a cluster."""
+    from jax._src import clusters
+
+    for kind in clusters.ClusterEnv._cluster_types:
+        if kind.name not in _CLUSTERS or not kind.is_env_present():
+            continue
+        count, rank = int(kind.get_process_count()), int(kind.get_process_id())
+        if count == 1:
+            return "", 1, 0, 0
+        arguments: dict[str, Any] = {"timeout_secs": timeout, "override_coordinator_port": config.coordinator_port()}
+        known = inspect.signature(kind.get_coordinator_address).parameters
+        address = kind.get_coordinator_address(**{name: value for name, value in arguments.items() if name in known})
+        local = kind.get_local_process_id()
+        return str(address), count, rank, None if local is None else int(local)
+    return None
+
+
+def keep_collectives_local() -> None:
+    """XLA:CPU's collectives (gloo) of clients made from now on listen on loopback only; JAX has no option for it."""
+    from jaxlib import _jax
+
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
 def exit_functions() -> list[Any]:

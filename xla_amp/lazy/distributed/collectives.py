@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from xla_amp import config
+from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, instruction_cache, record, spec, trace
 from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.tensors import tensor_io
@@ -121,7 +121,7 @@ _instructions = instruction_cache()
 
 
 def _world() -> int:
-    place = config.process()
+    place = cluster.place()
     return 1 if place is None else place.world_size
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from xla_amp import config
 from xla_amp.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
@@ -82,8 +83,7 @@ def _rules(policy: Policy, *, without_builtin: bool = False) -> str:
 def meet(process: Process) -> None:
     """Waits for all processes and compares their settings.
 
-    With ``XLA_AMP_COORDINATOR`` alone there is no store, and nothing is compared; JAX's coordinator ends a process
-    whose peer does not come.
+    Without a store this is left to `meet_at_coordinator`; JAX's coordinator ends a process whose peer does not come.
 
     Raises:
         EngineError: a process did not come within the timeout, or has other settings.
@@ -92,26 +92,55 @@ def meet(process: Process) -> None:
         return
     mine = settings(process)
     room = f"xla_amp/{process.store.prefix}"
+    serves = process.rank == 0 and not process.store.served
     try:
         # As torch's "env://" does, so that a process group made later shares this store.
         store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
             process.store.host,
             process.store.port,
-            is_master=process.rank == 0 and not process.store.served,
+            is_master=serves,
             timeout=datetime.timedelta(seconds=process.timeout),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=_loopback_socket(process.store) if serves and is_loopback(process.store.host) else None,
         )
         store.set(f"{room}/{process.rank}", json.dumps(mine))
     except RuntimeError as error:
         raise _absent(process, 0, error) from error
     _store.append(store)
-    found = []
-    for rank in range(process.world_size):
+
+    def read(rank: int) -> str | bytes:
         try:
-            theirs = json.loads(store.get(f"{room}/{rank}"))
+            text: bytes = store.get(f"{room}/{rank}")
         except RuntimeError as error:
             raise _absent(process, rank, error) from error
+        return text
+
+    _compare_settings(process, mine, read)
+
+
+def meet_at_coordinator(process: Process, client: Any) -> None:
+    """`meet` where there is no store, after the processes have connected to JAX's coordinator.
+
+    Raises:
+        EngineError: as `meet`.
+    """
+    if process.store is not None:
+        return
+    mine = settings(process)
+    client.key_value_set(f"xla_amp/settings/{process.rank}", json.dumps(mine))
+
+    def read(rank: int) -> str | bytes:
+        text: str = wait_for(client, process, f"xla_amp/settings/{rank}", rank, "the start of the device")
+        return text
+
+    _compare_settings(process, mine, read)
+
+
+def _compare_settings(process: Process, mine: dict[str, str], read: Callable[[int], str | bytes]) -> None:
+    found = []
+    for rank in range(process.world_size):
+        theirs = json.loads(read(rank))
         problems = [
             f"{name} is {theirs.get(name)!r} there and {value!r} here"
             for name, value in mine.items()
@@ -124,6 +153,25 @@ def meet(process: Process) -> None:
             )
         found.append(theirs)
     _met[:] = found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own, which no other machine reaches."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _loopback_socket(store: config.Store) -> int:
+    """Descriptor of a socket that listens on loopback only; without one torch's store listens on all interfaces."""
+    family = socket.AF_INET6 if ":" in store.host else socket.AF_INET
+    with socket.create_server((store.host, store.port), family=family, backlog=128) as server:
+        return server.detach()
+
+
+def rank_on_host(rank: int) -> int | None:
+    """How many processes of smaller rank are on the host of process `rank`; None before they have met."""
+    if rank >= len(_met):
+        return None
+    return sum(facts["_host"] == _met[rank]["_host"] for facts in _met[:rank])
 
 
 def _absent(process: Process, rank: int, error: Exception) -> EngineError:
@@ -172,7 +220,7 @@ def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> 
     Raises:
         EngineError: another process has another program, or none within the timeout.
     """
-    process, client = config.process(), private_api.coordinator()
+    process, client = cluster.place(), private_api.coordinator()
     if process is None or client is None or not any(instruction.collective for instruction, _, _ in steps(code)):
         return
     listing = [

@@ -10,7 +10,6 @@ import atexit
 import itertools
 import logging
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import jax
 from xla_amp import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import consistency
+from xla_amp.lazy.distributed import cluster, consistency, exchange
 from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
 from xla_amp.lazy.runtime import execute, mesh
@@ -33,7 +32,7 @@ _rendezvous_count = itertools.count()
 
 
 def join() -> None:
-    """Connects this process to the others that ``WORLD_SIZE`` announces; returns when all have come.
+    """Connects this process to the others of its job (`cluster.place`); returns when all have come.
 
     From then on the end of one process ends the others: the coordinator misses its heartbeat and ends them with a
     message that names it, at the latest after the timeout.
@@ -41,24 +40,29 @@ def join() -> None:
     Raises:
         EngineError: a process did not come, or has other settings.
     """
-    process = config.process()
+    process = cluster.place()
     if process is None:
         return
     if private_api.coordinator() is None:
+        if consistency.is_loopback(process.coordinator.rpartition(":")[0]):
+            private_api.keep_collectives_local()
         consistency.meet(process)
         _connect(process)
-        atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
+    consistency.meet_at_coordinator(process, private_api.coordinator())
+    atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
     consistency.watch_regions()
     execute.admit, mesh.ended = consistency.compare, consistency.ended
 
 
 def _connect(process: config.Process) -> None:
+    host = process.coordinator.rpartition(":")[0]
     try:
         with private_api.without_preemption_notice():
             jax.distributed.initialize(
                 process.coordinator,
                 process.world_size,
                 process.rank,
+                coordinator_bind_address=process.coordinator if consistency.is_loopback(host) else None,
                 local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
                 initialization_timeout=process.timeout,
                 # The coordinator checks at intervals: two thirds of the timeout leave it time.
@@ -92,20 +96,23 @@ def _leave() -> None:
 
 def world_size() -> int:
     """Number of processes."""
-    process = config.process()
+    process = cluster.place()
     return 1 if process is None else process.world_size
 
 
 def ordinal() -> int:
     """Rank of this process, from 0."""
-    process = config.process()
+    process = cluster.place()
     return 0 if process is None else process.rank
 
 
 def local_ordinal() -> int:
     """Rank of this process on its host, from 0."""
-    process = config.process()
-    return 0 if process is None else process.local_rank
+    process = cluster.place()
+    if process is None:
+        return 0
+    found = consistency.rank_on_host(process.rank) if config.local_rank() is None else None
+    return process.local_rank if found is None else found
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
@@ -114,7 +121,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
     Raises:
         EngineError: a process does not come within the timeout; the message names it.
     """
-    process, client = config.process(), private_api.coordinator()
+    process, client = cluster.place(), private_api.coordinator()
     if process is None or client is None:
         return [payload]
     key = f"xla_amp/{next(_rendezvous_count)}/{tag}"
@@ -126,5 +133,10 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the data of all processes (pickled)."""
-    return reduce_fn([pickle.loads(part) for part in rendezvous(tag, pickle.dumps(data))])
+    """``reduce_fn`` of the data of all processes, which travel as JSON (`exchange`).
+
+    Raises:
+        TypeError: `data` is, or has, something that is no number, text, tensor, array or container of them.
+        EngineError: as `rendezvous`.
+    """
+    return reduce_fn(list(map(exchange.decode, rendezvous(tag, exchange.encode(data, f"mesh_reduce({tag!r})")))))

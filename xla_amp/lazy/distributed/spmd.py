@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
+from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.runtime import mesh as meshes
 from xla_amp.lazy.runtime import pjrt
 from xla_amp.lazy.tensors import tensor_io
@@ -40,6 +41,11 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
+    if processes.world_size() > 1:
+        raise DeviceError(
+            f"make_mesh(): this is one of {processes.world_size()} processes, each of which trains on one device; a "
+            "mesh has the devices of one process: start one, or set XLA_AMP_ALONE=1"
+        )
     local = jax.local_devices(backend=pjrt.jax_device().platform)
     axes = {"data": len(local)} if axes is None else axes
     if math.prod(axes.values()) != len(local):

@@ -8,6 +8,7 @@ sharding, so a training step keeps all shardings.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
@@ -59,6 +60,13 @@ def use_processes() -> None:
     chosen = {device.process_index: device for device in reversed(jax.devices(pjrt.jax_device().platform))}
     active = Mesh(np.array([chosen[index] for index in sorted(chosen)]), (AXIS,))
     replicas = True
+    local = jax.local_devices(backend=pjrt.jax_device().platform)
+    if len(local) > 1 and pjrt.platform() != "cpu":
+        warnings.warn(
+            f"this process trains on one of its {len(local)} {local[0].platform} devices; start one process for each",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def is_partitioned() -> bool:

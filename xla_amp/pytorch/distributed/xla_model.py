@@ -144,7 +144,17 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
-    """``reduce_fn`` of the list of all processes' data."""
+    """``reduce_fn`` of the list of all processes' data.
+
+    Args:
+        tag: the same in all processes.
+        data: numbers, texts, bytes, tensors, NumPy arrays and scalars, and lists, tuples, sets and dictionaries of
+            them (on the lazy device; torch_xla pickles).
+        reduce_fn: of a list, in the order of ranks.
+
+    Raises:
+        TypeError: data of another type, which is named.
+    """
     return base.processes().mesh_reduce(tag, data, reduce_fn)
 
 
