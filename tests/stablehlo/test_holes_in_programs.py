@@ -103,6 +103,12 @@ def test_quantized_programs_are_read_and_quantized_values_left_alone(kind):
     assert sorted(low_products(converted)) == [quantized, ("bf16", "f32"), ("bf16", "f32")]
 
 
+def test_quantized_programs_are_not_run():
+    """XLA:CPU ends the process."""
+    with pytest.raises(ModuleError, match=r"XLA cannot run quantized types \(!quant.uniform\)"):
+        compare(QUANTIZED, QUANTIZED, [X, W])
+
+
 COMPOSITE = """module { func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xf32>) -> tensor<4x8xf32> {
   %0 = stablehlo.dot_general %x, %w, contracting_dims = [1] x [0] : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
   %1 = stablehlo.composite "my.mlp" %0, %w {decomposition = @mlp} : (tensor<4x8xf32>, tensor<8x8xf32>) -> tensor<4x8xf32>
@@ -268,3 +274,8 @@ def test_what_is_no_hlo(data):
 def test_a_parse_error_has_its_place_and_reason(text, reason):
     with pytest.raises(ModuleError, match=f"bad: not a StableHLO module: {reason}"):
         io.read(text.encode(), "bad")
+
+
+def test_an_error_in_bytecode_has_no_line():
+    with pytest.raises(ModuleError, match="bad: not a StableHLO module: attempting to parse"):
+        io.read(dump(io.read(TWO.encode()), "bytecode")[:200], "bad")

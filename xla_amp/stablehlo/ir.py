@@ -126,7 +126,9 @@ def _first_line(error: object, problems: list[str]) -> str:
     """The reason in one line, with line and column of the text where MLIR knows them."""
     for diagnostic in getattr(error, "error_diagnostics", ()):
         place, reason = str(diagnostic.location), str(diagnostic.message).partition("\n")[0]
-        if found := _IN_SOURCE.fullmatch(place):
+        if (found := _IN_SOURCE.fullmatch(place)) and found[1] == "0":
+            return reason  # of bytecode
+        if found:
             return f"line {found[1]}, column {found[2]}: {reason}"
         return reason if place == "loc(unknown)" else f"{reason} (at {place.removeprefix('loc(').removesuffix(')')})"
     lines = [line for line in [*problems, *str(error).splitlines()] if line.strip()]
@@ -484,6 +486,14 @@ def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
     return parse(data, "the program of the samples' shapes")
 
 
+_QUANTIZED: Final = "quant"
+
+
+def _is_quantized(operation: Any) -> bool:
+    """Whether it gives quantized values, at which XLA:CPU ends the process."""
+    return any(f"!{_QUANTIZED}." in str(value.type) for value in operation.results)
+
+
 def compile_module(module: MlirModule, device: Any = None) -> Any:
     """A loaded executable of the module for one device (default: the first of JAX's default platform).
 
@@ -499,6 +509,8 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
     placed = _jax.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     data = bytecode(runnable(module))
+    if _QUANTIZED.encode() in data and any(_is_quantized(operation) for operation in operations(module.operation)):
+        raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
     try:
         return client.compile_and_load(data, placed, options)
     except (jax.errors.JaxRuntimeError, ValueError) as error:

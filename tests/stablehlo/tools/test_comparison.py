@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.tools import comparison, samples, widen
+from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo.tools import comparison, samples, segments, widen
 
 RNG = np.random.default_rng(0)
 X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 8)))
@@ -165,10 +165,33 @@ def test_overflow_in_the_low_program_is_counted():
     assert compared.worst(1)[0].b.nonfinite == 32
 
 
-def test_many_operations_take_several_runs(monkeypatch, found):
-    monkeypatch.setattr(comparison, "_MAX_BYTES", 1)
-    again = comparison.compare(module_of(full, X, W), module_of(low, X, W), [X, W])
-    assert [each.operation for each in again.operations] == [each.operation for each in found.operations]
+@pytest.mark.parametrize("name", ["function", "scan", "cond", "gradient", "scatter and gather", "a large constant"])
+def test_segments_of_one_operation_give_the_same_errors(monkeypatch, name):
+    module = module_of(PROGRAMS[name], X, W)
+    low = autocast(module)
+    whole = comparison.compare(module, low, [X, W]).operations
+    monkeypatch.setattr(segments, "_LENGTH", 1)
+    apart = comparison.compare(module, low, [X, W]).operations
+    assert [(each.operation, each.location) for each in apart] == [(each.operation, each.location) for each in whole]
+    for one, other in zip(apart, whole, strict=True):
+        assert one.b.relative == pytest.approx(other.b.relative, rel=0.5, abs=1e-6)
+
+
+def test_no_program_of_a_long_comparison_is_long(monkeypatch):
+    """XLA's time to compile grows faster than a program."""
+    module = module_of(lambda x, w: functools.reduce(lambda h, _: jnp.tanh(h @ w), range(40), x), X, W)
+    lengths = []
+    compiled = ir.compile_module
+
+    def counted(module, device=None):
+        lengths.append(sum(1 for _ in ir.operations(module.operation)))
+        return compiled(module, device)
+
+    monkeypatch.setattr(segments, "_LENGTH", 10)
+    monkeypatch.setattr(ir, "compile_module", counted)
+    assert len(comparison.compare(module, module, [X, W]).operations) == 80
+    assert max(lengths[3:]) < 20
+    assert len(lengths) == 3 + 3 * 8
 
 
 def test_narrowed_arguments_take_the_same_samples():

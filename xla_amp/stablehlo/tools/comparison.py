@@ -4,9 +4,9 @@
     0.0031
 
 The float64 version of the first module (`widen.widened`) is the reference for both. The error of an operation is
-accumulated: it includes the errors of its operands. To measure operations, both modules run again with the operations'
-results as additional outputs. That can change how a compiler rounds between operations, so the errors of the program's
-results come from the unchanged programs.
+accumulated: it includes the errors of its operands. To measure operations, both modules run again in segments that
+return the operations' results (`segments`). That can change how a compiler rounds between operations, so the errors of
+the program's results come from the unchanged programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.stablehlo.tools import inspection, names, samples, widen
+from xla_amp.stablehlo.tools import inspection, names, samples, segments, widen
 from xla_amp.stablehlo.tools.widen import Site
 
 TOLERANCE: Final = 0.05
@@ -36,9 +36,6 @@ _CANCELLED: Final = 0.01
 
 _EXACT: Final = 3000
 """Largest number of operations that are matched exactly; above it, difflib ignores frequent ones."""
-
-_MAX_BYTES: Final = 2**28
-"""Bytes of operations' results that one run returns."""
 
 
 class Error(NamedTuple):
@@ -303,21 +300,23 @@ class _Runs:
         flat_a, flat_b = widen.inlined(self.a), widen.inlined(self.b)
         sites_a, sites_b = widen.sites(flat_a), widen.sites(flat_b)
         pairs = list(matched(sites_a, sites_b))
-        own = len(ir.signature(flat_a).outputs)
+        lefts, rights = zip(*pairs, strict=True) if pairs else ((), ())
+        chosen = list(widen.comparable(flat_a)), list(widen.comparable(flat_b))
+        wanted = [chosen[0][left] for left in lefts], [chosen[1][right] for right in rights]
+        values = (
+            segments.values(flat_a, self.arrays, wanted[0], _run),
+            segments.values(flat_b, self.narrow, wanted[1], _run),
+            segments.values(flat_a, self.arrays, wanted[0], _run_wide),
+        )
         found = []
-        groups = list(_groups(pairs, sites_a))
-        for number, group in enumerate(groups):
-            progress.step("measuring operations", number, len(groups))
-            open_a = widen.with_added_results(flat_a, [left for left, _ in group])
-            open_b = widen.with_added_results(flat_b, [right for _, right in group])
-            values = _run(open_a, self.arrays), _run(open_b, self.narrow), _run_wide(open_a, self.arrays)
-            for (left, right), in_a, in_b, exact in zip(group, *(each[own:] for each in values), strict=True):
-                site, other = sites_a[left], sites_b[right]
-                types = site.element + site.type, other.element + other.type
-                errors = measure(in_a, exact), measure(in_b, exact)
-                location = site.location or other.location
-                place = site.module or other.module, site.where or other.where
-                found.append(OperationError(site.name, *types, location, *errors, *place))
+        for number, ((left, right), in_a, in_b, exact) in enumerate(zip(pairs, *values, strict=True)):
+            progress.step("measuring operations", number, len(pairs))
+            site, other = sites_a[left], sites_b[right]
+            types = site.element + site.type, other.element + other.type
+            errors = measure(in_a[1], exact[1]), measure(in_b[1], exact[1])
+            location = site.location or other.location
+            place = site.module or other.module, site.where or other.where
+            found.append(OperationError(site.name, *types, location, *errors, *place))
         return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
 
 
@@ -363,19 +362,6 @@ def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
 def _common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
     """Length of the common prefix."""
     return next((n for n, (one, other) in enumerate(zip(left, right)) if one != other), min(len(left), len(right)))  # noqa: B905
-
-
-def _groups(pairs: Sequence[tuple[int, int]], sites: Sequence[Site]) -> Iterator[list[tuple[int, int]]]:
-    group: list[tuple[int, int]] = []
-    size = 0
-    for pair in pairs:
-        if group and size + sites[pair[0]].bytes > _MAX_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(pair)
-        size += sites[pair[0]].bytes
-    if group:
-        yield group
 
 
 def measure(array: Any, exact: Any) -> Error:

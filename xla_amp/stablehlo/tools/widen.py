@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import composites, costs
-from xla_amp.stablehlo.passes.cast_graph import callees
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.tools import inspection
 
@@ -198,28 +197,7 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
             if name in callers:
                 raise ModuleError(f"function {name} calls itself")
             found += [(each, callers | {name}) for each in _inline(operation, by_name[name])]
-        _drop_unused(flat)
     return flat
-
-
-def _drop_unused(module: ir.MlirModule) -> None:
-    """Erases the functions that the entry function does not reach."""
-    functions = ir.functions(module)
-    todo = [ir.entry(module).attributes["sym_name"].value]
-    reached = set(todo)
-    while todo:
-        for operation in ir.operations(functions[todo.pop()]):
-            for name in callees(operation) if operation.name in _REFERRING else ():
-                if name in functions and name not in reached:
-                    reached.add(name)
-                    todo.append(name)
-    for name, function in functions.items():
-        if name not in reached:
-            function.erase()
-
-
-_REFERRING: Final = frozenset({"func.call", "call", "stablehlo.custom_call"})
-"""Operations that name functions."""
 
 
 def _inline(call: Any, function: Any) -> list[Any]:
@@ -249,29 +227,11 @@ def _block(function: Any) -> Any:
 
 def sites(module: ir.MlirModule) -> list[Site]:
     """Results of the entry function's operations that can be compared, without casts and constants."""
-    return [_site(result) for result in _comparable(module)]
+    return [_site(result) for result in comparable(module)]
 
 
-def with_added_results(module: ir.MlirModule, chosen: Sequence[int]) -> ir.MlirModule:
-    """The same program with the chosen `sites` as additional results after its own."""
-    ir_ = ir.mlir()
-    copied = ir.copy(module)
-    with copied.context, ir_.Location.unknown():
-        function = ir.entry(copied)
-        comparable = list(_comparable(copied))
-        last = _last(_block(function))
-        added = [comparable[index] for index in chosen]
-        with ir_.InsertionPoint(last):
-            ir_.Operation.create(last.name, operands=[*last.operands, *added])
-        last.erase()
-        if "res_attrs" in function.attributes:
-            del function.attributes["res_attrs"]
-        _update_signature(function)
-    ir.verify(copied, "the version with intermediate results")
-    return copied
-
-
-def _comparable(module: ir.MlirModule) -> Iterator[Any]:
+def comparable(module: ir.MlirModule) -> Iterator[Any]:
+    """The results that `sites` describes, in the same order."""
     for view in _block(ir.entry(module)).operations:
         if inspection.structure_of(view.operation) in ("cast", "constant"):
             continue
