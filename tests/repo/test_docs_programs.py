@@ -74,7 +74,7 @@ class Module(lightning.LightningModule):
 model = Module()
 train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 0)] * 4, batch_size=2)
 """,
-    "loss_scaling": TORCH,
+    "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "lowering": "",
     "monitor": "",
     "search": "",
