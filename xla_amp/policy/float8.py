@@ -5,7 +5,7 @@ to the other operand read 8-bit copies; the gradient of the weight reads the 16-
 made so, or would be slower, it runs in the region's low dtype, and reports say why.  A rule of the user's decides
 against the estimate, but not against what the hardware can do.
 
-``tables/float8.toml`` has the numbers and their sources.
+``tables/float8.toml`` has the shapes and costs, ``hardware.toml`` the rates, with their sources.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from xla_amp import hardware
 from xla_amp.errors import PolicyError
 from xla_amp.policy.op_catalog import read_table
 
@@ -44,7 +45,7 @@ def _data() -> Mapping[str, Any]:
 
 def targets() -> tuple[str, ...]:
     """Names of the GPUs with an estimate."""
-    return tuple(_data()["targets"])
+    return tuple(name for name in hardware.names() if "float8" in hardware.specification(name))
 
 
 def target_of(device: str) -> str:
@@ -54,8 +55,7 @@ def target_of(device: str) -> str:
         >>> target_of("NVIDIA H200"), target_of("cpu")
         ('h200', 'h100')
     """
-    rows = _data()["targets"].items()
-    return next((name for name, row in rows if row["device"].lower() in device.lower()), DEFAULT_TARGET)
+    return next((name for name in targets() if name in device.lower()), DEFAULT_TARGET)
 
 
 def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> Estimate:
@@ -74,10 +74,9 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) 
         >>> estimate(16384, 4096, 4096).gain > 1 > estimate(256, 256, 256).gain
         True
     """
-    data = _data()
-    if target not in data["targets"]:
+    if target not in targets():
         raise PolicyError(f"float8 for target {target!r}: expected one of {', '.join(targets())}")
-    row, costs = data["targets"][target], data["costs"]
+    row, costs = hardware.specification(target), _data()["costs"]
     bandwidth = row["bandwidth"] * costs["memory_share"]
 
     def product(rate: float, width: int) -> float:
@@ -89,7 +88,7 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) 
 
     operands = rows * depth + depth * columns + rows * columns  # data, weight and the gradient of the result
     scaling = costs["bytes_scaled"] * operands / bandwidth + 6 * costs["seconds_per_kernel"]
-    return Estimate(product(row["low"], 2), product(row["float8"], 1) + scaling, scaling)
+    return Estimate(product(row["matrix"]["bfloat16"], 2), product(row["float8"], 1) + scaling, scaling)
 
 
 def compiler_options(platform: str) -> dict[str, str]:
