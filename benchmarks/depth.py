@@ -64,6 +64,18 @@ def recorded() -> Iterator[list[Program]]:
         xla_amp.sync()
 
 
+def program_of(layers: int) -> Program:
+    """The program of a steady step of a model with `layers` layers; nothing is run or compiled."""
+    with recorded() as programs:
+        step, _ = trainer(layers)
+        for _ in range(2):
+            programs.clear()
+            step()
+            xla_amp.sync()
+    (program,) = programs
+    return program
+
+
 def measure(layers: int, rounds: int, compile_: bool) -> dict[str, Any]:
     """Counts, and median times in seconds."""
     row: dict[str, Any] = {"layers": layers}

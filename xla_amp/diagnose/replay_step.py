@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from xla_amp.backends import devices
+from xla_amp.backends import base, devices
 from xla_amp.diagnose.overflow import OverflowReport, find_overflow, uncompiled
-from xla_amp.diagnose.state_restore import restoring
 from xla_amp.errors import FileError, XlaAmpError
 from xla_amp.pytorch.recorder import columns, kept_step
 from xla_amp.pytorch.recorder.monitor import Monitor
@@ -150,7 +149,8 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     else:
         at = f"of step {bad.checkpoint_step:,}" if bad.checkpoint_step is not None else "that make() gives"
         notes.append(f"the state before the step was not kept (save_state=True keeps it); it ran in the state {at}")
-    start = kept_step.copied(kept_step.state_of(model, optimizer, scaler))
+    # On the host: torch_xla lets a clone share the memory that a step then overwrites.
+    start = kept_step.copied(kept_step.on_host(kept_step.state_of(model, optimizer, scaler)))
 
     def restore() -> None:
         kept_step.load_state(start, model, optimizer, scaler)
@@ -176,8 +176,8 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
         objects = [each for each in (model, optimizer, scaler) if each is not None]
         overflow = find_overflow(step, *batch, objects=objects)
         restore()
-        with restoring(objects):
-            elements = _elements(overflow, model, uncompiled(step), batch, size)
+        elements = _elements(overflow, model, uncompiled(step), batch, size)
+        restore()
     report = ReplayReport(
         bad=bad,
         folder=folder,
@@ -307,6 +307,8 @@ def _elements(
     found: list[torch.Tensor] = []
     with _watching(module, place.phase == "backward", size, found):
         step(*batch)
+    if any(devices.is_xla(flags.device.type) for flags in found):
+        base.sync()  # on torch_xla the first read alone would give away the memory of what the step overwrites
     rows = {index for flags in found for index, bad in enumerate(flags.tolist()) if bad}
     return tuple(sorted(rows)) if len(rows) < size else ()
 

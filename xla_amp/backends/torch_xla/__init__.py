@@ -7,6 +7,7 @@ torch.optim's lists (`fused_optimizers`); `device()` starts the runtime.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -171,8 +172,9 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> torch.Tensor:
-    """The generator's state: uint8[8], torch_xla's running seed as an int64."""
-    return torch.tensor([xm.get_rng_state(str(device()))], dtype=torch.int64).view(torch.uint8)
+    """The generator's state: uint8[8], torch_xla's running seed, an unsigned number."""
+    seed: int = xm.get_rng_state(str(device()))
+    return torch.tensor(list(seed.to_bytes(8, sys.byteorder)), dtype=torch.uint8)
 
 
 def set_rng_state(state: torch.Tensor) -> None:
@@ -187,7 +189,7 @@ def set_rng_state(state: torch.Tensor) -> None:
         raise TypeError(f"set_rng_state expects the uint8 tensor that get_rng_state() returned, got {got}")
     if state.numel() != 8:
         raise ValueError(f"set_rng_state expects 8 bytes (the seed of an 'xla' generator), got {state.numel()}")
-    xm.set_rng_state(int(state.cpu().contiguous().view(torch.int64)), str(device()))
+    xm.set_rng_state(int.from_bytes(state.cpu().contiguous().numpy().tobytes(), sys.byteorder), str(device()))
 
 
 # ---- processes and memory --------------------------------------------------------------------------------------------

@@ -95,12 +95,12 @@ def write(
     path = bad_step.folder(directory, record.step, run.process()[0])
     path.mkdir(parents=True, exist_ok=True)
     places: list[str] = []
-    torch.save({"batch": _on_host(batch, places), "places": places}, path / "batch.pt")
+    torch.save({"batch": on_host(batch, places), "places": places}, path / "batch.pt")
     state = None if before is None else before.state
     if before is not None:
-        torch.save(_on_host(before.generators), path / "rng.pt")
+        torch.save(on_host(before.generators), path / "rng.pt")
     if state is not None:
-        torch.save(_on_host(state), path / "state.pt")
+        torch.save(on_host(state), path / "state.pt")
     bad = run.described(
         record,
         reason,
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
-def _on_host(value: Any, places: list[str] | None = None) -> Any:
+def on_host(value: Any, places: list[str] | None = None) -> Any:
     """`value` as ``torch.load(weights_only=True)`` accepts it; the device type of each tensor goes to `places`.
 
     Raises:
@@ -141,11 +141,11 @@ def _on_host(value: Any, places: list[str] | None = None) -> Any:
             places.append(value.device.type)
         return value.detach().cpu()
     if isinstance(value, Mapping):
-        return {key: _on_host(each, places) for key, each in value.items()}
+        return {key: on_host(each, places) for key, each in value.items()}
     if isinstance(value, tuple):
-        return tuple(_on_host(each, places) for each in value)
+        return tuple(on_host(each, places) for each in value)
     if isinstance(value, list):
-        return [_on_host(each, places) for each in value]
+        return [on_host(each, places) for each in value]
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     raise TypeError(
