@@ -44,8 +44,8 @@ def results(*flags: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("precision", "flags"),
     [
-        ("fp32", ["--optimizer=adamw", "--nosyncfree"]),
-        ("bf16", ["--optimizer=sgd"]),
+        pytest.param("fp32", ["--optimizer=adamw", "--nosyncfree"], marks=pytest.mark.exhaustive),
+        pytest.param("bf16", ["--optimizer=sgd"], marks=pytest.mark.exhaustive),
         ("fp16", ["--optimizer=adam", "--policy=gpu"]),
     ],
 )

@@ -13,10 +13,20 @@ TOLERANCE = {False: 1e-4, True: 2e-2}
 """Relative difference of a loss: float32, bfloat16 autocast (torch.autocast's own CPU rules differ in a few places)."""
 
 
+COMPILED_LONG = ("ConvNeXt", "Whisper")
+"""Ten seconds each; ResNet has convolutions too, and BART an encoder with a decoder."""
+
+
 @pytest.mark.parametrize(
     "low", [pytest.param(False, id="float32"), pytest.param(True, id="bfloat16", marks=pytest.mark.exhaustive)]
 )
-@pytest.mark.parametrize("row", zoo.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row.name, marks=[pytest.mark.exhaustive] if row.name in COMPILED_LONG else [])
+        for row in zoo.ROWS
+    ],
+)
 def test_trains_as_on_the_cpu(row: zoo.Row, low: bool) -> None:
     wanted = train(row, "cpu", low)
     got = train(row, xla_amp.xla_device(), low)
