@@ -41,6 +41,26 @@ def test_the_policy_is_that_of_the_platform(target, platform, low):
     assert ("tf.aliasing_output" in program.mlir_text) or ("jax.buffer_donor" in program.mlir_text)
 
 
+@pytest.mark.parametrize("rules", [{}, {"linear": "fp8"}], ids=["judged", "asked for"])
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_products_in_8_bits_are_judged_by_the_target_and_bring_their_options(target, rules):
+    def make():
+        model, batch = torch.nn.Linear(64, 64).to(DEVICE), torch.zeros(32, 64, device=DEVICE)
+
+        def step():
+            with xla_amp.autocast(DEVICE, policy="fp8", rules=rules):
+                return model(batch)
+
+        return step
+
+    with xla_amp.explain() as report:
+        program = xla_amp.export_for(target, make)
+    told = next(record.why for record in report.records if record.operation == "linear")
+    assert f"on {target}" in told  # a small product loses, unless the user's rule decides
+    assert ("f8E4M3FN" in program.mlir_text) is bool(rules)
+    assert ("xla_gpu_enable_triton_gemm" in program.compiler_options) is bool(rules)
+
+
 def test_an_asked_dtype_wins():
     program = xla_amp.export_for("h200", lambda: make_step(torch.bfloat16))
     assert {dtypes[:2] for dtypes in stablehlo.inspect(program).contractions} == {("bf16", "bf16")}

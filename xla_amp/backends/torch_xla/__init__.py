@@ -60,6 +60,11 @@ def is_started() -> bool:
     return _started
 
 
+def device_kind() -> str:
+    """Unknown: torch_xla does not tell."""
+    return ""
+
+
 def platform() -> str:
     """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 

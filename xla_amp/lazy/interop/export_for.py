@@ -115,7 +115,7 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
             "export_for() exports a step of one device, and this process has a mesh or several processes"
         )
     recorder = _Recorder()
-    with _absent(platform, recorder):
+    with _absent(platform, target, recorder):
         step = make_step()
         if not callable(step):
             raise TypeError(f"export_for(): make_step() must return the step, a function; it returned {step!r:.80}")
@@ -130,7 +130,9 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
     name = {"gpu": "cuda"}.get(platform, platform)
     with private_api.x64():
         lowered = program.call.trace(*program.abstract).lower(lowering_platforms=(name,))
-    return TargetProgram(platform=platform, lowered=lowered, compiler_options=compile_options.for_platform(platform))
+    operations = {instruction.name for instruction in program.instructions.values()}
+    options = compile_options.for_platform(platform, operations)
+    return TargetProgram(platform=platform, lowered=lowered, compiler_options=options)
 
 
 def _platform(target: str) -> Platform:
@@ -197,13 +199,13 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _absent(platform: Platform, recorder: _Recorder) -> Iterator[None]:
-    """Inside, the lazy device has `platform`, and `recorder` gets its programs; the random state comes back."""
+def _absent(platform: Platform, target: str, recorder: _Recorder) -> Iterator[None]:
+    """Inside, the lazy device is `target`, and `recorder` gets its programs; the random state comes back."""
     execute.sync()
     random = generator.state()
     outer, execute.observer = execute.observer, recorder
     try:
-        with pjrt.absent(platform), execute.instead(recorder.run):
+        with pjrt.absent(platform, target), execute.instead(recorder.run):
             try:
                 yield
             finally:

@@ -13,7 +13,8 @@ from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime.compilation_cache import compilation_cache
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
-_absent: str | None = None
+_absent: tuple[str, str] | None = None
+"""Platform and kind of the absent device that a step is exported for."""
 
 
 @functools.cache
@@ -65,7 +66,12 @@ def counts_memory() -> bool:
 
 def platform() -> str:
     """``"cpu"``, ``"gpu"`` or ``"tpu"``: of the device, or of the absent one that a step is exported for."""
-    return _absent or _present()
+    return _absent[0] if _absent else _present()
+
+
+def device_kind() -> str:
+    """The device by the name that its driver gives it; of an absent one the name of the target, ``"h200"``."""
+    return _absent[1] if _absent else str(jax_device().device_kind)
 
 
 @functools.cache
@@ -75,10 +81,15 @@ def _present() -> str:
 
 
 @contextlib.contextmanager
-def absent(platform: str) -> Iterator[None]:
-    """Inside, steps are recorded for `platform`, which this machine need not have; they cannot run."""
+def absent(platform: str, kind: str) -> Iterator[None]:
+    """Inside, steps are recorded for `platform`, which this machine need not have; they cannot run.
+
+    Args:
+        platform: as `platform`.
+        kind: as `device_kind`.
+    """
     global _absent
-    outer, _absent = _absent, platform
+    outer, _absent = _absent, (platform, kind)
     try:
         yield
     finally:

@@ -70,23 +70,13 @@ def make(
             return Told(call, (), f"not in 8 bits: {why}"), cast, named
         depth, columns = factors.weight.shape[::-1] if factors.weight_first else factors.weight.shape
         rows = math.prod(factors.data.shape) // max(1, depth)
-        target = float8.target_of(_device_name())
+        target = float8.target_of(devices.engine().device_kind())
         if why := float8.left_out(rows, depth, columns, asked=asked, target=target):
             return Told(call, (), why), cast, named
         told = float8.explained(rows, depth, columns, target)
         return Told(_call(name, factors), _OPERANDS[name], told), cast, named
 
     return prepare
-
-
-@functools.cache
-def _device_name() -> str:
-    if devices.engine().platform() != "gpu":
-        return ""
-    import jax
-
-    name: str = jax.local_devices(backend="gpu")[0].device_kind
-    return name
 
 
 def _factors(
