@@ -432,7 +432,9 @@ def test_gradient_checkpointing_and_label_smoothing(text_losses: list[float], tm
     made = trainer(gpt(), tmp_path, TEXT, callbacks=[counts], **options)
     made.train()
     assert difference(logged(made), text_losses) < 3e-2
-    assert sum(compiled for _, _, compiled in counts.found) <= 5  # two steps; the count, the mean, the reset
+    first, *later = (compiled for _, _, compiled in counts.found)
+    assert first <= 6  # two steps; the count, the mean, the reset; one that other trainers of the process share
+    assert later == [0, 0]
     made.save_model(tmp_path / "saved")
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved", device_map="jax")
     assert again.device.type == "jax"
