@@ -343,28 +343,20 @@ class Interpreter:
                 None,
                 "not in 8 bits: its float32 sums are wanted, as of the gradient of a weight",
             )
-        weight = next((i for i in (1, 0) if self.table.is_outside(operands[i]) and types[i].ndim == 2), None)
+        weight, told = float8.weight_of(
+            (types[0].shape, types[1].shape),
+            (self.table.is_outside(operands[0]), self.table.is_outside(operands[1])),
+            params["dimension_numbers"][0],
+            asked=asked,
+            target=float8.target_of(jax.devices()[0].device_kind),
+        )
         if weight is None:
-            return None, "not in 8 bits: neither operand is a matrix that comes from outside of the program, a weight"
-        contracted = params["dimension_numbers"][0][weight]
-        if len(contracted) != 1:
-            return None, "not in 8 bits: it does not sum over one dimension of the weight"
-        sizes = [*types[weight].shape, *types[1 - weight].shape]
-        if any(not isinstance(size, int) for size in sizes):
-            return None, "not in 8 bits: a size is not known"
-        depth, columns = types[weight].shape[contracted[0]], types[weight].shape[1 - contracted[0]]
-        rows = int(np.prod(types[1 - weight].shape)) // max(1, depth)
-        target = float8.target_of(jax.devices()[0].device_kind)
-        if why := float8.left_out(rows, depth, columns, asked=asked, target=target):
-            return None, why
+            return None, told
         backward = self.backward if eqn is None else compat.is_backward(eqn, self.backward)
         formats: list[Format] = ["e4m3", "e4m3"]
         if backward:
             formats[1 - weight] = "e5m2"
-        return (
-            Float8((formats[0], formats[1]), (weight != 0 and not backward, weight != 1 and not backward)),
-            float8.explained(rows, depth, columns, target),
-        )
+        return Float8((formats[0], formats[1]), (weight != 0 and not backward, weight != 1 and not backward)), told
 
     def _kept(
         self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool

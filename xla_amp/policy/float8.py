@@ -11,8 +11,9 @@ against the estimate, but not against what the hardware can do.
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from xla_amp import hardware
@@ -127,6 +128,44 @@ def left_out(rows: int, depth: int, columns: int, *, asked: bool, target: str = 
         f"not in 8 bits: on {target} it would take {found.float8 * 1e6:.0f} us, {found.scaling * 1e6:.0f} of them for "
         f"scaling, against {found.low * 1e6:.0f} us in bfloat16 (estimates, with its gradient)"
     )
+
+
+def weight_of(
+    shapes: tuple[Sequence[Any], Sequence[Any]],
+    outside: tuple[bool, bool],
+    summed: tuple[Sequence[int], Sequence[int]],
+    *,
+    asked: bool,
+    target: str = DEFAULT_TARGET,
+) -> tuple[int | None, str]:
+    """Which operand of a product is the weight, of whose product the cast makes one in 8 bits, and what a report says.
+
+    Args:
+        shapes: of the left and of the right operand; a size that is no integer of 0 or more is not known.
+        outside: whether an operand comes from outside of the program: an argument, or a constant.
+        summed: the axes of each operand that are summed.
+        asked: as of `left_out`.
+        target: a name of `targets`.
+
+    Returns:
+        0 or 1, or None where the product stays in 16 bits, and the reason.
+
+    Example:
+        >>> weight_of(((16384, 4096), (4096, 4096)), (False, True), ((1,), (0,)), asked=False)[0]
+        1
+    """
+    weight = next((index for index in (1, 0) if outside[index] and len(shapes[index]) == 2), None)
+    if weight is None:
+        return None, "not in 8 bits: neither operand is a matrix that comes from outside of the program, a weight"
+    if len(summed[weight]) != 1:
+        return None, "not in 8 bits: it does not sum over one dimension of the weight"
+    if any(not isinstance(size, int) or size < 0 for shape in shapes for size in shape):
+        return None, "not in 8 bits: a size is not known"
+    depth, columns = shapes[weight][summed[weight][0]], shapes[weight][1 - summed[weight][0]]
+    rows = math.prod(shapes[1 - weight]) // max(1, depth)
+    if why := left_out(rows, depth, columns, asked=asked, target=target):
+        return None, why
+    return weight, explained(rows, depth, columns, target)
 
 
 def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> str:
