@@ -56,8 +56,7 @@ def recorded() -> Iterator[list[Program]]:
 
     def run(program: Program, *_: Any) -> list[Any]:
         programs.append(program)
-        with private_api.x64():
-            return list(jax.eval_shape(program.call, *program.abstract))
+        return program.result_shapes()
 
     with execute.instead(run):
         yield programs

@@ -6,6 +6,10 @@ without an import from here.
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 
 class XlaAmpError(Exception):
     """Base class of the errors that this library raises."""
@@ -72,6 +76,15 @@ class ModuleError(XlaAmpError, ValueError):
 
 class MissingLibraryError(XlaAmpError, ImportError):
     """A missing optional library; the message has the command that installs it."""
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Context manager around writing a file, whose failure is a `FileError` that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise FileError(f"writing {os.fspath(path)}: {error.strerror}") from error
 
 
 def torch_missing(name: str, error: ImportError) -> ImportError:

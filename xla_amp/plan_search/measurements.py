@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from xla_amp.errors import FileError
+from xla_amp.errors import FileError, writing
 from xla_amp.plan_search.candidates import Candidate
 
 Plan: TypeAlias = frozenset[str]
@@ -82,11 +82,8 @@ class Measurements:
         if self._journal is None:
             return
         row["errors"] = self._known[row["plan"], row["batch"]]
-        try:
-            with self._journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            raise FileError(f"writing {self._journal}: {error.strerror}") from error
+        with writing(self._journal), self._journal.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def digest(*parts: str) -> str:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from xla_amp.errors import FileError, MissingLibraryError
+from xla_amp.errors import MissingLibraryError, writing
 from xla_amp.report import plot, units
 from xla_amp.report.document import STATES, Cell, Document, Table
 
@@ -24,10 +24,8 @@ def write(document: Document, path: str | os.PathLike[str]) -> None:
         FileError: the file cannot be written.
     """
     text = html(document)
-    try:
+    with writing(path):
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"writing {os.fspath(path)}: {error.strerror}") from error
 
 
 def html(document: Document) -> str:

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 
 from xla_amp import hardware
 from xla_amp.backends import base
-from xla_amp.errors import CaptureError, DeviceError, FileError, XlaAmpError
+from xla_amp.errors import CaptureError, DeviceError, XlaAmpError, writing
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.runtime import compile_options, execute, generator, mesh, pjrt
@@ -56,10 +56,9 @@ class TargetProgram:
         Raises:
             FileError: the file cannot be written.
         """
-        try:
-            Path(path).write_text(self.mlir_text)
-        except OSError as error:
-            raise FileError(f"writing {os.fspath(path)}: {error.strerror}") from error
+        text = self.mlir_text
+        with writing(path):
+            Path(path).write_text(text, encoding="utf-8")
 
 
 def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> TargetProgram:
@@ -145,7 +144,7 @@ def _platform(target: str) -> Platform:
 
 
 class _Recorder:
-    """Stands in for the device: keeps each program instead of running it; results have shapes only."""
+    """Takes the place of the device: it keeps each program and runs none, so results have shapes but no values."""
 
     def __init__(self) -> None:
         self.programs: list[Program] = []
@@ -170,11 +169,10 @@ class _Recorder:
     def run(self, program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
         """The shapes of what `program` returns."""
         self.programs.append(program)
-        with private_api.x64():
-            return list(jax.eval_shape(program.call, *program.abstract))
+        return program.result_shapes()
 
     def end(self) -> None:
-        """Gives tensors from outside their values; what was computed inside says so when it is read."""
+        """Tensors from outside get their values back; reading a tensor that was computed inside raises."""
         nothing = Poisoned("it was computed inside export_for(), which runs nothing")
         for reference in self.computed:
             if (buffer := reference()) is not None and isinstance(buffer.array, jax.ShapeDtypeStruct):

@@ -75,6 +75,11 @@ class Program:
     holders: list[Callable[[], None]] = dataclasses.field(default_factory=list)
     """Called when a cache drops the program: captures that would keep it alive (`cache_entry`)."""
 
+    def result_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What `call` returns, without running it."""
+        with private_api.x64():
+            return list(jax.eval_shape(self.call, *self.abstract))
+
     def lower(self) -> Any:
         """The program as `jax.stages.Lowered`, to read its text."""
         with private_api.x64():
