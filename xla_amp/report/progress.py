@@ -1,12 +1,21 @@
-"""Progress of a long report on the terminal, with rich where it is installed."""
+"""Progress on the terminal: when to show it, and a line for a long report, with rich where it is installed."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from xla_amp import config
+
+
+def wanted(stream: TextIO | None) -> bool:
+    """Whether to show progress on `stream`: a terminal, or as ``XLA_AMP_PROGRESS`` demands."""
+    asked = config.progress()
+    if asked != "auto" or stream is None:
+        return asked == "on" and stream is not None
+    return stream.isatty()
 
 
 @contextlib.contextmanager
@@ -15,13 +24,12 @@ def counting(title: str) -> Iterator[Callable[[int, str], None]]:
 
     It is shown if stderr is a terminal, or as ``XLA_AMP_PROGRESS`` demands, and rich is installed.
     """
-    asked = config.progress()
-    wanted = sys.stderr is not None and (asked == "on" or (asked == "auto" and sys.stderr.isatty()))
+    show = wanted(sys.stderr)
     try:
         from rich import console, progress
     except ImportError:
-        wanted = False
-    if not wanted:
+        show = False
+    if not show:
         yield lambda number, text: None
         return
     columns = (progress.SpinnerColumn(), "{task.description}", progress.TimeElapsedColumn())

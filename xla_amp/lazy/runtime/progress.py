@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from xla_amp import config
+from xla_amp.report.progress import wanted
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +41,6 @@ def compiling(operations: int, platform: str) -> Iterator[None]:
     finally:
         done.set()
         _log.info("%s took %.1f s", text.removeprefix("xla_amp: "), time.monotonic() - begin)
-
-
-def wanted(stream: TextIO | None) -> bool:
-    """Whether to show progress on `stream`."""
-    asked = config.progress()
-    if asked != "auto" or stream is None:
-        return asked == "on" and stream is not None
-    return stream.isatty()
 
 
 def _show(stream: TextIO, text: str, begin: float, done: threading.Event) -> None:
