@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -22,15 +20,12 @@ from xla_amp.diagnose.overflow import uncompiled
 from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
-from xla_amp.plan_search import Candidate, Plan, Rates, SearchResult
+from xla_amp.plan_search import Candidate, Plan, Rates, SearchResult, fronts
 from xla_amp.plan_search.measurements import digest
+from xla_amp.plan_search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
-from xla_amp.report.progress import counting
-from xla_amp.types import LOW_DTYPES, LowDtype
-
-_TIMED: Final = 5
-"""Runs of a plan whose median time is reported."""
+from xla_amp.types import LowDtype
 
 
 def search(
@@ -84,35 +79,23 @@ def search(
         >>> result.met, result.policy.decide("linear", "0").cast
         (True, 'low')
     """
-    if low not in LOW_DTYPES:
-        raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
+    fronts.check_low(low)
     batches = list(batches)
     program = TorchProgram(uncompiled(step), batches, objects)
     rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
     program.look(rates, low)
-    limits = dict(budget) if isinstance(budget, Mapping) else {program.first: budget}
-    with program.prepared(), counting("precision search") as progress:
-        found = plan_search.search(
+    with program.prepared():
+        return fronts.searched(
             program,
-            budget=limits,
+            rates,
+            low=low,
+            budget=budget,
             held_out=held_out,
-            journal=None if journal is None else os.fspath(journal),
             budget_seconds=budget_seconds,
-            progress=progress,
+            journal=journal,
+            timed=target is None,
+            device=str(program.device),
         )
-    if not found.met:
-        warnings.warn(plan_search.not_met(found), RuntimeWarning, stacklevel=2)
-    useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
-    shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
-    return SearchResult(
-        found=found,
-        candidates=program.candidates,
-        low=low,
-        target=rates.title,
-        estimated={name: program.estimate(plan, rates) for name, plan in shown.items()},
-        measured={name: program.time(plan) for name, plan in shown.items()} if target is None else {},
-        facts=(("device", str(program.device)), ("batches", str(len(batches))), ("rates", rates.source)),
-    )
 
 
 class _OpenRegion(TorchFunctionMode):
@@ -147,13 +130,16 @@ class TorchProgram:
         self._references: dict[int, dict[str, Any]] = {}
         self.candidates: tuple[Candidate, ...] = ()
         self._low: LowDtype = "bfloat16"
-        self.first = ""
-        """The quantity that a budget without a name is for."""
         self.fingerprint = ""
 
     @property
     def batches(self) -> int:
         return len(self._batches)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What is measured; a budget without a name is for the first."""
+        return tuple(self._reference(0))
 
     def look(self, rates: Rates, low: LowDtype) -> None:
         """Finds the candidates, and checks that the step is one that can be searched."""
@@ -168,7 +154,6 @@ class TorchProgram:
                 "the step opens an autocast region, whose rules would hide those of the plan: take it out of the step, "
                 "search opens one around it"
             )
-        self.first = next(iter(reference))
         records = self.records(None)
         self.candidates = plan_search.from_records(records, rates, low=low, backward="gradients" in reference)
         kept = [
@@ -271,12 +256,7 @@ class TorchProgram:
 
     def time(self, plan: Plan) -> float:
         """Median seconds of a forward and a backward pass of `plan` on this machine."""
-        taken = []
-        for _ in range(_TIMED + 1):  # the first one compiles
-            begin = time.perf_counter()
-            self._run(self._batches[0], plan)
-            taken.append(time.perf_counter() - begin)
-        return statistics.median(taken[1:])
+        return median_seconds(lambda: self._run(self._batches[0], plan))
 
 
 def _plain(result: Any) -> Any:
@@ -320,36 +300,21 @@ def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 def _rates_here(device: torch.device, low: LowDtype) -> Rates:
-    """What this machine does, measured: products of 512 x 512 matrices, and a copy of 64 MiB."""
+    """What this machine does, measured."""
 
-    def rate(work: float, run: Callable[[], torch.Tensor]) -> float:
-        taken = []
-        for _ in range(_TIMED + 1):
-            begin = time.perf_counter()
-            result = run()
-            result.reshape(-1)[:1].cpu()
-            taken.append(time.perf_counter() - begin)
-        return work / statistics.median(taken[1:])
+    def median(run: Callable[[], torch.Tensor]) -> float:
+        return median_seconds(lambda: run().reshape(-1)[:1].cpu())
 
-    size, repeats = 512, 8
-    peak = {}
+    seconds = {}
     for name in ("float32", low):
-        matrix = torch.full((size, size), 1 / size, dtype=getattr(torch, name), device=device)
+        matrix = torch.full((SIZE, SIZE), 1 / SIZE, dtype=getattr(torch, name), device=device)
 
         def products(matrix: torch.Tensor = matrix) -> torch.Tensor:
             value = matrix
-            for _ in range(repeats):
+            for _ in range(PRODUCTS):
                 value = value @ matrix
             return value
 
-        peak[name] = rate(2.0 * repeats * size**3, products)
-    block = torch.ones(16 * 2**20, device=device)
-    bandwidth = rate(2.0 * block.numel() * 4, lambda: block + 1)
-    return Rates(
-        name="here",
-        title=f"this machine ({devices.device_type(device)})",
-        bandwidth=bandwidth,
-        peak=peak,
-        source=f"measured: float32 {peak['float32'] / 1e9:.3g}, {low} {peak[low] / 1e9:.3g} GFLOP/s, "
-        f"{bandwidth / 1e9:.3g} GB/s",
-    )
+        seconds[name] = median(products)
+    block = torch.ones(ELEMENTS, device=device)
+    return measured(devices.device_type(device), seconds, median(lambda: block + 1), low)

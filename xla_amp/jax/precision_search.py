@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +17,10 @@ from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
-from xla_amp.plan_search import Candidate, Plan, Rates, SearchResult
+from xla_amp.plan_search import Candidate, Plan, Rates, SearchResult, fronts
 from xla_amp.plan_search.measurements import digest
-from xla_amp.report.progress import counting
-from xla_amp.types import LOW_DTYPES, LowDtype
-
-_TIMED: Final = 5
-"""Runs of a plan whose median time is reported."""
+from xla_amp.plan_search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
+from xla_amp.types import LowDtype
 
 
 def search(
@@ -75,8 +70,7 @@ def search(
         >>> search(loss, [(w, x) for x in batches], budget=0.1, target="v6e").policy.decide("mm").cast
         'low'
     """
-    if low not in LOW_DTYPES:
-        raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
+    fronts.check_low(low)
     rows = [row if isinstance(row, tuple) else (row,) for row in args]
     if not rows:
         raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
@@ -84,27 +78,16 @@ def search(
     program = JaxProgram(function, rows, numbers, low)
     rates = plan_search.rates(target) if target is not None else _rates_here(low)
     program.look(rates)
-    with counting("precision search") as progress:
-        found = plan_search.search(
-            program,
-            budget=dict(budget) if isinstance(budget, Mapping) else {program.quantities[0]: budget},
-            held_out=held_out,
-            journal=None if journal is None else os.fspath(journal),
-            budget_seconds=budget_seconds,
-            progress=progress,
-        )
-    if not found.met:
-        warnings.warn(plan_search.not_met(found), RuntimeWarning, stacklevel=2)
-    useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
-    shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
-    return SearchResult(
-        found=found,
-        candidates=program.candidates,
+    return fronts.searched(
+        program,
+        rates,
         low=low,
-        target=rates.title,
-        estimated={name: program.estimate(plan, rates) for name, plan in shown.items()},
-        measured={name: program.time(plan) for name, plan in shown.items()} if target is None else {},
-        facts=(("device", jax.default_backend()), ("batches", str(len(rows))), ("rates", rates.source)),
+        budget=budget,
+        held_out=held_out,
+        budget_seconds=budget_seconds,
+        journal=journal,
+        timed=target is None,
+        device=jax.default_backend(),
     )
 
 
@@ -275,12 +258,7 @@ class JaxProgram:
 
 
 def _median(run: Callable[[], Any]) -> float:
-    taken = []
-    for _ in range(_TIMED + 1):  # the first one compiles
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+    return median_seconds(lambda: jax.block_until_ready(run()))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -322,27 +300,18 @@ def _error(found: Sequence[Any], reference: Sequence[Any]) -> float:
 
 
 def _rates_here(low: LowDtype) -> Rates:
-    """What this machine does, measured: products of 512 x 512 matrices, and an addition of 64 MiB."""
-    size, repeats = 512, 8
+    """What this machine does, measured."""
 
     def products(matrix: Any) -> Any:
         value = matrix
-        for _ in range(repeats):
+        for _ in range(PRODUCTS):
             value = value @ matrix
         return value
 
-    peak = {}
+    seconds = {}
     compiled = jax.jit(products)
     for name in ("float32", low):
-        matrix = jnp.full((size, size), 1 / size, dtype=name)
-        peak[name] = 2.0 * repeats * size**3 / _median(lambda matrix=matrix: compiled(matrix))  # type: ignore[misc]
-    block, add = jnp.ones(16 * 2**20, jnp.float32), jax.jit(lambda block: block + 1)
-    bandwidth = 2.0 * block.size * 4 / _median(lambda: add(block))
-    return Rates(
-        name="here",
-        title=f"this machine ({jax.default_backend()})",
-        bandwidth=bandwidth,
-        peak=peak,
-        source=f"measured: float32 {peak['float32'] / 1e9:.3g}, {low} {peak[low] / 1e9:.3g} GFLOP/s, "
-        f"{bandwidth / 1e9:.3g} GB/s",
-    )
+        matrix = jnp.full((SIZE, SIZE), 1 / SIZE, dtype=name)
+        seconds[name] = _median(lambda matrix=matrix: compiled(matrix))  # type: ignore[misc]
+    block, add = jnp.ones(ELEMENTS, jnp.float32), jax.jit(lambda block: block + 1)
+    return measured(jax.default_backend(), seconds, _median(lambda: add(block)), low)

@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from xla_amp.errors import FileError
+from xla_amp.errors import writing
 from xla_amp.plan_search import plans
 from xla_amp.plan_search.candidates import Candidate
 from xla_amp.plan_search.planner import Assessment, Found
 from xla_amp.policy import Policy
-from xla_amp.report import page, terminal, units
+from xla_amp.report import units
 from xla_amp.report.document import Column, Document, Finding, Plot, Point, Row, Table
+from xla_amp.report.shown import Shown
 from xla_amp.types import LowDtype
 
 
@@ -24,7 +25,7 @@ def not_met(found: Found) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchResult:
+class SearchResult(Shown):
     """The cheapest plan within the budget; ``print(result)`` shows it, `save` writes it as a policy file."""
 
     found: Found
@@ -67,23 +68,8 @@ class SearchResult:
             FileError: the file cannot be written.
         """
         text = plans.to_toml(self.policy, self._answer(), [f"Written by a {plans.ORIGIN} of xla_amp.", *self._lines()])
-        try:
+        with writing(path):
             Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise FileError(f"writing {os.fspath(path)}: {error.strerror}") from error
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one HTML file, which loads nothing.
-
-        Raises:
-            MissingLibraryError: jinja2 is not installed.
-            FileError: the file cannot be written.
-        """
-        page.write(self.document(), path)
-
-    def __str__(self) -> str:
-        """Findings and the ranked table."""
-        return terminal.text(self.document())
 
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""
