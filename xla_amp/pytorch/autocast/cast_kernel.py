@@ -114,11 +114,11 @@ def make(
             if decision.cast == "fp32_inside":  # in the kernel
                 used = decision_events.after(decision.cast, given, device_type)
             result = target(*arguments, **keywords)
-            place = path or module_paths.current()
+            told = ""
             if isinstance(target, float8_products.Told):
-                decision_events.emit_float8(target, decision, policy, before, used, shapes, result, place)
-            else:
-                decision_events.emit(decision, policy, before, used, shapes, result, place)
+                told, (decision, used) = target.why, target.shown(decision, used)
+            place = path or module_paths.current()
+            decision_events.emit(decision, policy, before, used, shapes, result, place, told)
             return result
         finally:
             exclude(dispatch_key, False)

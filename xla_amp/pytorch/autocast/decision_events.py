@@ -10,7 +10,6 @@ import torch
 from xla_amp import events
 from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting, costs
-from xla_amp.pytorch.autocast.float8_products import Told
 from xla_amp.types import Cast
 
 record_all = 0
@@ -51,24 +50,6 @@ def emit(
             flops=costs.flops(decision.operation, shapes, result_shapes),
         )
     )
-
-
-def emit_float8(
-    target: Told,
-    decision: Decision,
-    rules: Policy,
-    given: Sequence[str],
-    used: Sequence[str],
-    shapes: tuple[tuple[int, ...], ...],
-    result: Any,
-    module: str | None,
-) -> None:
-    """`emit` for an operation under the cast ``fp8``: what it reads, or why that is 16-bit values."""
-    if target.in_8_bits:
-        used = tuple("float8_e4m3fn" if i in target.in_8_bits else each for i, each in enumerate(used))
-    else:
-        decision = decision._replace(cast="low")
-    emit(decision, rules, given, used, shapes, result, module, target.why)
 
 
 def dtypes(tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from xla_amp.backends import base, devices
-from xla_amp.policy import float8
+from xla_amp.policy import Decision, float8
 
 _DEVICE: Final = base.LAZY
 _OPERANDS: Final[Mapping[str, tuple[int, int]]] = {"addmm": (1, 2), "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1)}
 """Operation -> positions of the factors."""
+_VALUES: Final = "float8_e4m3fn"
 
 
 class Told(NamedTuple):
@@ -31,6 +32,12 @@ class Told(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
+
+    def shown(self, decision: Decision, used: tuple[str, ...]) -> tuple[Decision, tuple[str, ...]]:
+        """The decision and the dtypes of the operands as a report shows them."""
+        if not self.in_8_bits:
+            return decision._replace(cast="low"), used
+        return decision, tuple(_VALUES if i in self.in_8_bits else dtype for i, dtype in enumerate(used))
 
 
 class _Factors(NamedTuple):
