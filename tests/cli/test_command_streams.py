@@ -56,18 +56,9 @@ def test_quiet_prints_nothing_but_the_program(folder):
 
 
 @pytest.fixture
-def run(capsys, folder, monkeypatch):
+def run(call_cli, folder, monkeypatch):
     monkeypatch.chdir(folder)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(list(arguments))
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    return call_cli
 
 
 @pytest.mark.parametrize(

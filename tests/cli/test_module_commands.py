@@ -15,7 +15,7 @@ import pytest
 import report_pages
 from jax import export
 
-from xla_amp import cli, tables
+from xla_amp import tables
 from xla_amp.report import terminal, units
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
@@ -38,19 +38,10 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def run(capsys, folder, monkeypatch):
-    """Exit status, standard output and standard error of one call in the folder."""
+def run(call_cli, folder, monkeypatch):
+    """`call_cli` in the folder."""
     monkeypatch.chdir(folder)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(list(arguments))
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    return call_cli
 
 
 def rows(text: str, title: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,18 +18,8 @@ GOOD = 'extends = "tpu"\n\n[[rule]]\noperations = ["softmax"]\ncast = "low"\n'
 
 
 @pytest.fixture
-def run(capsys):
-    """Exit status, standard output and standard error of one call."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        try:
-            status = cli.main(["policy", *arguments])
-        except SystemExit as exit_:
-            status = int(exit_.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+def run(call_cli):
+    return functools.partial(call_cli, "policy")
 
 
 @pytest.mark.parametrize("name", BUILTIN)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from xla_amp import cli
 from xla_amp.errors import ModuleError, RuleWarning
 from xla_amp.report import units
 from xla_amp.stablehlo import io, ir
@@ -31,18 +31,13 @@ def chain(x, *layers):
 
 
 @pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
+def run(call_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub.mlir").write_text(jax.jit(subtraction).lower(X, W).as_text())
     np.savez(tmp_path / "s.npz", X, W)
     np.savez(tmp_path / "t.npz", X[::-1], W)
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = cli.main(["convert", "sub.mlir", "-o", "low.mlir", *arguments])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    return functools.partial(call_cli, "convert", "sub.mlir", "-o", "low.mlir")
 
 
 def error_of(path, *arrays) -> float:
