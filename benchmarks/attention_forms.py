@@ -1,4 +1,4 @@
-"""Time and memory of attention forward and backward: each form of ours, JAX's, and torch's SDPA on the same machine.
+"""Time and memory of attention, forward and backward, on this machine: each form of ours, JAX's own, torch's SDPA.
 
     python benchmarks/attention_forms.py [--batch 16 --heads 12 --tokens 1024 --features 64] [--rounds 20]
 

@@ -1,8 +1,8 @@
 """Kernels of libraries that a compiler or driver may refuse; then another form computes their calls.
 
 A kernel that was compiled for an absent GPU may still fail on a real one: an old driver, a library without a plan for
-the shape.  Whoever runs programs asks `refuse` about a compiler's error, and builds the program
-again if it has an answer.
+the shape.  When a compiler fails, call `refuse` with its error; if it names a kernel, build the program again, without
+that kernel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def traced(name: str) -> None:
 
 
 def refuse(error: str) -> str:
-    """Leaves out the kernels in use that `error`, a compiler's, is about; a sentence for the user, "" without one."""
+    """Leaves out the kernels in use that a compiler's `error` names; a sentence for the user, "" if it names none."""
     text = error.lower()
     names = [name for name in sorted(_traced) if any(word in text for word in MARKS[name])]
     _traced.difference_update(names)

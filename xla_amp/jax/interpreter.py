@@ -337,7 +337,7 @@ class Interpreter:
         if primitive is not lax.dot_general_p:
             return None, "not in 8 bits: it is no plain product"
         if params.get("out_sharding") is not None:
-            return None, "not in 8 bits: its result has a sharding of its own"
+            return None, "not in 8 bits: the program asks for a sharding of its result"
         if gradient_of_weight:
             return (
                 None,
