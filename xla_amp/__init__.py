@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed import checkpoint as checkpoint
     from xla_amp.lazy.distributed.launch import launch as launch
+    from xla_amp.lazy.distributed.spmd import full_tensor as full_tensor
+    from xla_amp.lazy.distributed.spmd import global_batch as global_batch
     from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
     from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
     from xla_amp.lazy.interop.export import export as export
@@ -61,6 +63,8 @@ _PUBLIC = {
     "export": "xla_amp.lazy.interop.export",
     "export_for": "xla_amp.lazy.interop.export_for",
     "find_overflow": "xla_amp.diagnose.overflow",
+    "full_tensor": "xla_amp.lazy.distributed.spmd",
+    "global_batch": "xla_amp.lazy.distributed.spmd",
     "is_autocast_available": "xla_amp.pytorch.autocast.custom_function",
     "launch": "xla_amp.lazy.distributed.launch",
     "make_mesh": "xla_amp.lazy.distributed.spmd",

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
+from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, instruction_cache, record, spec, trace
 from xla_amp.lazy.runtime import mesh
@@ -162,6 +163,12 @@ def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **option
 def _record(
     what: Any, tensors: Sequence[torch.Tensor], groups: Groups, make: Callable[[tuple[Spec, ...], Any], Instruction]
 ) -> list[torch.Tensor]:
+    if mesh.is_partitioned():
+        raise DeviceError(
+            f"{what[0]}: these processes train on one mesh, {mesh.describe(mesh.active)}, where a tensor is the same "  # type: ignore[arg-type]
+            "to all of them and gradients are those of the whole batch: leave it out (optimizer.step() in place of "
+            "xm.optimizer_step())"
+        )
     with trace.lock:
         values = [tensor_io.read(tensor) for tensor in tensors]
         specs = tuple(value_spec for _, value_spec in values)

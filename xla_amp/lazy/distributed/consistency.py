@@ -26,6 +26,7 @@ from xla_amp.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import cluster
+from xla_amp.lazy.runtime import mesh
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
@@ -215,13 +216,15 @@ def watch_regions() -> None:
 
 
 def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> None:
-    """Compares a new program that holds a collective with the other processes' program of the same number.
+    """Compares a new program that holds a collective, or may get some, with the other processes' of the same number.
 
     Raises:
         EngineError: another process has another program, or none within the timeout.
     """
     process, client = cluster.place(), private_api.coordinator()
-    if process is None or client is None or not any(instruction.collective for instruction, _, _ in steps(code)):
+    if process is None or client is None:
+        return
+    if not mesh.spans_processes() and not any(instruction.collective for instruction, _, _ in steps(code)):
         return
     listing = [
         f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"

@@ -1,4 +1,4 @@
-"""SPMD in one process: tensors are sharded over a mesh of its devices, and XLA inserts the collectives.
+"""SPMD: tensors are sharded over a mesh of the devices of one or all processes, and XLA inserts the collectives.
 
 Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML Computation Graphs"; the names are torch_xla's.
 """
@@ -10,61 +10,86 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import torch
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree
 
 from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.distributed import processes
+from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import processes, same_values
+from xla_amp.lazy.dtypes import to_numpy
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Instruction, Spec, assign, instruction_cache, record, trace
+from xla_amp.lazy.runtime import execute, pjrt
 from xla_amp.lazy.runtime import mesh as meshes
-from xla_amp.lazy.runtime import pjrt
-from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""
 
 
-def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
-    """A mesh of this process's devices.
+def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of the devices of this process, or of all processes of its job.
+
+    All processes make the same mesh.  Neighbours along the last axes are closest: on a TPU, as its interconnect is.
 
     Args:
         axes: extent of each axis by name, ``{"data": 4, "model": 2}``; their product is the number of devices.  None
             is one axis, ``"data"``, over all of them.
+        dcn: the part of an axis that lies on the network between hosts or TPU slices, by name: ``{"data": 2}`` splits
+            ``"data"`` over two of them, and keeps all other axes on the fast interconnect.
 
     Raises:
-        DeviceError: their product is another number.
+        DeviceError: their product is another number, or `dcn` does not fit the axes or the hosts.
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
-    if processes.world_size() > 1:
-        raise DeviceError(
-            f"make_mesh(): this is one of {processes.world_size()} processes, each of which trains on one device; a "
-            "mesh has the devices of one process: start one, or set XLA_AMP_ALONE=1"
-        )
-    local = jax.local_devices(backend=pjrt.jax_device().platform)
-    axes = {"data": len(local)} if axes is None else axes
-    if math.prod(axes.values()) != len(local):
+    platform = pjrt.jax_device().platform
+    together = processes.world_size() > 1
+    found = jax.devices(platform) if together else jax.local_devices(backend=platform)
+    axes = {"data": len(found)} if axes is None else axes
+    if math.prod(axes.values()) != len(found):
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU"
+        where = f" of {processes.world_size()} processes" if together else ""
         raise DeviceError(
-            f"make_mesh({dict(axes)}): expected extents whose product is the number of devices, {len(local)}, got "
-            f"{math.prod(axes.values())}{hint if local[0].platform == 'cpu' else ''}"
+            f"make_mesh({dict(axes)}): expected extents whose product is the number of devices{where}, {len(found)}, "
+            f"got {math.prod(axes.values())}{hint if platform == 'cpu' else ''}"
         )
-    return Mesh(np.array(local).reshape(tuple(axes.values())), tuple(axes))
+    shape = tuple(axes.values())
+    if not dcn:
+        return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
+    if any(name not in axes or extent < 1 or axes[name] % extent for name, extent in dcn.items()):
+        raise DeviceError(
+            f"make_mesh({dict(axes)}, dcn={dict(dcn)}): expected extents that divide those of the axes of that name"
+        )
+    outer = [dcn.get(name, 1) for name in axes]
+    inner = [extent // part for extent, part in zip(shape, outer, strict=True)]
+    try:
+        layout = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, found, process_is_granule=not hasattr(found[0], "slice_index"), allow_split_physical_axes=True
+        )
+    except ValueError as error:
+        raise DeviceError(f"make_mesh({dict(axes)}, dcn={dict(dcn)}): {error}") from error
+    return Mesh(layout, tuple(axes))
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> torch.Tensor:
     """Splits `tensor` over the devices of `mesh`, now and whenever it is written to; returns it.
 
     The first call replicates all other tensors on the mesh.  State that an optimizer makes for a parameter (tensors of
-    the parameter's shape) gets the parameter's sharding.
+    the parameter's shape) gets the parameter's sharding.  On a mesh of several processes all of them call it, with
+    equal values: `global_batch` makes a tensor of values that each process has a part of.  A tensor that the step
+    computes is split from here on in the step.
 
     Args:
-        tensor: a parameter, buffer or batch on the lazy device that is not a view.
+        tensor: a parameter, buffer, batch or result on the lazy device that is not a view.
         mesh: from `make_mesh`; one per process.
         spec: for each dimension the mesh axis (or axes) that it is split over, or None; trailing dimensions may be left
             out.
@@ -72,48 +97,180 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
     Raises:
         ValueError: an unknown or repeated axis, more entries than dimensions, or an extent that does not divide.
         DeviceError: a tensor of another device, a view, or another mesh than before.
-        EngineError: the process uses torch_xla.
-
-    Example:
-        >>> weight = torch.ones(8, 4, device=xla_amp.xla_device())         # doctest: +SKIP
-        >>> mark_sharding(weight, make_mesh({"data": 8}), ("data", None))  # doctest: +SKIP
+        EngineError: the process uses torch_xla, or the processes have different values.
     """
     base.require_lazy("mark_sharding()", "torch_xla.distributed.spmd.mark_sharding")
     if tensor.device.type != DEVICE_TYPE:
         raise DeviceError(f"mark_sharding() expects a tensor on {DEVICE_TYPE!r}, got one on {tensor.device}")
-    layout = NamedSharding(mesh, _partition(tensor, mesh, spec))
+    layout = NamedSharding(mesh, _partition("mark_sharding", tuple(tensor.shape), mesh, spec))
     buffer = tensor_io.buffer_of(tensor)
     if tuple(tensor.shape) != buffer.spec.shape or not tensor.is_contiguous():
         raise DeviceError(
             f"mark_sharding() expects a tensor that owns its values, got a view of shape {list(tensor.shape)} into "
             f"{buffer.spec}; mark the base, or a clone()"
         )
-    if meshes.active is None:
-        register_optimizer_step_post_hook(_shard_state)
-    meshes.use(mesh)
-    meshes.set_sharding(buffer, layout)
+    start(mesh)
+    with trace.lock:
+        if buffer.number >= 0 and not _is_input(buffer):
+            assign(buffer, _constrained(buffer.number, buffer.spec, layout))
+        elif meshes.spans_processes():
+            _compare_once(buffer, layout)
+        meshes.set_sharding(buffer, layout)
     return tensor
 
 
-def _partition(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> PartitionSpec:
-    if isinstance(spec, str) or len(spec) > tensor.dim():
+def _is_input(buffer: Buffer) -> bool:
+    """Whether the trace has read the buffer's array and not written to the buffer."""
+    pairs = zip(trace.parameters, trace.parameter_numbers, strict=True)
+    return any(held is buffer and number == buffer.number for held, number in pairs)
+
+
+def start(mesh: Mesh) -> None:
+    """Makes `mesh` the mesh of this process; on one of several processes, they draw the same random numbers now on."""
+    if meshes.active is not None and not meshes.replicas:
+        return meshes.use(mesh)
+    if meshes.replicas:
+        execute.flush()  # with the collectives of separate processes
+    meshes.use(mesh)
+    meshes.compare = same_values.compare_inputs
+    register_optimizer_step_post_hook(_shard_state)
+    if meshes.spans_processes():
+        same_values.one_stream()
+    return None
+
+
+_compared: set[tuple[Spec, NamedSharding]] = set()
+"""Kinds of tensors that were compared between the processes before they were split."""
+
+
+def _compare_once(buffer: Buffer, layout: NamedSharding) -> None:
+    """Once split, values that were not the same in all processes cannot be told from those of `global_batch`."""
+    kind = (buffer.spec, layout)
+    if kind in _compared or not isinstance(buffer.array, jax.Array) or not buffer.array.is_fully_replicated:
+        return
+    with private_api.x64():
+        same_values.compare([meshes.put(buffer.array)])
+    _compared.add(kind)
+
+
+def _constrained(number: int, value_spec: Spec, layout: NamedSharding) -> int:
+    """The value `number` with a layout, as an operation of the step."""
+    key = (value_spec, layout)
+    instruction = _constraints.get(key)
+    if instruction is None:
+
+        def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
+            return [jax.lax.with_sharding_constraint(inputs[0], layout)]
+
+        instruction = _constraints[key] = Instruction("mark_sharding", emit, (value_spec,), 1)
+    return record(instruction, number)
+
+
+_constraints: dict[tuple[Spec, NamedSharding], Instruction] = instruction_cache()
+
+
+def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
+    """Tensors over the whole mesh, of which each process gives its part: the rows that its devices get.
+
+    In one process, or over axes that lie within each process, it is the same as an upload and `mark_sharding`.
+
+    Args:
+        batch: CPU tensors of this process in any containers; e.g. rows 0 to 7 in process 0 and 8 to 15 in process 1.
+            Processes that hold the same part (their devices differ in other axes only) give the same values.
+        mesh: from `make_mesh`.
+        spec: as `mark_sharding`: ``("data",)`` joins the processes' rows.  Dimensions that it leaves out keep their
+            extents.
+
+    Returns:
+        The same containers with tensors on the lazy device; a dimension that is split over processes has the sum of
+        their extents.
+
+    Raises:
+        ValueError: as `mark_sharding`.
+        DeviceError: a tensor that is not on the CPU, or another mesh than before.
+
+    Example:
+        >>> x, y = global_batch((x, y), mesh, ("data",))  # doctest: +SKIP
+    """
+    base.require_lazy("global_batch()")
+    start(mesh)
+
+    def spread(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device.type != "cpu":
+            raise DeviceError(f"global_batch() expects tensors on the CPU, got one on {value.device}")
+        whole, layout = _global_shape(tuple(value.shape), mesh, spec)
+        with private_api.x64():
+            local = to_numpy(value.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
+            array = jax.make_array_from_process_local_data(layout, local, whole)
+        metrics.host_to_device += 1
+        result = transfer.wrap(array)
+        meshes.set_sharding(tensor_io.buffer_of(result), layout)
+        return result
+
+    return _pytree.tree_map(spread, batch)
+
+
+def _global_shape(local: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> tuple[tuple[int, ...], NamedSharding]:
+    """Shape over all processes and the layout of a tensor of which a process has a part of shape `local`."""
+    parts = _process_parts(mesh, spec, len(local))
+    whole = tuple(extent * part for extent, part in zip(local, parts, strict=True))
+    return whole, NamedSharding(mesh, _partition("global_batch", whole, mesh, spec))
+
+
+def _process_parts(mesh: Mesh, spec: Sequence[Axis], rank: int) -> list[int]:
+    """Over how many processes each dimension is split."""
+    trial = tuple(mesh.size for _ in range(rank))  # divides whatever the spec is
+    layout = NamedSharding(mesh, _partition("global_batch", trial, mesh, spec))
+    places = [place for place in layout.addressable_devices_indices_map(trial).values() if place is not None]
+    held = [{index for place in places for index in range(mesh.size)[place[dim]]} for dim in range(rank)]
+    return [mesh.size // len(indices) for indices in held]
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that every device has whole, to be read on the host; of several processes, all call it.
+
+    Reading a tensor that is split over processes (``.cpu()``, ``print``) raises: a process has only a part of it.
+
+    Raises:
+        DeviceError: a tensor of another device.
+
+    Example:
+        >>> full_tensor(logits).cpu()  # doctest: +SKIP
+    """
+    base.require_lazy("full_tensor()")
+    if tensor.device.type != DEVICE_TYPE:
+        raise DeviceError(f"full_tensor() expects a tensor on {DEVICE_TYPE!r}, got one on {tensor.device}")
+    with torch.no_grad(), trace.lock:
+        layout = meshes.default_placement()
+        if not meshes.is_partitioned() or not isinstance(layout, NamedSharding):
+            return tensor.detach().clone()
+        number, value_spec = tensor_io.read(tensor)
+        result = tensor_io.new_tensor(value_spec, _constrained(number, value_spec, layout))
+        meshes.set_sharding(tensor_io.buffer_of(result), layout)
+        return result
+
+
+def _partition(call: str, shape: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> PartitionSpec:
+    if isinstance(spec, str) or len(spec) > len(shape):
         raise ValueError(
-            f"mark_sharding(spec={spec!r}): expected at most one entry per dimension of shape {list(tensor.shape)}, "
+            f"{call}(spec={spec!r}): expected at most one entry per dimension of shape {list(shape)}, "
             'e.g. ("data", None)'
         )
     named: list[str] = []
-    for extent, entry in zip(tensor.shape, spec, strict=False):
+    for extent, entry in zip(shape, spec, strict=False):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         for axis in axes:
             if axis not in mesh.shape or axis in named:
                 what = "repeats" if axis in named else "does not know"
-                raise ValueError(f"mark_sharding(spec={spec!r}): {what} the axis {axis!r}; axes: {list(mesh.shape)}")
+                raise ValueError(f"{call}(spec={spec!r}): {what} the axis {axis!r}; axes: {list(mesh.shape)}")
             named.append(axis)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if extent % parts:
             raise ValueError(
-                f"mark_sharding(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; pad the "
-                f"tensor of shape {list(tensor.shape)}, or leave that dimension whole"
+                f"{call}(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; pad the "
+                f"tensor of shape {list(shape)}, or leave that dimension whole"
             )
     return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
 

@@ -194,6 +194,8 @@ def _run() -> None:
                 program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
             for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
+            if is_new and mesh.compare is not None and mesh.spans_processes():
+                mesh.compare(arrays)
             if admit is not None and is_new:
                 donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
                 admit(program, key.code, (donated, kept, floats, ints))

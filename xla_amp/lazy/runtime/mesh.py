@@ -26,6 +26,9 @@ AXIS = "replica"
 active: Mesh | None = None
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
+compare: Callable[[Sequence[jax.Array]], None] | None = None
+"""Called with the inputs of each new program over a mesh of several processes; raises if a value that each process
+holds whole is not the same on all (`xla_amp.lazy.distributed.same_values`)."""
 ended: Callable[[], Sequence[str]] | None = None
 """Returns the names of processes that have ended; None for a single process."""
 _CERTAINTY = 1.0
@@ -34,13 +37,13 @@ _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDi
 
 
 def use(mesh: Mesh) -> None:
-    """Makes `mesh` the mesh of this process, which has only one.
+    """Makes `mesh` the mesh of this process, which has only one; processes that were replicas form one program.
 
     Raises:
-        DeviceError: another mesh is in use, or its devices are of another platform.
+        DeviceError: another mesh is in use, its devices are of another platform, or it leaves out a process.
     """
-    global active
-    if active is not None and active != mesh:
+    global active, replicas
+    if active is not None and active != mesh and not replicas:
         raise DeviceError(
             f"this process lays its values out over {describe(active)} and cannot change to {describe(mesh)}; use one "
             "mesh with all the axes"
@@ -51,7 +54,16 @@ def use(mesh: Mesh) -> None:
             f"the mesh is made of {platform} devices and lazy tensors live on {pjrt.jax_device().platform}; make it "
             "with xla_amp.make_mesh()"
         )
-    active = mesh
+    if replicas:
+        absent = {device.process_index for device in active.devices.flat} - {  # type: ignore[union-attr]
+            device.process_index for device in mesh.devices.flat
+        }
+        if absent:
+            raise DeviceError(
+                f"the mesh {describe(mesh)} has no device of the processes {sorted(absent)}, which run the same "
+                "program; make it with xla_amp.make_mesh()"
+            )
+    active, replicas = mesh, False
 
 
 def use_processes() -> None:
@@ -79,13 +91,41 @@ def describe(mesh: Mesh) -> str:
     return str(dict(mesh.shape))
 
 
+def spans_processes() -> bool:
+    """Whether XLA partitions programs over devices of several processes: all of them must run each program."""
+    return is_partitioned() and not default_placement().is_fully_addressable
+
+
 def put(value: np.ndarray | jax.Array) -> jax.Array:
-    """Puts a value of this process on the device or the mesh; call with 64-bit types enabled."""
+    """Puts a value of this process on the device or the mesh; call with 64-bit types enabled.
+
+    On a mesh of several processes the value must be the same in all of them.
+    """
+    if spans_processes():
+        return spread(value, NamedSharding(active, PartitionSpec()))  # type: ignore[arg-type]
     if not replicas:
-        placed: jax.Array = jax.device_put(value, default_placement())
+        placed: jax.Array = jax.device_put(_local(value), default_placement())
         return placed
     local = jax.device_put(value, pjrt.jax_device())
     return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])
+
+
+def spread(value: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array over a mesh of several processes, from a value that each has whole; nothing is sent."""
+    whole = _local(value)
+    # `jax.device_put` would compare the value in all processes with a program of its own, at each upload.
+    array: jax.Array = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    return array
+
+
+def _local(value: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """The value as this process has it."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if not value.is_fully_replicated:
+            raise DeviceError(f"this process has only a part of a value of shape {list(value.shape)}")
+        part: jax.Array = value.addressable_shards[0].data
+        return part
+    return value
 
 
 def default_placement() -> jax.Device | NamedSharding:
@@ -100,8 +140,10 @@ def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
         buffer.array = _moved(buffer.array, sharding)
 
 
-def _moved(array: jax.Array, where: jax.Device | NamedSharding) -> jax.Array:
+def _moved(array: jax.Array, where: NamedSharding) -> jax.Array:
     with private_api.x64():  # otherwise int64 becomes int32
+        if spans_processes() and (array.is_fully_addressable or array.is_fully_replicated):
+            return spread(array, where)
         moved: jax.Array = jax.device_put(array, where)
         return moved
 

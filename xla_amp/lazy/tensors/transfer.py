@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from xla_amp import interrupts
-from xla_amp.errors import StepFailedError
+from xla_amp.errors import DeviceError, StepFailedError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph import host_copies
@@ -36,8 +36,17 @@ def upload(tensor: torch.Tensor) -> jax.Array:
 
 
 def download(array: jax.Array) -> torch.Tensor:
-    """A copy of a device array as a CPU tensor; waits for the value."""
+    """A copy of a device array as a CPU tensor; waits for the value.
+
+    Raises:
+        DeviceError: this process has only a part of it.
+    """
     forks.check()
+    if not array.is_fully_addressable and not array.is_fully_replicated:
+        raise DeviceError(
+            f"a tensor of shape {list(array.shape)} is split over several processes, of which each has a part: call "
+            "xla_amp.full_tensor(tensor) on all of them and read that; xla_amp.checkpoint.save() writes it by part"
+        )
     metrics.host_syncs += 1
     causes.host_waits()
     metrics.device_to_host += 1

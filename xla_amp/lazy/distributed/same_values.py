@@ -1,0 +1,97 @@
+"""Values that the processes of one mesh hold alike: compared before a program runs, taken from the first process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from xla_amp import config
+from xla_amp.errors import EngineError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.runtime import generator, mesh
+
+_LISTED = 4
+"""Shapes of differing values that an error names."""
+_left = config.PROGRAMS_LEAST
+"""New programs whose inputs are still compared.  All processes keep that many: later on, a program may be new in one
+process that dropped it, and in no other."""
+
+
+def compare_inputs(arrays: Sequence[jax.Array]) -> None:
+    """`compare` of the inputs of a new program, for the first programs.
+
+    A batch that each process uploaded by itself, and weights from other seeds, are found here.
+    """
+    global _left
+    if _left > 0:
+        _left -= 1
+        compare(arrays)
+
+
+def compare(arrays: Sequence[jax.Array]) -> None:
+    """Compares the parts of arrays that several processes hold: XLA takes them to be equal, and does not check.
+
+    Raises:
+        EngineError: a part is not the same in all processes.
+    """
+    differing = differences(arrays)
+    if differing:
+        named = ", ".join(f"{arrays[i].dtype}{list(arrays[i].shape)}" for i in differing[:_LISTED])
+        more = f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
+        raise EngineError(
+            f"the processes of one mesh have different values for {named}{more}, where each holds the same part: make "
+            "batches of each process's own rows with xla_amp.global_batch(), and weights with the same seed or with "
+            "xla_amp.shard(), which takes those of process 0"
+        )
+
+
+def differences(arrays: Sequence[jax.Array]) -> list[int]:
+    """Indices of the arrays of which two processes hold different bits for the same part.  All processes call it."""
+    mine = [_digests(array) for array in arrays]
+    everybody = [json.loads(text) for text in processes.rendezvous("values", json.dumps(mine).encode())]
+    found: list[int] = []
+    for index in range(len(arrays)):
+        parts: dict[str, str] = {}
+        for theirs in everybody:
+            for part, digest in theirs[index].items():
+                if parts.setdefault(part, digest) != digest and found[-1:] != [index]:
+                    found.append(index)
+    return found
+
+
+def _digests(array: jax.Array) -> dict[str, str]:
+    """By part of the array, of parts that another process may hold too."""
+    parts = {str(shard.index): shard for shard in array.addressable_shards}
+    owners: dict[str, set[int]] = {}
+    device: jax.Device
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        owners.setdefault(str(index), set()).add(device.process_index)
+    return {
+        part: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()[:16]
+        for part, shard in parts.items()
+        if len(owners[part]) > 1
+    }
+
+
+def take_from_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, which every process has whole, with the values of process 0.  All processes call it."""
+    from jax.experimental import multihost_utils
+
+    with private_api.x64():
+        result: list[jax.Array] = []
+        for array in arrays:
+            bits = np.atleast_1d(np.asarray(array)).view(np.uint8)
+            sent = np.asarray(multihost_utils.broadcast_one_to_all(bits))
+            result.append(mesh.put(sent.view(array.dtype).reshape(array.shape)))
+        return result
+
+
+def one_stream() -> None:
+    """Gives the device's random generator the state of process 0's.  All processes call it."""
+    texts = processes.rendezvous("random", json.dumps(generator.state()).encode())
+    generator.set_state(*json.loads(texts[0]))
