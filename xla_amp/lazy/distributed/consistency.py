@@ -1,15 +1,15 @@
 """Cross-process consistency checks that turn deadlocks into errors.
 
 At start, processes compare their settings through torch's store at ``MASTER_ADDR``.  Later they compare each program
-that holds a collective before its first run, through JAX's coordinator.
+that holds a collective before each run (`agreement`).
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import itertools
 import json
+import linecache
 import os
 import socket
 import zlib
@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import torch
 
-from xla_amp import config
+from xla_amp import config, events
 from xla_amp.config import Process
 from xla_amp.errors import EngineError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import cluster
-from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.distributed import agreement
+from xla_amp.lazy.distributed.agreement import is_loopback
+from xla_amp.lazy.runtime import execute, mesh
 from xla_amp.lazy.runtime.compile import Program, steps
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
@@ -35,9 +35,10 @@ _met: list[dict[str, str]] = []
 """Settings of each process, by rank."""
 _store: list[Any] = []
 """Keeps torch's store alive, which process 0 serves."""
-_programs = itertools.count(1)
-_compared: set[str] = set()
-"""Digests of the programs that all processes had."""
+_agreement: list[agreement.Agreement] = []
+"""The connections to other processes, once they have met."""
+_ended_at: tuple[str, int] | None = None
+"""File and line of the user's that ended the newest program."""
 _regions: dict[str, regions.Region] = {}
 """The newest autocast region by device type."""
 
@@ -156,11 +157,6 @@ def _compare_settings(process: Process, mine: dict[str, str], read: Callable[[in
     _met[:] = found
 
 
-def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own, which no other machine reaches."""
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 def _loopback_socket(store: config.Store) -> int:
     """Descriptor of a socket that listens on loopback only; without one torch's store listens on all interfaces."""
     family = socket.AF_INET6 if ":" in store.host else socket.AF_INET
@@ -210,54 +206,90 @@ def _is_running(pid: int) -> bool:
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def watch_regions() -> None:
-    """Records the policies of autocast regions, to name them when programs differ."""
-    regions.on_push(_regions.__setitem__)
-
-
-def compare(program: Program, code: Sequence[int], arguments: Sequence[Any]) -> None:
-    """Compares a new program that holds a collective, or may get some, with the other processes' of the same number.
+def connect(process: Process, client: Any) -> None:
+    """Connects this process to its neighbours; from then on programs are compared.
 
     Raises:
-        EngineError: another process has another program, or none within the timeout.
+        EngineError: a neighbour does not come within the timeout.
     """
-    process, client = cluster.place(), private_api.coordinator()
-    if process is None or client is None:
-        return
-    if not mesh.spans_processes() and not any(instruction.collective for instruction, _, _ in steps(code)):
-        return
-    listing = [
-        f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"
-        for instruction, _, inputs in steps(code)
-    ]
-    digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).hexdigest()
-    if digest in _compared:  # compiled before and dropped since (`program_cache`), perhaps only in this process
-        return
-    number = next(_programs)
-    room = f"xla_amp/program/{number}"
-    mine = {"operations": listing, "results": len(program.outputs), "autocast": _autocast()}
-    client.key_value_set_bytes(f"{room}/{process.rank}/text", zlib.compress(json.dumps(mine).encode()))
-    client.key_value_set(f"{room}/{process.rank}", digest)
-    for rank in range(process.world_size):
-        if wait_for(client, process, f"{room}/{rank}", rank, f"program {number} with a collective") != digest:
-            text = wait_for(client, process, f"{room}/{rank}/text", rank, "the text of a program", binary=True)
-            theirs = json.loads(zlib.decompress(text))
-            _wait_until_seen(client, process, room)
-            raise EngineError(
-                f"process {process.rank} cannot run program {number} with process {rank}, whose program is another: "
-                f"{_difference(mine, theirs)}. All processes must record the same operations between two steps"
-            )
-    _compared.add(digest)
+    regions.on_push(_regions.__setitem__)  # names the policies when programs differ
+    _agreement[:] = [agreement.connect(process, client, name_of)]
+    execute.admit, execute.together, mesh.ended = admit, together, ended
+    execute.after_run.append(_note_end)
 
 
-def _wait_until_seen(client: Any, process: Process, room: str) -> None:
-    """Gives all processes time to find the difference before this one ends, perhaps with the coordinator."""
-    client.key_value_set(f"{room}/{process.rank}/seen", "")
-    try:
-        for rank in range(process.world_size):
-            client.blocking_key_value_get(f"{room}/{rank}/seen", 1000 * min(5, process.timeout))
-    except Exception:  # a peer found no difference or has ended; the caller's error is more useful
-        return
+def name_of(rank: int) -> str:
+    """A process in the words of errors: ``"process 1 (node-3, pid 4711)"``."""
+    return f"process {rank} ({_where(_met[rank])})" if rank < len(_met) else f"process {rank}"
+
+
+def admit(program: Program, arguments: Sequence[Any]) -> None:
+    """Sets the digest of a new program that several processes run together."""
+    if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
+        program.digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).digest()
+
+
+class together:
+    """Waits until all processes are at `program`, which has a digest; inside it is dispatched.
+
+    Raises:
+        EngineError: another process is at another program, has ended, or did not come within the timeout.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+
+    def __enter__(self) -> None:
+        digest = self._program.digest
+        assert digest is not None  # noqa: S101  (`admit`)
+        for each in _agreement:
+            each.agree(digest, lambda: _describe(self._program), _compare_programs, _line)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        _note_end()
+        if kind is not None:
+            for each in _agreement:
+                each.failed()
+
+
+def leave(text: str, *, failed: bool) -> str:
+    """Tells the others that this process ends, and how; returns why another one failed, empty if all end well."""
+    return "".join(each.leave(text, failed=failed) for each in _agreement)
+
+
+def _place() -> tuple[str, int]:
+    frame, _ = events.user_frame()
+    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _note_end() -> None:
+    """Keeps the user's line that ended a program."""
+    global _ended_at
+    _ended_at = _place()
+
+
+def _line(place: tuple[str, int] | None = None) -> str:
+    """A line, by default the user's that is running: ``"train.py:12: print(float(loss))"``."""
+    file, line = place or _place()
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line}" + (f": {source}" if source else "") if file else "in a backward pass"
+
+
+def _describe(program: Program) -> bytes:
+    """The program as text for a process that has another."""
+    rows = list(steps(program.key.code))
+    found = {
+        "operations": [
+            f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"
+            for instruction, _, inputs in rows
+        ],
+        "lines": [instruction.location for instruction, _, _ in rows],
+        "results": len(program.outputs),
+        "autocast": _autocast(),
+        "begin": "the start" if _ended_at is None else _line(_ended_at),
+        "end": _line(),
+    }
+    return zlib.compress(json.dumps(found).encode())
 
 
 def _autocast() -> str:
@@ -268,22 +300,45 @@ def _autocast() -> str:
     return ", ".join(found) or "none"
 
 
-def _difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _compare_programs(first: int, one: bytes, second: int, other: bytes) -> str:
+    """Text about two programs of two processes, as `_describe` writes them."""
+    here, there = (json.loads(zlib.decompress(text)) for text in (one, other))
+    return (
+        f"{name_of(first)} and {name_of(second)} cannot run their next program together, because the two are "
+        f"different: {_difference(first, here, second, there)}. Process {first} recorded its program between "
+        f"{here['begin']} and {here['end']}; process {second} between {there['begin']} and {there['end']}. All "
+        "processes must record the same operations between two steps: read values, keep tensors and call sync() on all "
+        "of them or on none"
+    )
+
+
+def _difference(first: int, here: Mapping[str, Any], second: int, there: Mapping[str, Any]) -> str:
     found = []
-    if mine["autocast"] != theirs["autocast"]:
-        found.append(f"its autocast is {theirs['autocast']}, here {mine['autocast']}")
-    pairs = zip(mine["operations"], theirs["operations"], strict=False)
-    first = next((index for index, (here, there) in enumerate(pairs) if here != there), None)
-    lengths = len(mine["operations"]), len(theirs["operations"])
-    if first is not None:
-        there, here = theirs["operations"][first], mine["operations"][first]
-        found.append(f"operation {first} is {there} there and {here} here")
+    if here["autocast"] != there["autocast"]:
+        found.append(f"autocast is {here['autocast']} on process {first}, {there['autocast']} on process {second}")
+    pairs = enumerate(zip(here["operations"], there["operations"], strict=False))
+    different = [(index, a) for index, (a, b) in pairs if a != b]
+    # That an operation differs says more than that an input does.
+    operations = (index for index, text in different if not text.startswith("parameter("))
+    index = next(operations, different[0][0] if different else None)
+    lengths = len(here["operations"]), len(there["operations"])
+    if index is not None:
+        found.append(
+            f"operation {index} is {_operation(here, index)} on process {first}, {_operation(there, index)} on process "
+            f"{second}"
+        )
     elif lengths[0] != lengths[1]:
-        longer, where = (mine, "only here") if lengths[0] > lengths[1] else (theirs, "only there")
-        found.append(f"operation {min(lengths)} is {longer['operations'][min(lengths)]} {where}")
-    elif mine["results"] != theirs["results"]:
-        found.append(f"it keeps {theirs['results']} values, here {mine['results']} are kept")
-    return "; ".join(found) or "the operations are the same and something in them differs, such as a constant"
+        longer, rank = (here, first) if lengths[0] > lengths[1] else (there, second)
+        found.append(f"operation {min(lengths)} is {_operation(longer, min(lengths))}, only on process {rank}")
+    elif here["results"] != there["results"]:
+        found.append(f"{here['results']} values are kept on process {first}, {there['results']} on process {second}")
+    same = "the operations are the same and something in them differs, such as a constant, or an earlier program failed"
+    return "; ".join(found) or same
+
+
+def _operation(program: Mapping[str, Any], index: int) -> str:
+    line = program["lines"][index]
+    return f"{program['operations'][index]} (recorded at {line})" if line else str(program["operations"][index])
 
 
 def wait_for(client: Any, process: Process, key: str, rank: int, what: str, *, binary: bool = False) -> Any:

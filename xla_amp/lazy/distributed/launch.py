@@ -20,8 +20,8 @@ def _run(
     config.place_process(rank=index, world_size=count, port=port, timeout=timeout)
     try:
         function(index, *args)
-    except BaseException:
-        processes.fail()
+    except BaseException as error:
+        processes.fail(error)
         raise
 
 

@@ -20,10 +20,9 @@ import jax
 from xla_amp import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import cluster, consistency, exchange
+from xla_amp.lazy.distributed import agreement, cluster, consistency, exchange
 from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
-from xla_amp.lazy.runtime import execute, mesh
 
 _LONGEST_HEARTBEAT = 100
 """Longest heartbeat timeout in seconds: the default of JAX's coordinator."""
@@ -44,14 +43,13 @@ def join() -> None:
     if process is None:
         return
     if private_api.coordinator() is None:
-        if consistency.is_loopback(process.coordinator.rpartition(":")[0]):
+        if agreement.is_loopback(process.coordinator.rpartition(":")[0]):
             private_api.keep_collectives_local()
         consistency.meet(process)
         _connect(process)
     consistency.meet_at_coordinator(process, private_api.coordinator())
     atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
-    consistency.watch_regions()
-    execute.admit, mesh.ended = consistency.compare, consistency.ended
+    consistency.connect(process, private_api.coordinator())
 
 
 def _connect(process: config.Process) -> None:
@@ -62,7 +60,7 @@ def _connect(process: config.Process) -> None:
                 process.coordinator,
                 process.world_size,
                 process.rank,
-                coordinator_bind_address=process.coordinator if consistency.is_loopback(host) else None,
+                coordinator_bind_address=process.coordinator if agreement.is_loopback(host) else None,
                 local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
                 initialization_timeout=process.timeout,
                 # The coordinator checks at intervals: two thirds of the timeout leave it time.
@@ -76,18 +74,24 @@ def _connect(process: config.Process) -> None:
         ) from error
 
 
-_failed = False
+_failure: BaseException | None = None
 
 
-def fail() -> None:
+def fail(error: BaseException) -> None:
     """Marks this process as failed: at exit it does not wait for the others."""
-    global _failed
-    _failed = True
+    global _failure
+    _failure = error
 
 
 def _leave() -> None:
     """Exit handler.  JAX's own waits for the other processes, which may wait for this one in a step."""
-    if _failed or getattr(sys, "last_value", None) is not None:
+    failure = _failure or getattr(sys, "last_value", None)
+    reason = "has ended" if failure is None else f"has failed ({type(failure).__name__}: {failure})"
+    text = f"{consistency.name_of(ordinal())} {reason} and runs no more programs"
+    other = consistency.leave(text, failed=failure is not None)
+    if other:
+        sys.stderr.write(f"xla_amp: process {ordinal()} has ended well, but {other}\n")
+    if other or failure is not None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

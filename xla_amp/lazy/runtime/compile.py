@@ -68,6 +68,8 @@ class Program:
     """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
     input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `call` that need another memory layout than JAX's default."""
+    digest: bytes | None = None
+    """Of its text, for a program that several processes run together (`execute.together`)."""
     size: int = 0
     """Bytes that it takes once compiled (`program_cache`)."""
     used: int = 0

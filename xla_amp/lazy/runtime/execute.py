@@ -56,8 +56,10 @@ observer: Observer | None = None
 expected: tuple[int, frozenset[Family]] = -1, frozenset()
 """Generation of a trace that begins with an iteration of a loop, and the families whose integers differ between the
 iterations (`loops`)."""
-admit: Callable[[Program, Sequence[int], Sequence[Any]], None] | None = None
-"""Called with each new program, its trace and its arguments before the first run; raises to reject the program."""
+admit: Callable[[Program, Sequence[Any]], None] | None = None
+"""Called with each new program and its arguments before the first run."""
+together: Callable[[Program], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+"""Around the dispatch of a program that several processes run together, which has a digest; raises to reject it."""
 
 
 before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
@@ -196,10 +198,8 @@ def _run() -> None:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if is_new and mesh.compare is not None and mesh.spans_processes():
                 mesh.compare(arrays)
-            if admit is not None and is_new:
-                donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
-                admit(program, key.code, (donated, kept, floats, ints))
-                del donated, kept
+            if is_new:
+                _admit(program, arrays, floats, ints)
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
                 try:
                     outputs = (_instead or execute)(program, arrays, floats, ints)
@@ -209,6 +209,7 @@ def _run() -> None:
                         raise
                     warnings.warn(refused, KernelWarning, stacklevel=2)
                     program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+                    _admit(program, arrays, floats, ints)
                     outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
@@ -250,6 +251,12 @@ def _run() -> None:
         listener()
 
 
+def _admit(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> None:
+    if admit is not None:
+        donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
+        admit(program, (donated, kept, floats, ints))
+
+
 def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
     """The trace's lifted floats and ints, and how many (seed, offset) pairs precede the ints."""
     streams = trace.streams or [generator.stream()]
@@ -277,6 +284,13 @@ def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.nd
 def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
     program_cache.touch(program)
+    if program.digest is None:
+        return _call(program, donated, kept, floats, ints)
+    with together(program):
+        return _call(program, donated, kept, floats, ints)
+
+
+def _call(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     if not donated and not kept:  # no argument tells the device
         outputs: list[Any] = program.call(donated, kept, mesh.put(floats), mesh.put(ints))
         return outputs

@@ -1,0 +1,137 @@
+"""Pairs of processes that come to disagree, for test_disagreement.py: ``disagree_program.py FOLDER CASE...``.
+
+All pairs run at a time, as copies of this process.  FOLDER gets the text of each process, ``CASE-RANK``, and
+``codes.json`` with the exit status and the seconds of each case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_amp
+from xla_amp import xla_model as xm
+from xla_amp.lazy.distributed import consistency
+
+FIRST, STEPS = 4, 8
+"""The step that goes another way, and how many steps there are."""
+ALONE = {"stop": 20.0, "stopped too long": 30.0, "slow": 2.0, "late": 30.0}
+"""Seconds that process 1 spends elsewhere."""
+TIMEOUT = {"late": "15", "stopped too long": "15"}
+"""Seconds that processes wait for each other, where not 60."""
+
+
+def go_another_way(case, loss, model, device):
+    """What process 1 does in step `FIRST`, after the forward pass, beside what process 0 does."""
+    if case == "read":
+        print("read", float(loss))
+    elif case == "evaluate":
+        with torch.no_grad():
+            xm.all_reduce(xm.REDUCE_SUM, model(torch.ones(3, 8, device=device)).mean())
+    elif case == "raise":
+        raise ValueError("this one has had enough")
+    elif case == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif case in ("slow", "late"):
+        time.sleep(ALONE[case])
+    elif case in ("stop", "stopped too long"):
+        Path(f"{case}.stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train(case, rank):
+    if case == "version" and rank == 1:
+        consistency._version = lambda: "0.0.1"
+    device = xla_amp.xla_device()
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
+    for step in range(STEPS):
+        other = step == FIRST and rank == 1
+        if other and case == "end":
+            return
+        x = torch.randn(5 if other and case == "shape" else 4, 8).to(device)
+        optimizer.zero_grad()
+        if other and case == "optimizer":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loss = F.mse_loss(model(x), x)
+        if other:
+            go_another_way(case, loss, model, device)
+        if other and case == "order":
+            xm.all_reduce(xm.REDUCE_MAX, [loss])
+            loss.backward()
+            xm.optimizer_step(optimizer)
+        else:
+            loss.backward()
+            xm.optimizer_step(optimizer)
+            xm.all_reduce(xm.REDUCE_MAX, [loss.detach()])
+        xla_amp.sync()
+    print("finished", model.weight.sum().item())
+
+
+def free_ports():
+    """A port whose successor is free too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def watch(folder, started):
+    """Waits for all processes; wakes the stopped ones when it is time."""
+    begin, codes = time.monotonic(), {}
+    for case in ("stop", "stopped too long"):
+        if any(name == case for name, _ in started.values()):
+            Thread(target=wake, args=(case,)).start()
+    while started:
+        pid, status = os.wait()
+        case, rank = started.pop(pid)
+        codes[f"{case}-{rank}"] = [os.waitstatus_to_exitcode(status), time.monotonic() - begin]
+    Path(folder, "codes.json").write_text(json.dumps(codes))
+
+
+def wake(case):
+    file = Path(f"{case}.stopped")
+    while not file.exists():
+        time.sleep(0.1)
+    time.sleep(max(0.0, file.stat().st_mtime + ALONE[case] - time.time()))
+    os.kill(int(file.read_text()), signal.SIGCONT)
+
+
+def main():
+    folder, *cases = sys.argv[1:]
+    os.chdir(folder)
+    started = {}
+    for case in cases:
+        port = str(free_ports())
+        for rank in range(2):
+            pid = os.fork()
+            if pid:
+                started[pid] = case, rank
+                continue
+            file = os.open(f"{case}-{rank}", os.O_RDWR | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "XLA_AMP_TIMEOUT": TIMEOUT.get(case, "60")}
+            return train(case, rank)
+    return watch(folder, started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Processes that come to disagree: an error on all that live, within the timeout; no end by a signal."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import forked
+import pytest
+
+from xla_amp.config import Process
+from xla_amp.errors import EngineError
+from xla_amp.lazy.distributed import agreement
+
+PROGRAM = Path(__file__).with_name("disagree_program.py")
+
+
+def run(*cases):
+    """(exit status, seconds, text) of both processes, by case."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = forked.run(PROGRAM, folder, *cases)
+        assert done.returncode == 0, done.stderr
+        codes = json.loads(Path(folder, "codes.json").read_text())
+        return {
+            case: [(*codes[f"{case}-{rank}"], Path(folder, f"{case}-{rank}").read_text()) for rank in range(2)]
+            for case in cases
+        }
+
+
+def says(found, *words):
+    status, _, text = found
+    assert status == 1, text
+    assert "EngineError: " in text
+    for word in words:
+        assert word in text
+
+
+def test_a_read_an_early_end_and_a_killed_process_end_in_errors_that_name_process_and_line():
+    found = run("read", "end", "kill")
+    for each in found["read"]:
+        says(each, "process 0 (", "process 1 (", "cannot run their next program together")
+        says(each, 'print("read", float(loss)) and ', "xla_amp.sync()")
+    says(
+        found["end"][0], "process 1 (", "has ended and runs no more programs", "disagree_program.py:", "xla_amp.sync()"
+    )
+    status, _, text = found["end"][1]
+    assert (status, "process 1 has ended well, but process 0 (" in text) == (1, True)
+    says(found["kill"][0], "process 1 (", "has ended without a word: it was killed")
+
+
+@pytest.mark.exhaustive
+def test_the_other_ways_to_disagree():
+    """The last three wait half a minute; all run at a time."""
+    names = ["shape", "order", "optimizer", "evaluate", "raise", "version", "slow", "stop", "stopped too long", "late"]
+    found = run(*names)
+    for case in ("shape", "order", "optimizer", "evaluate"):
+        for each in found[case]:
+            says(each, "process 0 (", "process 1 (", "cannot run their next program together", "disagree_program.py:")
+    says(found["raise"][0], "process 1 (", "has failed (ValueError: this one has had enough)")
+    assert "\nValueError: this one has had enough" in found["raise"][1][2]
+    says(found["version"][0], "cannot train with process 1", "version of xla_amp is '0.0.1' there")
+    for case in ("slow", "stop"):  # the others wait
+        assert [status for status, *_ in found[case]] == [0, 0], found[case]
+        first, second = (text.splitlines()[-1] for _, _, text in found[case])
+        assert first.startswith("finished")
+        assert first == second
+    for each in found["late"]:
+        says(each, "process 0 (", "waited 15 s in vain for process 1 (")
+    for status, seconds, text in found["stopped too long"]:  # the coordinator misses its heartbeat, or the wait ends
+        assert status == 1, text
+        assert "unhealthy" in text or "waited 15 s in vain" in text or "heartbeat" in text
+        assert seconds < 120
+    assert all(status >= 0 for each in found.values() for status, *_ in each)
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+class Store(dict):
+    """What `agreement.connect` uses of JAX's coordinator."""
+
+    def key_value_set(self, key, value):
+        self[key] = value
+
+    def blocking_key_value_get(self, key, milliseconds):
+        end = time.monotonic() + milliseconds / 1000
+        while key not in self:
+            if time.monotonic() > end:
+                raise TimeoutError(key)
+            time.sleep(0.002)
+        return self[key]
+
+
+def connected(count, fanout, timeout=20):
+    store = Store()
+    with ThreadPoolExecutor(count) as pool:
+        return list(
+            pool.map(
+                lambda rank: agreement.connect(
+                    Process(rank, count, rank, "127.0.0.1:1", timeout, None), store, "process {}".format, fanout=fanout
+                ),
+                range(count),
+            )
+        )
+
+
+def each(members, digests, program="program of {}"):
+    """What `agree` says in each (here: thread), empty where it returns; a digest of None does not come."""
+
+    def agree(member, digest):
+        if digest is None:
+            return None
+        try:
+            member.agree(
+                digest.encode() * 32,
+                lambda: digest.encode(),
+                lambda first, one, second, other: f"{first}: {one.decode()}, {second}: {other.decode()}",
+                lambda: "train.py:7",
+            )
+        except EngineError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(agree, members, digests))
+
+
+@pytest.mark.parametrize(("count", "fanout"), [(2, 16), (7, 2), (5, 1)])
+def test_all_go_on_or_all_stop(count, fanout):
+    members = connected(count, fanout)
+    assert each(members, "a" * count) == [""] * count
+    for odd in range(count):  # wherever it is in the tree
+        digests = ["b" if rank == odd else "a" for rank in range(count)]
+        first, *others = each(members, digests)
+        assert set(others) == {first}
+        assert f"{odd}: b" in first
+        assert each(members, "c" * count) == [""] * count  # what comes after is compared again
+
+
+def test_a_program_that_failed_in_one_process_makes_the_next_ones_different():
+    members = connected(2, 16)
+    members[1].failed()
+    assert each(members, "aa") == ["0: a, 1: a"] * 2
+    members[0].failed()  # at another program
+    assert each(members, "aa") == ["0: a, 1: a"] * 2
+    members = connected(2, 16)
+    for member in members:
+        member.failed()
+    assert each(members, "aa") == ["", ""]
+
+
+def test_an_end_reaches_everybody_through_the_tree():
+    members = connected(7, 2)
+    ends = threading.Thread(target=members[6].leave, args=("process 6 has had enough",), kwargs={"failed": True})
+    ends.start()
+    texts = each(members[:6], "aaaaaa")
+    for rank, text in enumerate(texts):
+        assert text.startswith("process 6 has had enough; process ")
+        assert "was at its program 1 with collectives, train.py:7" in text, rank
+    assert each(members[:6], "aaaaaa") == texts  # from then on nothing runs
+    ends.join()
+
+
+def test_a_process_that_does_not_come_is_waited_for_and_named():
+    members = connected(3, 16, timeout=1)
+    begin = time.monotonic()
+    first, second, _ = each(members, ["a", "a", None])
+    assert time.monotonic() - begin < 10
+    assert "process 0 waited 1 s in vain for process 2: it is stopped, busy, or went another way" in first
+    assert "waited 1 s in vain for" in second
+    assert each(members[2:], ["a"])[0].startswith(("process 0 waited", "process 1 waited"))
+
+
+def test_ends_are_awaited():
+    members = connected(3, 16, timeout=5)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda member: member.leave("end", failed=False), members)) == [""] * 3
+    members = connected(3, 16, timeout=5)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda member, bad: member.leave("a bad end", failed=bad), members, (False, True, False)))
+    assert found[:2] == ["a bad end", ""]
+
+
+def test_strangers_are_not_let_in():
+    store = Store()
+    with ThreadPoolExecutor(2) as pool:
+        place = Process(0, 2, 0, "127.0.0.1:1", 20, None)
+        first = pool.submit(agreement.connect, place, store, str)
+        _, port, _ = store.blocking_key_value_get("xla_amp/agreement/0", 20000).split()
+        for words in (b"x" * 20, b""):
+            with socket.create_connection(("127.0.0.1", int(port))) as stranger:
+                stranger.sendall(words)
+        second = pool.submit(agreement.connect, place._replace(rank=1), store, str)
+        assert each([first.result(), second.result()], "aa") == ["", ""]
+
+
+def test_processes_that_cannot_connect_say_so():
+    with pytest.raises(
+        EngineError, match="process 0 could not connect to its neighbours among the processes within 1 s"
+    ):
+        agreement.connect(Process(0, 2, 0, "127.0.0.1:1", 1, None), Store(), "process {}".format)
