@@ -12,7 +12,6 @@ from float8_training import RULES as TRAINING
 from float8_training import train
 
 import xla_amp
-from xla_amp import stablehlo
 from xla_amp.errors import PolicyError, RuleWarning, UnsupportedDtypeError
 from xla_amp.jax import autocast, compat
 from xla_amp.policy import float8
@@ -133,8 +132,6 @@ def test_refusals() -> None:
         jax.make_jaxpr(autocast(loss, rules=RULES, dtype=jnp.float16))(WEIGHTS, X)
     with pytest.raises(UnsupportedDtypeError, match=r"the policy 'fp8' offers jnp\.bfloat16"):
         autocast(loss, policy="fp8", dtype=jnp.float16)
-    with pytest.raises(PolicyError, match=r"'fp8' is not supported in StableHLO programs; use xla_amp.jax.autocast"):
-        stablehlo.autocast(jax.jit(loss).lower(WEIGHTS, X), policy="fp8")
 
 
 @pytest.mark.parametrize("target", ["h100", "h200"])

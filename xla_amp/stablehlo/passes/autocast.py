@@ -13,9 +13,10 @@ from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir, progress
-from xla_amp.stablehlo.passes import composites
+from xla_amp.stablehlo.passes import composites, float8_products
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
+from xla_amp.stablehlo.passes.float8_products import Choice
 from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -168,16 +169,22 @@ def convert(
         reasons = keep(copied, propagation)
         if reasons is not _keep_none:
             propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
-        decided = tuple(decisions(propagation, low, copies, paths))
+        in_8_bits = float8_products.choose(copied, classifier, propagation, low)
+        propagation.give_low(each for each, choice in in_8_bits.items() if choice.formats)
+        decided = tuple(decisions(propagation, low, copies, paths, in_8_bits))
+        acted = _effects(graph, in_8_bits)
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
         if classifier.composites:
             composites.remove(copied)
         folded += fold_casts(copied)
+        functions = list(float8_products.rewrite(copied, in_8_bits))
         merge_identical(copied, classifier, copies)
+        for each in functions:
+            copied.body.append(mlir.Operation.parse(each))
     ir.verify(copied)
     report = Report(policy=policy.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
-    return Conversion(Converted(program=program.with_module(copied), report=report), _effects(graph))
+    return Conversion(Converted(program=program.with_module(copied), report=report), acted)
 
 
 _NO_LOCATIONS: Final = (
@@ -186,17 +193,19 @@ _NO_LOCATIONS: Final = (
 )
 
 
-def _effects(graph: CastGraph) -> effects.Effects:
+def _effects(graph: CastGraph, in_8_bits: Mapping[Any, Choice]) -> effects.Effects:
     """The user's rules that the nodes of `graph` follow."""
     found = effects.Effects()
     found.paths.update(graph.classifier.paths.seen)
     for node in graph.nodes:
         each = node.op_class
-        if each is None or not each.reached or each.decision is None or node.in_opaque:
+        if each is None or not each.reached or each.decision is None or node.in_opaque or node.operation in in_8_bits:
             continue
         stays = each.fixed and each.decision.cast in ("low", "promote", "keep")
         lost = each.colour == "allow" and not node.low
         found.add(each.reached, f"{each.name} stays float32: {node.why}" if stays or lost else "")
+    for choice in in_8_bits.values():
+        found.add(choice.op_class.reached, "" if choice.formats else choice.told)
     return found
 
 

@@ -23,14 +23,20 @@ _PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^br
 """Segments that JAX writes for loops and branches -> what follows them."""
 
 
-def own_path(operation: Any) -> str | None:
-    """Path in the location of an operation; None if the location has no name."""
+def written_name(operation: Any) -> str | None:
+    """The name in the location of an operation, ``jit(step)/transpose(jvp(encoder))/dot_general``; None without one."""
     # `name_str` ends the process if the name is no UTF-8; the text escapes it.
     named = _NAME.match(str(operation.location))
-    if named is None:
+    return None if named is None else named[1]
+
+
+def own_path(operation: Any) -> str | None:
+    """Path in the location of an operation; None if the location has no name."""
+    name = written_name(operation)
+    if name is None:
         return None
     parts: list[str] = []
-    segments = named[1].split("/")[:-1]
+    segments = name.split("/")[:-1]
     for index, segment in enumerate(segments):
         inner, function = segment, False
         while match := _WRAPPED.match(inner):
@@ -65,7 +71,7 @@ class ModulePaths:
 
     def of(self, operation: Any, function: str | None = None) -> str:
         """Path of an operation in a function; by default in the one that contains it."""
-        name = function if function is not None else _enclosing(operation)
+        name = function if function is not None else enclosing(operation)
         path = module_patterns.joined(self._functions.get(name, ""), own_path(operation) or "")
         self.seen.add(path)
         return path
@@ -118,7 +124,8 @@ def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
                 waiting.append((callee, path))
 
 
-def _enclosing(operation: Any) -> str:
+def enclosing(operation: Any) -> str:
+    """Name of the function that contains an operation; empty outside of functions."""
     while operation is not None and operation.name != "func.func":
         operation = getattr(operation.parent, "operation", operation.parent)
     return "" if operation is None else operation.attributes["sym_name"].value

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import float8
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
 from xla_amp.policy.policy import Decision, Policy, Reach
@@ -163,11 +162,6 @@ class Classifier:
         why = row.why
         if cast == "ban":
             raise PolicyError(f"{name}: the policy {self.policy.name!r} bans it: {decision.why if decision else ''}")
-        if cast == "fp8":
-            raise float8.refused(
-                "in StableHLO programs",
-                "use xla_amp.jax.autocast or the device of xla_amp.xla_device(), or give the operation 'low'",
-            )
         fixed = row.colour == "fixed" and cast != "fp32_inside"
         if not fixed and decision is not None and decision.rule is not None:
             colour = _colour(decision, colour)

@@ -14,9 +14,11 @@ from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Document
 from xla_amp.report.shown import Shown
+from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
-from xla_amp.stablehlo.passes.module_paths import ModulePaths
+from xla_amp.stablehlo.passes.float8_products import Choice
+from xla_amp.stablehlo.passes.module_paths import ModulePaths, enclosing
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import Cast, Layer, LowDtype
@@ -35,7 +37,7 @@ class OperationDecision:
     colour: Colour
     before: str
     after: str
-    """dtype of the computation."""
+    """dtype of the computation; of its operands, separated by ", ", where these differ."""
     result: str
     """dtype of its result; float32 for a low contraction that returns its accumulator."""
     why: str
@@ -139,9 +141,22 @@ def _built_in(aten: str) -> bool:
 
 
 def decisions(
-    propagation: Propagation, low: LowDtype, copies: Mapping[str, str], paths: ModulePaths
+    propagation: Propagation,
+    low: LowDtype,
+    copies: Mapping[str, str],
+    paths: ModulePaths,
+    in_8_bits: Mapping[Any, Choice],
 ) -> Iterable[OperationDecision]:
-    """The decisions, taken before the module changes; `copies`: name of a cloned function -> name of the original."""
+    """The decisions, taken before the module changes.
+
+    Args:
+        propagation: which nodes run low.
+        low: the low dtype.
+        copies: name of a cloned function -> name of the original.
+        paths: of modules.
+        in_8_bits: from `float8_products.choose`.
+    """
+    left = dict(in_8_bits)
     for node in propagation.nodes:
         if node.op_class is None and not node.boundary:
             continue  # argument or result of a called function: reported with the callers' operations
@@ -149,15 +164,29 @@ def decisions(
             continue
         function = copies.get(node.function, node.function)
         path = paths.of(node.operation, node.function)
-        yield _decision(propagation, node, low, copies.get(function, function), path)
+        yield _decision(propagation, node, low, copies.get(function, function), path, left.pop(node.operation, None))
+    for operation, choice in left.items():  # products that were low before, of which the graph has no node
+        function = enclosing(operation)
+        path, name = paths.of(operation, function), copies.get(function, function)
+        node = Node(choice.op_class, operation, function)
+        node.low, node.why = True, "its operands were low already"
+        found = _decision(propagation, node, low, copies.get(name, name), path, choice)
+        kind = ir.tensor_type(operation.results[0].type)
+        yield dataclasses.replace(found, before=low, result="float32" if kind and kind.element == "f32" else low)
 
 
-def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str, path: str) -> OperationDecision:
+def _decision(
+    propagation: Propagation, node: Node, low: LowDtype, function: str, path: str, choice: Choice | None
+) -> OperationDecision:
     op_class = node.op_class
     decision = op_class.decision if op_class else None
     name = op_class.name if op_class else ("argument" if node.writes else "result")
     gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
+    after: str = low if node.low and not node.of_first else "float32"
+    cast = decision.cast if decision else "keep"
+    if choice is not None:
+        why, after, cast = choice.told, choice.dtypes or after, "fp8" if choice.formats else "low"
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
@@ -165,10 +194,10 @@ def _decision(propagation: Propagation, node: Node, low: LowDtype, function: str
         location=location(node.operation),
         colour=node.colour,
         before="float32",
-        after=low if node.low and not node.of_first else "float32",
+        after=after,
         result=low if (gives[0] if node.inside else all(gives)) else "float32",
         why=why,
-        cast=decision.cast if decision else "keep",
+        cast=cast,
         layer=decision.layer if decision else "builtin",
         aten=decision.operation if decision else "",
         origin=decision.origin if decision else "",
@@ -189,6 +218,7 @@ def emit_events(report: Report) -> None:
     if not events.sinks:
         return
     for each in report.operations:
+        used = tuple(each.after.split(", "))
         events.emit(
             DecisionRecord(
                 operation=each.operation,
@@ -196,8 +226,8 @@ def emit_events(report: Report) -> None:
                 layer=each.layer,
                 policy=report.policy,
                 front="stablehlo",
-                given=(each.before,),
-                used=(each.after,),
+                given=(each.before,) * len(used),
+                used=used,
                 why=each.why,
                 origin=each.origin,
                 result=(each.result,),

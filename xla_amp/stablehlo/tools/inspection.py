@@ -24,7 +24,7 @@ from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import costs, float8_products
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.stablehlo.tools import listing, module_tables
@@ -61,7 +61,7 @@ class Inspection(Shown):
     operations: Mapping[str, Mapping[str, int]]
     """Operation -> element type of the first result -> how many."""
     contractions: Mapping[tuple[str, str, str], int]
-    """Matrix products and convolutions by (left, right, result)."""
+    """Matrix products and convolutions by (left, right, result); 8-bit floats where operands were rounded to these."""
     casts: Mapping[tuple[str, str], Tally]
     """Conversions by (from, to), with the bytes of their results."""
     largest: tuple[Value, ...]
@@ -170,7 +170,7 @@ def inspect(
             pair = _element(operation.operands[0].type), element
             casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
-            left, right = (_element(operand.type) for operand in list(operation.operands)[:2])
+            left, right = map(float8_products.read_element, list(operation.operands)[:2])
             contractions[left, right, element] += 1
     signature = ir.signature(module)
     rows, edges = listing.rows(module, walk(module))

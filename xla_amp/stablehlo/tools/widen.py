@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import composites, costs
+from xla_amp.stablehlo.passes import composites, costs, float8_products
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.tools import inspection
 
@@ -177,7 +177,7 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
 
 
 def inlined(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program with all calls in the entry function inlined.
+    """The same program with all calls in the entry function inlined, but those that round an operand to 8 bits.
 
     Raises:
         ModuleError: a function calls itself.
@@ -191,7 +191,7 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
         ]
         while found:
             operation, callers = found.pop()
-            if inspection.structure_of(operation) != "call":
+            if inspection.structure_of(operation) != "call" or float8_products.rounds(operation):
                 continue
             name = operation.attributes["callee"].value
             if name in callers:
@@ -233,7 +233,7 @@ def sites(module: ir.MlirModule) -> list[Site]:
 def comparable(module: ir.MlirModule) -> Iterator[Any]:
     """The results that `sites` describes, in the same order."""
     for view in _block(ir.entry(module)).operations:
-        if inspection.structure_of(view.operation) in ("cast", "constant"):
+        if inspection.structure_of(view.operation) in ("cast", "constant") or float8_products.rounds(view.operation):
             continue
         for result in view.operation.results:
             kind = ir.tensor_type(result.type)
@@ -266,7 +266,9 @@ def _attributes(operation: Any) -> str:
 def _source(value: Any) -> tuple[str, str]:
     """Name and location of the producer of a value, ignoring casts."""
     ir_ = ir.mlir()
-    while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
+    while not isinstance(value.owner, ir_.Block) and (
+        inspection.structure_of(value.owner.operation) == "cast" or float8_products.rounds(value.owner.operation)
+    ):
         value = value.owner.operation.operands[0]
     if isinstance(value.owner, ir_.Block):
         return f"argument {ir_.BlockArgument(value).arg_number}", ""
