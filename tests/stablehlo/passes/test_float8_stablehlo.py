@@ -88,7 +88,7 @@ def gradient(function=mlp, *args):
 def test_forward_and_data_are_in_8_bits_and_weights_are_not(step) -> None:
     _, converted, report = step
     found = [each for each in converted.report.operations if each.operation == "dot_general"]
-    # A layer has 4 weights, and 2 products of attention with 2 gradients each; the head has its product and 2 gradients.
+    # A layer has 4 weights, and 2 products of attention with 2 gradients each; the head, its product and 2 gradients.
     assert collections.Counter(each.after for each in found) == {
         FORWARD: 4 * LAYERS,
         DATA: 4 * LAYERS,
