@@ -69,9 +69,8 @@ def measure(compilers: targets.Compilers, target: str, rows: int, depth: int, co
     """Both forms, compiled for `target`."""
     shapes = ((rows, depth), (depth, columns), (rows, columns))
     arguments = [jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in shapes]
-    options = float8.compiler_options("gpu")
     plain = compilers.compile(targets.lower(low, *arguments, target=target), target)
-    small = compilers.compile(targets.lower(eight, *arguments, target=target), target, options)
+    small = compilers.compile(targets.lower(eight, *arguments, target=target), target)
     expected = float8.estimate(rows, depth, columns, target)
     return Row(
         target=target,

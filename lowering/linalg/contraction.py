@@ -61,8 +61,8 @@ def contract(
         The batch axes, then the free axis of each operand.  dtype: that of the operands, but float32 for half
         operands with `wide` or on CPU.
     """
-    left, left_contracting, left_batch = _base(left, contracting[0], batch[0])
-    right, right_contracting, right_batch = _base(right, contracting[1], batch[1])
+    left, left_contracting, left_batch = base(left, contracting[0], batch[0])
+    right, right_contracting, right_batch = base(right, contracting[1], batch[1])
     half = is_half(left.dtype)
     if half and platform == "cpu" and left.ndim == right.ndim == len(left_batch) + 2:
         left, left_contracting = _contracted_last(left, left_contracting[0], left_batch)
@@ -75,7 +75,8 @@ def contract(
     )
 
 
-def _base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
+def base(operand: Operand, contracting: Axes, batch: Axes) -> tuple[jax.Array, Axes, Axes]:
+    """An operand without a deferred permutation, with its contracted and its batch axes."""
     if not isinstance(operand, Permuted):
         return operand, contracting, batch
     order = operand.permutation

@@ -1,9 +1,19 @@
 """Products of operands that are scaled and rounded to 8-bit floats.
 
-An operand is multiplied by a power of two that brings its largest finite magnitude just below the largest number of the
-format, rounded, and multiplied by the inverse in its own dtype.  XLA's compiler for GPUs takes conversion, inverse
-scale and product together as one product of 8-bit operands (``__cublas$lt$matmul$f8``); on other platforms the product
-has the same values at the speed of the 16-bit one.
+Elements are multiplied by powers of two that bring the largest finite magnitude among those that share a scale just
+below the largest number of the format, and rounded.  Those are all elements of an operand (``tensor``), those that one
+element of the result reads of it (``row``), or 32 that are summed in turn (``block``: MXFP8).
+
+=========  ==========  =====================================================================================
+platform   scaling     form
+=========  ==========  =====================================================================================
+gpu        tensor,     ``dot_general`` of 8-bit operands with the algorithm ``ANY_F8_ANY_F8_F32``, which XLA
+           row         makes a call of cuBLASLt (``__cublas$lt$matmul$f8``) whatever its options are, then the
+                       inverse scales; a GPU without 8-bit products refuses it
+gpu        block       `jax.nn.scaled_matmul`: cuDNN's ``__cudnn$blockScaledDot`` on a GPU that scales blocks; XLA
+                       expands it for others
+others     all         the product of the same values in the operands' dtype, at its speed
+=========  ==========  =====================================================================================
 
 A power of two rounds nothing, also in bfloat16, so the only error is that of the format: a relative 2^-4
 (``float8_e4m3fn``) or 2^-3 (``float8_e5m2``), and below 2^-14 or 2^-29 of the largest magnitude an absolute one.
@@ -13,6 +23,7 @@ does not change the scale: a result is not finite exactly where it would not be 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -21,11 +32,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xla_amp.lowering.linalg.contraction import Axes, Operand, contract
+from xla_amp.lowering.linalg.contraction import Axes, Operand, base, contract
 from xla_amp.lowering.operand import Permuted, as_dtype
 from xla_amp.lowering.registry import register
 
 Format: TypeAlias = Literal["e4m3", "e5m2"]
+Scaling: TypeAlias = Literal["tensor", "row", "block"]
+BLOCK: Final = 32
+"""Elements that share a scale in the Open Compute Project's MX formats."""
 
 
 class _Range(NamedTuple):
@@ -42,17 +56,24 @@ FORMATS: Final[Mapping[Format, _Range]] = MappingProxyType(
 )
 """Format -> its dtype and range: e4m3 has more digits, for values; e5m2 more range, for gradients."""
 
+_EIGHT_BIT_PRODUCT: Final = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
 _LARGEST_SHIFT: Final = 126
 """Scales are normal numbers of float32 and bfloat16, with normal inverses."""
 
 
-def shift(x: jax.Array, format: Format) -> jax.Array:
-    """The exponent of the power of two that scales `x`: int32, a scalar.
+def shift(x: jax.Array, format: Format, axes: Axes | None = None) -> jax.Array:
+    """The exponents of the powers of two that scale `x`: int32.
 
-    It is the largest that keeps every finite element in the range of `format`; 0 if there is none but zeros.
+    Each is the largest that keeps every finite element in the range of `format`; 0 if there is none but zeros.
+
+    Args:
+        x: the operand.
+        format: of the scaled elements.
+        axes: along which elements share a scale, and which the result lacks; None for all.
     """
     finite = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype))
-    largest = jnp.max(finite, initial=0).astype(jnp.float32)
+    largest = jnp.max(finite, axis=axes, initial=0).astype(jnp.float32)
     mantissa, exponent = jnp.frexp(largest)
     fitting = FORMATS[format].exponent - exponent - (mantissa > 0.875).astype(exponent.dtype)
     return jnp.where(largest > 0, jnp.clip(fitting, -_LARGEST_SHIFT, _LARGEST_SHIFT), 0)
@@ -63,19 +84,30 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
-def quantized(x: jax.Array, format: Format) -> tuple[jax.Array, jax.Array]:
-    """(`x` scaled and rounded to `format`, the float32 scalar that undoes the scale)."""
-    exponent = shift(x, format)
-    scaled = x.astype(jnp.float32) * _power(exponent)
-    return lax.convert_element_type(scaled, FORMATS[format].dtype), _power(-exponent)
+def quantized(x: jax.Array, format: Format, axes: Axes | None = None) -> tuple[jax.Array, jax.Array]:
+    """(`x` scaled and rounded to `format`, the exponents of its scales as `shift` gives them)."""
+    exponents = shift(x, format, axes)
+    scales = _power(exponents if axes is None else jnp.expand_dims(exponents, axes))
+    return lax.convert_element_type(x.astype(jnp.float32) * scales, FORMATS[format].dtype), exponents
 
 
 def rounded(x: jax.Array, format: Format, *, platform: str) -> jax.Array:
-    """`x` in its own dtype, bfloat16 or float32, with the values that `format` holds of it."""
-    values, inverse = quantized(x, format)
-    if platform == "cpu":  # XLA:CPU drops a pair of conversions, and with it the rounding
-        values = lax.optimization_barrier(values)
-    return values.astype(x.dtype) * inverse.astype(x.dtype)
+    """`x` in its own dtype, bfloat16 or float32, with the values that `format` holds of it.
+
+    It is for programs that must run on any platform: XLA:GPU makes 8-bit products of such operands with the options of
+    ``policy/tables/float8.toml`` only.
+    """
+    values, exponent = quantized(x, format)
+    return _kept_apart(values, platform).astype(x.dtype) * _power(-exponent).astype(x.dtype)
+
+
+def _times_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
+    """``x * 2 ** exponent`` in the dtype of `x`, for sums of two exponents that `shift` gives.
+
+    It is two factors, since one may be no number of float32; what lies between is between `x` and the result.
+    """
+    half = exponent // 2
+    return (x.astype(jnp.float32) * _power(half) * _power(exponent - half)).astype(x.dtype)
 
 
 def float8_contract(
@@ -85,6 +117,7 @@ def float8_contract(
     batch: tuple[Axes, Axes] = ((), ()),
     *,
     formats: tuple[Format, Format],
+    scaling: Scaling = "tensor",
     platform: str,
 ) -> jax.Array:
     """`xla_amp.lowering.linalg.contraction.contract` of operands that are rounded to 8-bit floats first.
@@ -93,21 +126,103 @@ def float8_contract(
         left, right: bfloat16 operands, otherwise as `contract` takes them.
         contracting, batch: as `contract` takes them.
         formats: of the left and of the right operand.
+        scaling: which elements share a scale.
         platform: "cpu", "gpu" or "tpu".
 
     Returns:
         As `contract`: bfloat16, on CPU the float32 accumulator.
+
+    Raises:
+        ValueError: `scaling` is "block", and the summed size is no multiple of 32.
     """
-    operands: list[Operand] = []
-    for operand, format in zip((left, right), formats, strict=True):
-        if isinstance(operand, Permuted):
-            operands.append(Permuted(rounded(operand.base, format, platform=platform), operand.permutation))
-        else:
-            operands.append(rounded(operand, format, platform=platform))
-    return contract(operands[0], operands[1], contracting, batch, platform=platform)
+    x = _Factor(*base(left, contracting[0], batch[0]))
+    w = _Factor(*base(right, contracting[1], batch[1]))
+    if scaling == "block":
+        return _block_product(x, w, formats, platform)
+    (a, left_shift), (b, right_shift) = (
+        quantized(each.value, format, each.contracted if scaling == "row" else None)
+        for each, format in zip((x, w), formats, strict=True)
+    )
+    summed, lead = (x.contracted, w.contracted), (x.batch, w.batch)
+    if platform == "gpu" and max(x.rows) > 1 and max(w.rows) > 1:  # XLA refuses a product with a vector in 8 bits
+        product = lax.dot_general(
+            a, b, (summed, lead), precision=_EIGHT_BIT_PRODUCT, preferred_element_type=jnp.bfloat16
+        )
+    else:
+        a, b = (_kept_apart(each, platform).astype(x.value.dtype) for each in (a, b))
+        product = contract(a, b, summed, lead, platform=platform)
+    if scaling == "tensor":
+        return _times_power(product, -(left_shift + right_shift))
+    outer = x.of_rows(left_shift)[:, :, None] + w.of_rows(right_shift)[:, None, :]
+    return _times_power(product, -outer.reshape(product.shape))
+
+
+class _Factor(NamedTuple):
+    """An operand of a product."""
+
+    value: jax.Array
+    contracted: Axes
+    batch: Axes
+
+    @property
+    def free(self) -> Axes:
+        """Axes that the result has of this operand alone."""
+        return tuple(each for each in range(self.value.ndim) if each not in (*self.contracted, *self.batch))
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Their sizes."""
+        return self.sizes(self.free) or (1,)
+
+    def sizes(self, axes: Axes) -> tuple[int, ...]:
+        """Of some axes."""
+        return tuple(self.value.shape[axis] for axis in axes)
+
+    def of_rows(self, exponents: jax.Array) -> jax.Array:
+        """A value for each row of the operand as an array of (batch, rows)."""
+        kept = sorted((*self.batch, *self.free))
+        moved = lax.transpose(exponents, [kept.index(axis) for axis in (*self.batch, *self.free)])
+        return moved.reshape(math.prod(self.sizes(self.batch)), math.prod(self.rows))
+
+    def blocks(self) -> jax.Array:
+        """The operand as (batch, rows, blocks, 32)."""
+        batch, rows, depth = (math.prod(self.sizes(axes)) for axes in (self.batch, self.free, self.contracted))
+        if depth % BLOCK:
+            raise ValueError(f"a product in blocks of {BLOCK} sums over {depth} elements, which is no multiple of it")
+        moved = lax.transpose(self.value, (*self.batch, *self.free, *self.contracted))
+        return moved.reshape(batch, rows, depth // BLOCK, BLOCK)
+
+
+def _block_product(x: _Factor, w: _Factor, formats: tuple[Format, Format], platform: str) -> jax.Array:
+    shape = (*x.sizes(x.batch), *x.sizes(x.free), *w.sizes(w.free))
+    found = [quantized(each.blocks(), format, (3,)) for each, format in zip((x, w), formats, strict=True)]
+    if platform == "gpu":
+        values = [value.reshape(*value.shape[:2], -1) for value, _ in found]
+        scales = [
+            lax.bitcast_convert_type((127 - exponents).astype(jnp.uint8), jnp.float8_e8m0fnu) for _, exponents in found
+        ]
+        product = jax.nn.scaled_matmul(
+            values[0], values[1], scales[0], scales[1], preferred_element_type=jnp.dtype(jnp.bfloat16)
+        )
+        return product.reshape(shape)
+    a, b = (
+        (_kept_apart(value, platform).astype(jnp.float32) * _power(-exponents)[..., None])
+        .astype(x.value.dtype)
+        .reshape(*value.shape[:2], -1)
+        for value, exponents in found
+    )
+    return contract(a, b, ((2,), (2,)), ((0,), (0,)), platform=platform).reshape(shape)
+
+
+def _kept_apart(values: jax.Array, platform: str) -> jax.Array:
+    """8-bit values with their rounding, which XLA:CPU drops with a pair of conversions."""
+    return lax.optimization_barrier(values) if platform == "cpu" else values
 
 
 @register("xla_amp::float8_mm", takes=(Permuted,))
-def float8_mm(left: Operand, right: Operand, left_format: Format, right_format: Format, *, platform: str) -> jax.Array:
-    product = float8_contract(left, right, ((1,), (0,)), formats=(left_format, right_format), platform=platform)
+def float8_mm(
+    left: Operand, right: Operand, left_format: Format, right_format: Format, scaling: Scaling, *, platform: str
+) -> jax.Array:
+    formats = (left_format, right_format)
+    product = float8_contract(left, right, ((1,), (0,)), formats=formats, scaling=scaling, platform=platform)
     return as_dtype(product, left.dtype)

@@ -140,7 +140,7 @@ def test_gpus_get_8_bit_products_forward_and_for_the_data(target: str) -> None:
         pytest.skip(f"the compiler for {target} is not installed")
     step = jax.grad(autocast(loss, rules=RULES), argnums=(0, 1))
     module = targets.lower(step, WEIGHTS, X, target=target)
-    hlo = targets.compile_for(module, target, float8.compiler_options("gpu")).hlo
+    hlo = targets.compile_for(module, target).hlo
     # X and the first weight both come from outside, so the gradient of X is in 8 bits because the weight is second.
     assert hlo.count('custom_call_target="__cublas$lt$matmul$f8"') == 4
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.linalg.float8 import Format, float8_contract
 
+_PLATFORMS: Final[Mapping[str | None, str]] = MappingProxyType({"cpu": "cpu", "cuda": "gpu", None: "tpu"})
+"""JAX's platform, None for those without a form of their own -> that of `xla_amp.lowering`."""
 _OWN_PARAMS = {"precision": None, "preferred_element_type": None}
 """Parameters that the low-precision primitive sets itself."""
 
@@ -194,7 +197,7 @@ def low_primitive(primitive: Any) -> Primitive:
     compat.def_linearization(ours, functools.partial(_linearize, primitive))
     ad.primitive_transposes[ours] = functools.partial(_transpose, primitive)
     batching.primitive_batchers[ours] = functools.partial(_batch, primitive)
-    for platform in ("cpu", None):
+    for platform in ("cpu", "cuda", None):
         rule = mlir.lower_fun(functools.partial(_lower, primitive, platform), multiple_results=False)
         mlir.register_lowering(ours, rule, platform=platform)
     return ours
@@ -231,7 +234,7 @@ def _lower(
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
     if float8 is not None and float8.formats is not None:
-        form = functools.partial(float8_contract, formats=float8.formats, platform=platform or "gpu")
+        form = functools.partial(float8_contract, formats=float8.formats, platform=_PLATFORMS[platform])
         return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p and not _is_laid_out(params.get("out_sharding")):

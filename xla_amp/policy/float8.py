@@ -93,7 +93,7 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) 
 
 
 def compiler_options(platform: str) -> dict[str, str]:
-    """XLA's options for programs with 8-bit products, as ``compiler_options`` of `jax.jit`.
+    """XLA's options for StableHLO programs with 8-bit products, as ``compiler_options`` of `jax.jit`.
 
     Args:
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.

@@ -143,7 +143,7 @@ def test_every_product_of_gpt2_is_in_8_bits_on_gpus(device):
     eligible = 4 * sizes["n_layer"]
     assert [each.cast for each in report.records if each.operation == "addmm"] == ["fp8"] * eligible
     module = text_for("gpu")
-    options = compile_options.for_platform("gpu", {compile_options.FLOAT8})
+    options = compile_options.for_platform("gpu")
     with targets.Compilers() as compilers:
         for target in ("h100", "h200"):
             if not targets.available(target):
@@ -170,14 +170,6 @@ def test_what_is_no_8_bit_product_is_an_error_that_says_what_to_do(device):
     for name in ("bmm", "softmax", "conv2d"):
         with pytest.raises(PolicyError, match=rf"'fp8' for {name}.*products with a weight matrix: addmm, linear"):
             xla_amp.policy.override({name: "fp8"})
-
-
-def test_the_options_of_xla_are_for_programs_with_8_bit_products_only(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    assert float8.compiler_options("gpu") == {"xla_gpu_enable_triton_gemm": "False"}
-    plain = compile_options.for_platform("gpu")
-    assert compile_options.for_platform("gpu", {compile_options.FLOAT8}) == plain | float8.compiler_options("gpu")
-    assert compile_options.for_platform("tpu", {compile_options.FLOAT8}) == {}
 
 
 def test_estimates_say_where_8_bits_lose():

@@ -129,8 +129,7 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
     name = {"gpu": "cuda"}.get(platform, platform)
     with private_api.x64():
         lowered = program.call.trace(*program.abstract).lower(lowering_platforms=(name,))
-    operations = {instruction.name for instruction in program.instructions.values()}
-    options = compile_options.for_platform(platform, operations)
+    options = compile_options.for_platform(platform)
     return TargetProgram(platform=platform, lowered=lowered, compiler_options=options)
 
 

@@ -173,7 +173,7 @@ def build(
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
-    chosen = compile_options.for_platform(platform, {instruction.name for instruction in instructions.values()})
+    chosen = compile_options.for_platform(platform)
     # Over several devices XLA chooses the layouts.
     orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
     input_formats: list[InputFormat] = []

@@ -8,13 +8,12 @@ is compiled with the options of that program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 from xla_amp import config
 from xla_amp.lazy.runtime import pjrt
-from xla_amp.policy import float8
 
 
 class Option(NamedTuple):
@@ -43,25 +42,18 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
 """Platform -> name of the XLA option -> its value."""
 
 
-FLOAT8 = "xla_amp.float8_mm"
-"""The operation whose programs need more options, those of ``policy/tables/float8.toml``."""
-
-
-def for_platform(platform: str, operations: Collection[str] = ()) -> dict[str, str]:
+def for_platform(platform: str) -> dict[str, str]:
     """``compiler_options`` of `jax.jit` for a program on `platform`.
 
     The user's options apply to the device only: the CPU backend rejects TPU options.
 
     Args:
         platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-        operations: names of the program's operations.
 
     Raises:
         PolicyError: ``XLA_AMP_COMPILER_OPTIONS`` cannot be read.
     """
     named = config.xla_flags()
     ours = {name: option.value for name, option in OPTIONS.get(platform, {}).items() if name not in named}
-    if FLOAT8 in operations:
-        ours |= {name: value for name, value in float8.compiler_options(platform).items() if name not in named}
     theirs = config.compiler_options() if platform == pjrt.platform() else {}
     return {name: value for name, value in (ours | theirs).items() if value}

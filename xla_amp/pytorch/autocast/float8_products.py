@@ -154,7 +154,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(data, weight)
         ctx.weight_first = weight_first
         left, right = (weight, data) if weight_first else (data, weight)
-        return _operator()(left, right, "e4m3", "e4m3")
+        return _operator()(left, right, "e4m3", "e4m3", "tensor")
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -166,7 +166,7 @@ class _Product(torch.autograd.Function):
             formats = ("e4m3", "e5m2") if ctx.weight_first else ("e5m2", "e4m3")
             # With create_graph=True the gradient is differentiated itself.
             again = torch.is_grad_enabled()
-            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats)
+            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats, "tensor")
         if of_weight:
             results[1] = torch.mm(gradient, data.t()) if ctx.weight_first else torch.mm(data.t(), gradient)
         return tuple(results)
@@ -175,7 +175,7 @@ class _Product(torch.autograd.Function):
 @functools.cache
 def _operator() -> Any:
     library = torch.library.Library("xla_amp", "FRAGMENT")
-    library.define(f"{_NAME}(Tensor left, Tensor right, str left_format, str right_format) -> Tensor")
+    library.define(f"{_NAME}(Tensor left, Tensor right, str left_format, str right_format, str scaling) -> Tensor")
     library.impl(_NAME, lambda left, right, *_: left.new_empty((left.shape[0], right.shape[1])), "Meta")
     _libraries.append(library)
     return getattr(torch.ops.xla_amp, _NAME).default
