@@ -31,6 +31,20 @@ class Trainer:
     """Whether `step` returns before the device is done, so that its duration is host time."""
     counts: Callable[[], Mapping[str, int]] | None = None
     """Executables run and host syncs since the start, if the peer counts them."""
+    memory: Callable[[], int] | None = None
+    """Bytes of a step at its peak, what it reads and returns included; the last call of a trainer."""
+
+
+def program_bytes(compiled: Any) -> int:
+    """Bytes of a program of JAX by XLA's analysis: arguments, results that are no arguments, and temporaries.
+
+    Args:
+        compiled: `jax.stages.Compiled`.
+    """
+    found = compiled.memory_analysis()
+    made = found.output_size_in_bytes - found.alias_size_in_bytes
+    total: int = found.argument_size_in_bytes + made + found.temp_size_in_bytes
+    return total
 
 
 def main(arguments: list[str]) -> None:
@@ -65,6 +79,8 @@ def main(arguments: list[str]) -> None:
             if trainer.counts is not None and steps > 3:
                 after = trainer.counts()
                 answer |= {key: (after[key] - before[key]) / (steps - 3) for key in after}
+            if trainer.memory is not None:
+                answer["step_bytes"] = trainer.memory()
         print(json.dumps(answer), file=answers, flush=True)
 
 

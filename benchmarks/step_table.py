@@ -77,6 +77,7 @@ FIGURES = (
     _Figure("first steps s", "start", "{:.1f}"),
     _Figure("executables", "executions", "{:g}"),
     _Figure("host syncs", "host_syncs", "{:g}"),
+    _Figure("step MiB", "step_bytes", "{:.0f}", 2**-20),
     _Figure("peak MiB", "peak_bytes", "{:.0f}", 2**-20),
 )
 

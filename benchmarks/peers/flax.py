@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax_step import initial, loss_of, optimizer_of, step_of
-from peer import Trainer
+from peer import Trainer, program_bytes
 from workloads import Workload
 
 Update = Callable[..., tuple[Any, Any, Any, Any]]
@@ -73,4 +73,8 @@ def make(workload: Workload, option: str) -> Trainer:
         *holder[:], loss = run(*holder, *batch)
         return loss
 
-    return Trainer(step=step, wait=lambda loss: jax.block_until_ready((loss, holder)))
+    return Trainer(
+        step=step,
+        wait=lambda loss: jax.block_until_ready((loss, holder)),
+        memory=lambda: program_bytes(run.lower(*holder, *batch).compile()),
+    )

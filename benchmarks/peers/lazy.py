@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from peer import Trainer
+from peer import Trainer, program_bytes
 from workloads import Workload
 
 import xla_amp
+from xla_amp.lazy import private_api
+from xla_amp.lazy.runtime import execute
 
 
 def make(workload: Workload, option: str) -> Trainer:
@@ -49,4 +51,8 @@ def make(workload: Workload, option: str) -> Trainer:
         xla_amp.sync(wait=True)
         waits += 1
 
-    return Trainer(step=dispatch, wait=wait, counts=counts)
+    def memory() -> int:
+        with private_api.x64():
+            return max(program_bytes(program.lower().compile()) for program in execute.programs())
+
+    return Trainer(step=dispatch, wait=wait, counts=counts, memory=memory)

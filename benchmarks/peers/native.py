@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import tempfile
+from pathlib import Path
+
 import torch
 from peer import Trainer
 from workloads import Workload
@@ -30,4 +35,24 @@ def make(workload: Workload, option: str) -> Trainer:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return Trainer(step=step, wait=wait, asynchronous=device.type == "cuda")
+    def memory() -> int:
+        """What is there before the step, and the most that the profiler sees it add."""
+        kept = [*model.parameters(), *model.buffers(), *batch]
+        kept += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        kept += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        activity = torch.profiler.ProfilerActivity.CPU
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            with torch.profiler.profile(activities=[activity], profile_memory=True) as profiler:
+                wait(step())
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event["name"] == "[memory]")
+        return sum(tensor.nbytes for tensor in kept) + max(itertools.accumulate(size for _, size in changes))
+
+    return Trainer(
+        step=step,
+        wait=wait,
+        asynchronous=device.type == "cuda",
+        memory=None if device.type == "cuda" else memory,
+    )
