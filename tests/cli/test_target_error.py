@@ -83,7 +83,7 @@ def test_a_program_without_a_float64_version_is_converted_all_the_same(run, tmp_
     def refused(*_: object, **__: object) -> None:
         raise ModuleError("XLA cannot compile it")
 
-    monkeypatch.setattr(comparison, "results", refused)
+    monkeypatch.setattr(comparison.Runs, "__call__", refused)
     status, _, err = run("--inputs", "s.npz")
     assert (status, err) == (0, "xla-amp: warning: the achieved error was not measured: XLA cannot compile it\n")
     assert (tmp_path / "low.mlir").exists()
@@ -127,3 +127,28 @@ def test_a_rule_without_effect_is_told():
     program = io.read(jax.jit(chain).lower(X, *LAYERS[:1]).as_text().encode())
     with pytest.warns(RuleWarning, match="tanh"):
         target_error.convert_within(program, *settings(None, None, {"tanh": "fp32"}), [(X, LAYERS[0])], 0.1)
+
+
+def test_a_result_that_is_zero_but_for_rounding_is_not_judged():
+    def step(x, w, b):  # the mean of `y` is zero, so the gradient of a bias before the norm is, too
+        def loss(b):
+            y = x @ w + b
+            return jax.numpy.mean((y - y.mean(0)) ** 2)
+
+        return jax.value_and_grad(loss)(b)
+
+    program = io.read(jax.jit(step).lower(X, W, W[0]).as_text().encode())
+    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), [(X, W, W[0])], 1e-2)
+    assert found.met
+    assert found.achieved.not_judged == ("result[1]",)
+    assert 0 < found.achieved.error < 1e-2
+    assert found.achieved.float32 < 1e-5
+    assert len(found.found.plan) == 1
+
+
+def test_three_samples_bound_the_error_of_others_and_the_last_quarter_only_checks():
+    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
+    samples = [(RNG.standard_normal((16, 16)).astype(np.float32), *LAYERS) for _ in range(4)]
+    found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), samples, 1.0).found
+    assert found.bounds["results"] > max(found.errors.values())
+    assert len(found.held_out) == 1

@@ -182,7 +182,7 @@ def _convert(
     arguments: argparse.Namespace, program: Program, given: list[list[Any]]
 ) -> tuple[Converted, Achieved | None]:
     from xla_amp.stablehlo.passes import autocast
-    from xla_amp.stablehlo.tools import target_error
+    from xla_amp.stablehlo.tools import comparison, target_error
 
     rules, samples = _rules(arguments.rules), [tuple(each) for each in given]
     if arguments.target_error is not None:
@@ -212,7 +212,8 @@ def _convert(
     if not samples:
         return converted, None
     try:
-        return converted, target_error.Original(program, samples).measure(converted.program)
+        runs = comparison.Runs(converted.module)
+        return converted, target_error.Original(program, samples).measure(runs)
     except ModuleError as error:  # no float64 version, for instance of a library's code
         sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
         return converted, None
@@ -237,7 +238,11 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
     said = f"achieved error {units.error(achieved.error)} against float64; float32 has {units.error(achieved.float32)}"
     if arguments.target_error is not None:
         said += f", the target is {units.error(arguments.target_error)}"
-    finding = Finding("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items)
+    skipped = tuple(
+        (name, "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is")
+        for name in achieved.not_judged
+    )
+    finding = Finding("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items + skipped)
     return dataclasses.replace(document, findings=(finding, *document.findings))
 
 

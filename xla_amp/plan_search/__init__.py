@@ -14,6 +14,7 @@ from xla_amp.plan_search.candidates import from_records as from_records
 from xla_amp.plan_search.candidates import seconds as seconds
 from xla_amp.plan_search.measurements import Plan as Plan
 from xla_amp.plan_search.measurements import Program as Program
+from xla_amp.plan_search.planner import CONFIDENCE as CONFIDENCE
 from xla_amp.plan_search.planner import Found as Found
 from xla_amp.plan_search.planner import search as search
 from xla_amp.plan_search.plans import policy as policy

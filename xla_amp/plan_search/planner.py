@@ -28,6 +28,8 @@ SMALL: Final = 0.25
 """A group whose error is at most this share of the budget is not split."""
 EXCHANGES: Final = 4
 """Exchanges that step 4 tries, per candidate."""
+CONFIDENCE: Final = 0.99
+"""Of the bound on the error of one more batch, by which plans are judged."""
 
 Progress = Callable[[int, str], object]
 """Called before each measurement with the number so far and what comes."""
@@ -91,7 +93,7 @@ def search(
     *,
     budget: Mapping[str, float],
     held_out: int | None = None,
-    confidence: float = 0.99,
+    confidence: float = CONFIDENCE,
     journal: str | None = None,
     budget_seconds: float | None = None,
     progress: Progress | None = None,

@@ -320,29 +320,42 @@ class _Runs:
         return found, (len(sites_a) - len(pairs), len(sites_b) - len(pairs))
 
 
-def results(module: ir.MlirModule, inputs: Sequence[Any], *, wide: bool = False) -> list[Any]:
-    """Results of a module on the CPU, with `wide` of its float64 version.
+class Runs:
+    """Runs a module on the CPU, with `wide` its float64 version; it is compiled once for arguments of the same shapes.
 
     Raises:
-        ModuleError: the module cannot be run on one device, or the inputs do not fit.
+        ModuleError: the module cannot be run on one device, or the inputs of a call do not fit.
     """
-    arrays = samples.fitted(inputs, _for_one_device(module, "the program"))
-    refined = ir.refined(module, arrays)
-    return _run_wide(refined, arrays) if wide else _run(refined, arrays)
+
+    def __init__(self, module: ir.MlirModule, *, wide: bool = False) -> None:
+        self._module = _for_one_device(module, "the program")
+        self._wide = wide
+        self._compiled: dict[tuple[tuple[int, ...], ...], tuple[Any, list[Any]]] = {}
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """The results of one call."""
+        import jax
+
+        arrays = samples.fitted(inputs, self._module)
+        device = ir.devices("cpu")[0]
+        shapes = tuple(array.shape for array in arrays)
+        if shapes not in self._compiled:
+            module = ir.refined(self._module, arrays)
+            if self._wide:
+                module = widen.widened(module)
+            kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
+            self._compiled[shapes] = ir.compile_module(widen.for_cpu(module), device), kinds
+        executable, kinds = self._compiled[shapes]
+        with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
+            return ir.execute(executable, [a.astype(k) for a, k in zip(arrays, kinds, strict=True)], device)
 
 
 def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
-    import jax
-
-    with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
-        return ir.run(widen.for_cpu(module), arrays, ir.devices("cpu")[0])
+    return Runs(module)(arrays)
 
 
 def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
-    wide = widen.widened(module)
-    kinds = ir.signature(wide).inputs
-    typed = [array.astype(ir.numpy_dtype(kind.element)) for array, kind in zip(arrays, kinds, strict=True) if kind]
-    return _run(wide, typed)
+    return Runs(module, wide=True)(arrays)
 
 
 def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.plan_search import Candidate, Found, Plan, rates, search
+from xla_amp.plan_search import CONFIDENCE, Candidate, Found, Plan, rates, search
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes import calibration, costs
@@ -32,8 +32,14 @@ _MOST: Final = 64
 """Largest number of candidates: more products than these are decided in runs of neighbours."""
 _MACHINES: Final[Mapping[str, str]] = {"gpu": "h100"}
 """Policy -> the machine whose rates weigh the candidates, otherwise a TPU v6e."""
+_FEW: Final = 3
+"""Fewer samples than these say nothing about others: the bound is the worst of them."""
 _WITHOUT_SPREAD: Final = 0.5
-"""Confidence of a bound that is the worst sample: a target error is about the samples that were given."""
+"""Confidence of a bound that is the worst sample."""
+
+_NO_DIGIT: Final = 0.5
+"""Relative error of float32 above which no digit of a result is right: the result is zero but for rounding, as the
+gradient of a bias before a norm is.  No conversion can be judged by it."""
 
 Sample = Sequence[np.ndarray[Any, Any]]
 
@@ -46,6 +52,8 @@ class Achieved:
     """For each sample the error of the worst result, and its name."""
     float32: float
     """The same error of the program as it was, the worst of the samples."""
+    not_judged: tuple[str, ...] = ()
+    """Results that are rounding errors in float32 already; they only count if they become infinite or NaN."""
 
     @property
     def error(self) -> float:
@@ -57,36 +65,50 @@ class Original:
     """The results of a program on samples, as they are and in float64, which the errors of conversions are against."""
 
     def __init__(self, program: Program, samples: Sequence[Sample]) -> None:
-        self._program, self._samples = program.module, list(samples)
+        self._samples = list(samples)
+        self._exact, self._own = comparison.Runs(program.module, wide=True), comparison.Runs(program.module)
         self._names = names.results(program.module)
         self._known: dict[int, tuple[list[Any], list[comparison.Error]]] = {}
 
-    def measure(self, converted: Program, only: Sequence[int] | None = None) -> Achieved:
+    def measure(self, converted: comparison.Runs, only: Sequence[int] | None = None) -> Achieved:
         """The errors of a conversion on each sample, or on those of the numbers `only`.
 
         Raises:
             ModuleError: a program cannot be run on one device, or the samples do not fit.
         """
         found, before = [], 0.0
+        noisy = self._noisy()
         for number in range(len(self._samples)) if only is None else only:
             progress.step("measuring the achieved error", number, len(self._samples))
             exact, own = self._results(number)
-            results = comparison.results(converted.module, self._samples[number])
-            errors = list(map(comparison.measure, results, exact))
-            found.append(max(zip(map(_error, own, errors), self._names, strict=True), default=(0.0, "no result")))
-            before = max([before, *(each.relative for each in own)])
-        return Achieved(samples=tuple(found), float32=before)
+            errors = map(comparison.measure, converted(self._samples[number]), exact)
+            judged = [
+                (_error(first, then, noise), name)
+                for first, then, noise, name in zip(own, errors, noisy, self._names, strict=True)
+            ]
+            found.append(max(judged, default=(0.0, "no result")))
+            before = max([before, *(each.relative for each, noise in zip(own, noisy, strict=True) if not noise)])
+        skipped = tuple(name for name, noise in zip(self._names, noisy, strict=True) if noise)
+        return Achieved(samples=tuple(found), float32=before, not_judged=skipped)
+
+    @functools.cache  # noqa: B019 - lives as long as one search
+    def _noisy(self) -> list[bool]:
+        """Whether each result is only rounding error, on some sample; none is if all are."""
+        samples = [self._results(number)[1] for number in range(len(self._samples))]
+        found = [any(each.relative > _NO_DIGIT for each in errors) for errors in zip(*samples, strict=True)]
+        return [False] * len(found) if all(found) else found
 
     def _results(self, number: int) -> tuple[list[Any], list[comparison.Error]]:
         if number not in self._known:
-            exact = comparison.results(self._program, self._samples[number], wide=True)
-            own = comparison.results(self._program, self._samples[number])
+            exact, own = self._exact(self._samples[number]), self._own(self._samples[number])
             self._known[number] = exact, list(map(comparison.measure, own, exact))
         return self._known[number]
 
 
-def _error(before: comparison.Error, after: comparison.Error) -> float:
-    return math.inf if after.nonfinite > before.nonfinite else after.relative
+def _error(before: comparison.Error, after: comparison.Error, noise: bool) -> float:
+    if after.nonfinite > before.nonfinite:
+        return math.inf
+    return 0.0 if noise else after.relative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,6 +139,9 @@ def convert_within(
 ) -> Within:
     """Converts `program` so that the results on all samples are within `target_error`, with the most low products.
 
+    Three samples or more also bound the error of further ones, and the last quarter of them only checks the result, as
+    in `xla_amp.jax.search`.
+
     Args:
         program: as `io.load` gives it.
         policy: what it keeps in float32 stays there.
@@ -131,26 +156,35 @@ def convert_within(
     Raises:
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
-    planned = _Planned(program, policy, low, samples, keep_io, math.inf if max_error is None else max_error)
+    planned = Planned(program, policy, low, samples, keep_io, math.inf if max_error is None else max_error)
     warn_of_rules(program, policy, planned.first, strict=strict)
+    few = len(samples) < _FEW
     found = search(
         planned,
         budget={_QUANTITY: target_error},
-        held_out=1,
-        confidence=_WITHOUT_SPREAD,
+        held_out=1 if few else None,
+        confidence=_WITHOUT_SPREAD if few else CONFIDENCE,
         budget_seconds=seconds,
         progress=lambda number, what: progress.step(f"searching, {what}", number),
     )
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)
-    return Within(converted=converted, achieved=planned.original.measure(converted.program), found=found)
+    return Within(
+        converted=converted, achieved=planned.original.measure(comparison.Runs(converted.module)), found=found
+    )
 
 
-class _Planned:
+class Planned:
     """The program as `search` sees it: a candidate for each product, or for each run of neighbours."""
 
     def __init__(
-        self, program: Program, policy: Policy, low: LowDtype, samples: Sequence[Sample], keep_io: bool, limit: float
+        self,
+        program: Program,
+        policy: Policy,
+        low: LowDtype,
+        samples: Sequence[Sample],
+        keep_io: bool = True,
+        limit: float = math.inf,
     ) -> None:
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._samples = list(samples)
@@ -163,7 +197,7 @@ class _Planned:
         runs = [self._products[start : start + size] for start in range(0, len(self._products), size)]
         self._nodes = {run[0][1].name: frozenset(number for number, _ in run) for run in runs}
         self.candidates = [_joined([each for _, each in run]) for run in runs]
-        self._last: tuple[Plan, Program] | None = None
+        self._last: tuple[Plan, comparison.Runs] | None = None
 
     batches = property(lambda self: max(3, len(self._samples)))
     """A search wants three; of fewer samples the first ones count twice."""
@@ -177,12 +211,12 @@ class _Planned:
     @functools.cache  # noqa: B019 - lives as long as one search
     def _error(self, plan: Plan, sample: int) -> float:
         if self._last is None or self._last[0] != plan:
-            self._last = plan, self.converted(plan).program
+            self._last = plan, comparison.Runs(self.converted(plan).module)
         return self.original.measure(self._last[1], [sample]).error
 
     def noise(self) -> Mapping[str, float]:
         """The error of float32."""
-        return {_QUANTITY: self.original.measure(self._program).float32}
+        return {_QUANTITY: self.original.measure(comparison.Runs(self._program.module)).float32}
 
     def converted(self, plan: Plan, found: Found | None = None) -> Converted:
         """The program of a plan; with `found` reasons have the measured errors."""
