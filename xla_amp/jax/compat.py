@@ -125,7 +125,7 @@ def scopes(eqn: Any | None) -> tuple[str, ...]:
     stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
     written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, source_info_util.Transform))
     names = (name for parts in written for name in parts)
-    return tuple(name for name in names if name and name != REGION_SCOPE and not module_patterns.names_class(name))
+    return tuple(name for name in names if name and name != REGION_SCOPE and not module_patterns.is_no_place(name))
 
 
 def frames(eqn: Any) -> tuple[tuple[str, str, int], ...]:

@@ -56,9 +56,12 @@ def joined(outer: str, inner: str) -> str:
     return f"{outer}.{inner}" if outer and inner else outer or inner
 
 
-def names_class(scope: str) -> bool:
-    """Whether a name scope is a class of a library (``eqx.nn.Linear``), no place in the model: paths leave it out."""
-    return scope.startswith("eqx.nn.")
+def is_no_place(scope: str) -> bool:
+    """Whether a name scope is a class of a library (``eqx.nn.Linear``) or the subscripts of an einsum (``ij,jk->ik``).
+
+    These are no places in the model: paths leave them out.
+    """
+    return scope.startswith("eqx.nn.") or "," in scope or "->" in scope
 
 
 def spelled(pattern: str) -> str:
@@ -78,12 +81,17 @@ def parse(pattern: str) -> ModulePattern:
     for parts in (2, 1):  # an operation with an overload has two parts
         modules, *tail = path.rsplit(".", parts)
         operation = op_catalog.canonical(".".join(tail))
-        found = () if len(tail) < parts or op_catalog.is_glob(operation) else op_catalog.catalogued(operation)
+        found = () if len(tail) < parts or op_catalog.is_glob(operation) else _named(operation)
         if found and (parts == 1 or found == (operation,)):
             return ModulePattern(
                 op_catalog.glob(path), op_catalog.glob(modules), frozenset(found), modules.count(".") + 1
             )
     return ModulePattern(op_catalog.glob(path), op_catalog.glob(path), frozenset(), path.count(".") + 1)
+
+
+def _named(operation: str) -> tuple[str, ...]:
+    """Operations of a name of ATen, jaxpr or StableHLO."""
+    return tuple(dict.fromkeys((*op_catalog.catalogued(operation), *op_catalog.native(operation))))
 
 
 def _matches(pattern: re.Pattern[str], path: str) -> bool:

@@ -45,7 +45,7 @@ def own_path(operation: Any) -> str | None:
         before = segments[index - 1] if index else ""
         after = segments[index + 1] if index + 1 < len(segments) else ""
         control = (before in _PARTS and _PARTS[before].match(inner)) or (inner in _PARTS and _PARTS[inner].match(after))
-        if inner and not (function or control or _CALLS.match(inner) or module_patterns.names_class(inner)):
+        if inner and not (function or control or _CALLS.match(inner) or module_patterns.is_no_place(inner)):
             parts.append(inner)
     return ".".join(parts)
 
