@@ -49,10 +49,24 @@ def from_records(records: Iterable[DecisionRecord], rates: Rates, *, low: str, b
     groups: dict[tuple[str, str], list[DecisionRecord]] = {}
     for record in records:
         if record.cast in _LOW_FORMS and _floating(record):
-            groups.setdefault((record.module, record.operation), []).append(record)
+            groups.setdefault((record.module, _operation(record)), []).append(record)
     return tuple(
         _candidate(scope, operation, found, rates, low, backward) for (scope, operation), found in groups.items()
     )
+
+
+def _operation(record: DecisionRecord) -> str:
+    """What a rule names it.
+
+    Outside torch a product may have been a ``linear`` or a ``bmm``, so rules for these would disagree about it;
+    ``dot_general`` reaches all of them, on every front.
+    """
+    return (
+        _PRODUCT if record.front != "pytorch" and record.operation in op_catalog.native(_PRODUCT) else record.operation
+    )
+
+
+_PRODUCT: Final = "dot_general"
 
 
 def _floating(record: DecisionRecord) -> bool:
@@ -71,7 +85,7 @@ def seconds(
     return math.fsum(
         _time(record, rates, backward, _narrower(record.given, record.used), record.result)
         for record in records
-        if (record.module, record.operation) in planned
+        if (record.module, _operation(record)) in planned
         or op_catalog.catalogue().classes.get(record.operation) in _NOT_FUSED
     )
 

@@ -11,19 +11,19 @@ from xla_amp.plan_search.measurements import Plan
 from xla_amp.policy import Policy, Rule, RuleLayer
 from xla_amp.policy import load as load_policy
 from xla_amp.policy.load import check, rule
+from xla_amp.policy.policy import MEASURED
 from xla_amp.types import Cast, LowDtype
 
 NAME = "searched"
 BASE = "lean"
 """The policy below the rows: everything that may run low does, and what no plan should lower is float32."""
-ORIGIN = "precision search"
 
 Why = Callable[[Sequence[Candidate]], str]
 """The reason of a row, from its candidates."""
 
 
 def _unsaid(_: Sequence[Candidate]) -> str:
-    return f"a plan of a {ORIGIN}"
+    return f"a plan of a {MEASURED}"
 
 
 def rows(plan: Plan, candidates: Sequence[Candidate], why: Why = _unsaid) -> list[Rule]:
@@ -32,7 +32,7 @@ def rows(plan: Plan, candidates: Sequence[Candidate], why: Why = _unsaid) -> lis
     for each in candidates:
         groups.setdefault((each.scope, each.low if each.name in plan else "fp32"), []).append(each)
     return [
-        rule(f"{ORIGIN}, row {number}", [each.name for each in found], cast, why=why(found), source=ORIGIN)
+        rule(f"{MEASURED}, row {number}", [each.name for each in found], cast, why=why(found), source=MEASURED)
         for number, ((_, cast), found) in enumerate(groups.items(), 1)
     ]
 
@@ -50,8 +50,8 @@ def explained(plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: W
 @functools.lru_cache(maxsize=64)
 def _policy(found: tuple[Rule, ...], low: LowDtype) -> Policy:
     base = load_policy(BASE)
-    layer = check(RuleLayer(layer="file", origin=ORIGIN, rules=found))
-    return Policy(name=NAME, low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=ORIGIN)
+    layer = check(RuleLayer(layer="file", origin=MEASURED, rules=found))
+    return Policy(name=NAME, low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=MEASURED)
 
 
 def to_toml(found: Policy, summary: str, lines: Sequence[str] = ()) -> str:

@@ -12,6 +12,7 @@ from xla_amp.plan_search import plans
 from xla_amp.plan_search.candidates import Candidate
 from xla_amp.plan_search.planner import Assessment, Found
 from xla_amp.policy import Policy
+from xla_amp.policy.policy import MEASURED
 from xla_amp.report import units
 from xla_amp.report.document import Column, Document, Finding, Plot, Point, Row, Table
 from xla_amp.report.shown import Shown
@@ -67,7 +68,7 @@ class SearchResult(Shown):
         Raises:
             FileError: the file cannot be written.
         """
-        text = plans.to_toml(self.policy, self._answer(), [f"Written by a {plans.ORIGIN} of xla_amp.", *self._lines()])
+        text = plans.to_toml(self.policy, self._answer(), [f"Written by a {MEASURED} of xla_amp.", *self._lines()])
         with writing(path):
             Path(path).write_text(text, encoding="utf-8")
 

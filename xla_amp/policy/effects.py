@@ -222,6 +222,16 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
         _warn(_text(lines, "what ran under autocast"))
 
 
+def report_measured(layer: RuleLayer) -> None:
+    """Reports the rules of a plan that was measured for one program, once, when a region with it closes."""
+    if layer in _asked and layer not in _measured:
+        _measured.add(layer)
+        report_unmatched(layer, strict=False)
+
+
+_measured: set[RuleLayer] = set()
+
+
 def _warn(text: str) -> None:
     file, line = _caller()
     warnings.warn_explicit(text, RuleWarning, file, line, registry=_shown)

@@ -27,6 +27,7 @@ from xla_amp.backends import devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects
+from xla_amp.policy.policy import MEASURED
 from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
 from xla_amp.types import Cast
 
@@ -72,7 +73,8 @@ class autocast:
             kernel from this package while the region is open.
         rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``; they win over overrides.
         strict: when the region closes, a rule of yours that has matched no operation in this process is an error, if
-            the region ran operations.  Without it, such a rule of `rules` is a `RuleWarning`.
+            the region ran operations.  Without it, such a rule of `rules`, or of a plan of `xla_amp.search`, is a
+            `RuleWarning`.
 
     Raises:
         DeviceError: `device` is not a device (also a `ValueError`), or autocast would have no effect on it.
@@ -152,6 +154,8 @@ class autocast:
             for layer in rules.layers:
                 if layer.layer == "context" or (self.strict and layer.layer in ("file", "environment")):
                     effects.report_unmatched(layer, strict=self.strict)
+        if kind is None and rules is not None and self.policy is not None and self.policy.source == MEASURED:
+            effects.report_measured(self.policy.layers[-1])
 
     def __call__(self, function: _Function) -> _Function:
         decorated: _Function = decorate.inside(self, function, self._again)
