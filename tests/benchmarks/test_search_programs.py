@@ -1,4 +1,4 @@
-"""The cheap rows of benchmarks/search_programs.py: within the budget on unseen batches, near the best random plan."""
+"""Cheap rows of benchmarks/search_programs.py: within the budget on unseen batches, near the best random plan."""
 
 from __future__ import annotations
 
@@ -19,23 +19,35 @@ def programs():
         sys.path.remove(str(ROOT / "benchmarks"))
 
 
-# name, random plans; with five or six candidates these see most of the plans
+# front, name, random plans; with five or six candidates these see most of the plans
 ROWS = [
-    ("nearly equal", 12),
+    ("torch", "nearly equal", 12),
+    ("jax", "nearly equal", 8),
+    ("stablehlo", "nearly equal", 4),
     *(
-        pytest.param(name, plans, marks=pytest.mark.exhaustive)
-        for name, plans in (("batch norm", 24), ("RoPE", 24), ("log-sum-exp", 12), ("LSTM", 6), ("overflow", 24))
+        pytest.param(*row, marks=pytest.mark.exhaustive)
+        for row in (
+            ("torch", "batch norm", 24),
+            ("torch", "RoPE", 24),
+            ("torch", "log-sum-exp", 12),
+            ("torch", "LSTM", 6),
+            ("torch", "overflow", 24),
+            ("jax", "overflow", 8),
+            ("jax", "log-sum-exp", 8),
+            ("stablehlo", "overflow", 4),
+        )
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "plans"), ROWS)
-def test_a_searched_program(programs, name: str, plans: int):
-    row = programs.measure(name, "h100", plans)
+@pytest.mark.parametrize(("front", "name", "plans"), ROWS)
+def test_a_searched_program(programs, front: str, name: str, plans: int):
+    row = programs.measure(front, name, "h100", plans)
     assert row["met"]
     assert row["all_low"] > 1, "with everything low it is not within the budget: something must be found"
     for key, limit in row["budget"].items():
         assert 0 < row["errors"][key] <= limit
         assert 0 < row["unseen"][key] <= limit
+    assert row["same"], "what is saved gives the same casts when it is read"
     assert row["to_best"] <= 1.05
     assert row["all_low_time"] < row["time"] < 1
