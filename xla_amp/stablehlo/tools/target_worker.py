@@ -9,6 +9,7 @@ private APIs of JAX that compiling needs are confined to this file.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,9 @@ def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[
     from jax._src import compiler, xla_bridge
     from jax._src.interpreters import mlir
     from jaxlib.mlir import ir
+
+    if b"mosaic_gpu" in module:
+        importlib.import_module("jax.experimental.mosaic.gpu")  # tells XLA where the library of such kernels is
 
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
