@@ -109,6 +109,17 @@ def test_a_step_on_the_lazy_device():
     assert report.summary()["casts_inserted"]["float32->bfloat16"] == 3
 
 
+def test_it_says_which_form_computes_a_convolution_and_why_no_other():
+    weight = torch.ones(3, 2, 1, 5, device=xla_amp.xla_device())
+    with xla_amp.explain() as report:
+        assert report.forms() == []
+        torch.nn.functional.conv2d(torch.ones(1, 2, 4, 9, device=weight.device), weight).cpu()
+    (row,) = report.forms()
+    assert (row["operation"], row["form"]) == ("convolution", "xla, in float32")
+    assert "channels_first: several taps, one group" in row["left_out"]
+    assert "xla, in float32" in str(report)
+
+
 def test_operations_that_the_dispatcher_does_not_meet_are_not_listed(device):
     x = torch.rand(4, 4).to(device)
     with xla_amp.explain() as report, xla_amp.autocast(device, policy="cpu"):

@@ -16,7 +16,7 @@ from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
 from xla_amp.report import operations, terminal, units
-from xla_amp.report.document import Document
+from xla_amp.report.document import Column, Document, Row, Table
 from xla_amp.report.shown import Shown
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
@@ -40,6 +40,7 @@ class Report(Shown):
     def __init__(self) -> None:
         self.records: list[DecisionRecord] = []
         """One `xla_amp.events.DecisionRecord` for each operation that ran in an autocast region, of any thread."""
+        self._forms_before = _chosen_forms()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -74,6 +75,22 @@ class Report(Shown):
         """What ran low: contractions, float32 islands and casts, for each module and in total."""
         return summarize(self.records, is_contraction)
 
+    def forms(self) -> list[dict[str, str]]:
+        """Which form computes each kind of attention and convolution in the programs built since the block began.
+
+        Only the lazy device chooses; a program that was in the cache is not built again.  Keys: operation, call,
+        platform, form, why, left_out: each form that comes before, and why it cannot compute the call.
+        """
+        known = set(map(id, self._forms_before))
+        return [
+            {
+                **{name: getattr(choice, name) for name in ("operation", "call", "platform", "form", "why")},
+                "left_out": "; ".join(f"{name}: {reason}" for name, reason in choice.left_out.items()),
+            }
+            for choice in _chosen_forms()
+            if id(choice) not in known
+        ]
+
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""
         found = [_operation(entry) for entry in self.records]
@@ -86,7 +103,7 @@ class Report(Shown):
             kind="explain",
             facts=(("policy", policies), ("casts inserted", casts)),
             findings=operations.findings(found),
-            tables=(operations.table(found),),
+            tables=(operations.table(found), *([_forms_table(forms)] if (forms := self.forms()) else [])),
         )
 
     def __rich__(self) -> Any:
@@ -127,6 +144,28 @@ def explain() -> Iterator[Report]:
         events.add(sink)
         stack.callback(events.remove, sink)
         yield report
+
+
+def _chosen_forms() -> tuple[Any, ...]:
+    library = sys.modules.get("xla_amp.lowering.forms")
+    return () if library is None else library.chosen()
+
+
+def _forms_table(forms: list[dict[str, str]]) -> Table:
+    columns = (
+        Column("operation", "name"),
+        Column("call"),
+        Column("form", meaning="the first of the operation's forms without an objection"),
+        Column("why"),
+        Column("left out", meaning="forms that come before it, and why they cannot compute this call"),
+    )
+    names = ("operation", "call", "form", "why", "left_out")
+    return Table(
+        title="Forms of fused operations",
+        columns=columns,
+        rows=tuple(Row(tuple(form[name] for name in names)) for form in forms),
+        note="of programs that were built since the block began",
+    )
 
 
 def _fields(entry: DecisionRecord) -> dict[str, str | list[str]]:
