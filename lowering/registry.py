@@ -46,6 +46,7 @@ SUPPLIES: Mapping[str, str] = MappingProxyType(
         "rng": "a JAX PRNG key for this call",
         "replicas": "name of the axis over the processes that train together (for `jax.lax.pmax`), None for one",
         "partitioned": "whether XLA splits the program over the devices of a mesh (it cannot split a custom kernel)",
+        "compute": "compute capability of the NVIDIA GPU that the program is for, (9, 0); None where it is not known",
         "platform": "the XLA platform that the program is lowered for: 'cpu', 'gpu' or 'tpu'",
     }
 )

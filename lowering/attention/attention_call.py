@@ -1,14 +1,18 @@
-"""The arguments of one attention call, and the steps that several forms share."""
+"""The arguments of one attention call, the contract of its forms, and the steps that several of them share."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xla_amp.lowering.forms import Form
 from xla_amp.lowering.linalg.contraction import Axes, Operand, contract
 from xla_amp.lowering.operand import as_dtype, materialize, opmath
 
@@ -38,6 +42,27 @@ class Attention:
     platform: str
     partitioned: bool = False
     """Whether XLA splits the program over the devices of a mesh."""
+    compute: tuple[int, int] | None = None
+    """Compute capability of the NVIDIA GPU that the program is for, where it is known."""
+
+    @property
+    def summary(self) -> str:
+        """Sizes and dtype, for people."""
+        batch, heads, rows, columns = self.shape
+        features, groups = self.query.shape[-1], f" in groups of {self.groups}" if self.groups > 1 else ""
+        extras = {"causal": self.causal, "mask or bias": self.bias is not None, "dropout": self.rng is not None}
+        sizes = f"{batch} x {heads} heads{groups}, {rows} rows, {columns} columns, {features} features, {self.dtype}"
+        return ", ".join([sizes, *(name for name, given in extras.items() if given)])
+
+    def objection_to_kernels(self, dtypes: tuple[Any, ...]) -> str | None:
+        """What no kernel of a library computes here; None if nothing is in the way."""
+        if self.partitioned:
+            return "XLA does not split a kernel over a mesh"
+        if self.rng is not None:
+            return "it has dropout"
+        if self.dtype not in map(np.dtype, dtypes):
+            return f"not for {self.dtype}"
+        return None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -54,6 +79,11 @@ class Attention:
     def groups(self) -> int:
         """Number of heads that share a key head."""
         return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def row_statistics(self) -> int:
+        """Bytes of one float32 number for each row of each head."""
+        return 4 * math.prod(self.shape[:3])
 
     @property
     def scale(self) -> np.ndarray:
@@ -91,6 +121,28 @@ class Attention:
         """0 for dropped weights, 1 / (1 - dropout) for the others."""
         keep = jax.random.bernoulli(rng, 1 - self.dropout, shape)
         return jnp.where(keep, np.asarray(1 / (1 - self.dropout), opmath(self.dtype)), 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionForm(Form[Attention]):
+    """One way to compute attention."""
+
+    forward: Callable[[Attention], tuple[jax.Array, jax.Array]]
+    """Output and logarithm of the sum of exponentials."""
+    backward: Callable[
+        [Attention, Operand, Operand, Operand, bool], tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+    ]
+    """From the gradient, output and logarithm: gradients of query, key, value and, if that is wanted, bias."""
+    cost: Callable[[Attention], int]
+    """Bytes of temporary memory of both passes, estimated."""
+    min_columns: int = 0
+    """Not used for fewer columns: on a TPU small score matrices stay on chip."""
+
+    def objection(self, call: Attention) -> str | None:
+        """Why it does not compute `call`; None if it does."""
+        if call.platform in self.platforms and call.shape[3] < self.min_columns:
+            return f"fewer than {self.min_columns} columns: a small score matrix costs less"
+        return super().objection(call)
 
 
 def group_rows(x: Operand, groups: int) -> Operand:

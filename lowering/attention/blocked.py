@@ -10,17 +10,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.attention.attention_call import Attention, group_rows, row_maximum, sum_to
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, group_rows, row_maximum, sum_to
 from xla_amp.lowering.linalg.contraction import Operand
-from xla_amp.lowering.operand import as_dtype, materialize, up
+from xla_amp.lowering.operand import as_dtype, materialize, opmath, up
 
 BLOCK = 128
 """Rows in a block."""
@@ -32,6 +33,31 @@ _Sums: TypeAlias = tuple[jax.Array, jax.Array]
 """Accumulated gradients of key and value."""
 _RowGradients: TypeAlias = tuple[jax.Array, jax.Array | None]
 """Gradients of one block of the query and of the bias."""
+
+
+_LARGE: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {"cpu": (1024, 1 << 24), "gpu": (1024, 1 << 30), "tpu": (1024, 1 << 30)}
+)
+"""Platform -> rows, and bytes of the score matrix in the opmath dtype, from which the rows are divided into blocks.
+
+CPU: beyond both limits blocks are also faster.  GPU and TPU: the limit of memory for one score matrix.
+"""
+
+
+def supports(call: Attention) -> str | None:
+    """Why the full matrix serves better."""
+    min_rows, min_bytes = _LARGE[call.platform]
+    if call.shape[2] >= min_rows and math.prod(call.shape) * opmath(call.dtype).itemsize >= min_bytes:
+        return None
+    return f"fewer than {min_rows} rows, or a score matrix of less than {min_bytes >> 20} MiB"
+
+
+def cost(call: Attention) -> int:
+    """Bytes of temporary memory: three matrices of a block's scores, and wide gradients of keys and values."""
+    batch, heads, rows, columns = call.shape
+    width = opmath(call.dtype).itemsize
+    sums = math.prod(call.key.shape) + math.prod(call.value.shape)
+    return width * (3 * batch * heads * min(BLOCK, rows) * columns + 2 * sums)
 
 
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
@@ -164,3 +190,13 @@ def _join_blocks(spans: Sequence[jax.Array], rows: int) -> jax.Array:
     """Blocks [number, batch, heads, size, ...] of each span to [batch, heads, rows, ...]."""
     x = jnp.moveaxis(jnp.concatenate(spans), 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :rows]
+
+
+FORM: Final = AttentionForm(
+    name="blocked",
+    why="memory linear in the length, where score matrices exceed the caches (CPU) or take GiB (GPU, TPU)",
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    cost=cost,
+)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention import blocked
-from xla_amp.lowering.attention.attention_call import Attention
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
@@ -34,21 +34,27 @@ _NO_GRADIENT: Final = {"should_export_dbias": lambda *_: False}
 """JAX 0.10 asks cuDNN for the gradient of each mask; few versions of cuDNN have it for more than a batch of one."""
 
 
-def supports(call: Attention) -> bool:
-    """Whether cuDNN can compute this call: half precision, no dropout, features in eights, an even mask."""
+def supports(call: Attention) -> str | None:
+    """Why cuDNN cannot compute this call: dtype, dropout, features not in eights, a mask of another form."""
     features = call.query.shape[-1]
-    even = all(extent % 2 == 0 for extent in call.shape[2:])
-    return (
-        call.platform == "gpu"
-        and not call.partitioned
-        and call.rng is None
-        and call.dtype in (np.dtype(np.float16), np.dtype(jnp.bfloat16))
-        and call.value.shape[-1] == features
-        and features % 8 == 0
-        and features <= _MAX_FEATURES
-        and _is_available()
-        and (call.bias is None or (even and call.bias.ndim == 4 and (_is_mask(call) or _skips_gradient())))
-    )
+    if in_the_way := call.objection_to_kernels((np.float16, jnp.bfloat16)):
+        return in_the_way
+    if call.value.shape[-1] != features:
+        return "the result has other features than the query"
+    if features % 8 or features > _MAX_FEATURES:
+        return f"features must be a multiple of 8, at most {_MAX_FEATURES}"
+    if not _is_available():
+        return "this JAX or this GPU lacks cuDNN's attention"
+    if call.bias is None:
+        return None
+    if call.bias.ndim != 4 or any(extent % 2 for extent in call.shape[2:]):
+        return "a mask or bias must have four dimensions, rows and columns be even"
+    return None if _is_mask(call) or _skips_gradient() else "this JAX would compute the bias's gradient, too"
+
+
+def cost(call: Attention) -> int:
+    """Bytes of temporary memory: a statistic of each row in each pass."""
+    return 2 * call.row_statistics
 
 
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
@@ -164,3 +170,16 @@ def _traced() -> Iterator[None]:
         if answers:
             stack.enter_context(mock.patch.multiple(_module(), **answers))
         yield
+
+
+FORM: Final = AttentionForm(
+    name="cudnn",
+    why="never writes the score matrix: 16 x 1024 tokens with 12 heads of 64 peak at a third of blocks' memory",
+    platforms=("gpu",),
+    marks=("cudnn", "fmha"),
+    min_columns=256,
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    cost=cost,
+)

@@ -7,27 +7,31 @@ logarithm as the maximum, with a sum of one, is equivalent.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention import tpu_kernels
-from xla_amp.lowering.attention.attention_call import Attention
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
 
-def supports(call: Attention) -> bool:
-    """Whether the kernel can compute this call: equally many features everywhere, that fit or fill whole registers."""
+def supports(call: Attention) -> str | None:
+    """Why the kernel cannot compute this call: features that differ, or neither fit nor fill whole registers."""
     features = call.query.shape[-1]
-    return (
-        call.value.shape[-1] == features
-        and (features <= tpu_kernels.LANES or features % tpu_kernels.LANES == 0)
-        and tpu_kernels.supports(call)
-        and _library() is not None
-    )
+    if call.value.shape[-1] != features:
+        return "the result has other features than the query"
+    if features > tpu_kernels.LANES and features % tpu_kernels.LANES:
+        return f"more than {tpu_kernels.LANES} features must be a multiple of it"
+    return tpu_kernels.objection(call) or (None if _library() else "this JAX lacks the kernel")
+
+
+def cost(call: Attention) -> int:
+    """Bytes of temporary memory: `tpu_kernels.LANES` copies of each row's maximum, sum and gradient sum."""
+    return 3 * tpu_kernels.LANES * call.row_statistics
 
 
 @functools.cache
@@ -122,3 +126,16 @@ def _block_sizes(query: jax.Array, key: jax.Array) -> Any:
         block_k_major_dq=columns,
         block_k_dq=columns,
     )
+
+
+FORM: Final = AttentionForm(
+    name="flash",
+    why="as splash, where a scaled query would be rounded; it keeps 128 copies of each row's statistics",
+    platforms=("tpu",),
+    marks=tpu_kernels.MARKS,
+    min_columns=1024,
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    cost=cost,
+)

@@ -10,14 +10,17 @@ finds them equal and computes them once.  In a program with one pass, no score m
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xla_amp.lowering.attention.attention_call import Attention, group_rows, row_maximum, sum_to
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, group_rows, row_maximum, sum_to
 from xla_amp.lowering.linalg.contraction import Operand
-from xla_amp.lowering.operand import Permuted, as_dtype, materialize, stored, up
+from xla_amp.lowering.operand import Permuted, as_dtype, materialize, opmath, stored, up
 
 _TOKEN_MAJOR = (0, 2, 1, 3)
 """[batch, heads, rows, features] to [batch, rows, heads, features], and back."""
@@ -33,6 +36,11 @@ class Exponentials:
         self.values = jnp.exp(scores - self.maximum)
         total = jnp.sum(self.values, -1, keepdims=True)
         self.total = jnp.where(total == 0, 1, total)
+
+
+def cost(call: Attention) -> int:
+    """Bytes of temporary memory: the weights and their gradient."""
+    return 2 * math.prod(call.shape) * opmath(call.dtype).itemsize
 
 
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
@@ -94,3 +102,12 @@ def _divide(grad: Operand, total: jax.Array, dtype: np.dtype) -> tuple[jax.Array
     inverse = tuple(int(axis) for axis in np.argsort(grad.permutation))
     base = up(grad.base) / lax.transpose(total, inverse)
     return Permuted(base, grad.permutation).materialize(), Permuted(as_dtype(base, dtype), grad.permutation)
+
+
+FORM: Final = AttentionForm(
+    name="full matrix",
+    why="fewest operations, and a program with both passes computes the weights once",
+    forward=forward,
+    backward=backward,
+    cost=cost,
+)

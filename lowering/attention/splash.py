@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from xla_amp.lowering.attention import tpu_kernels
-from xla_amp.lowering.attention.attention_call import Attention
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
 
-def supports(call: Attention) -> bool:
-    """Whether the kernel can compute this call without an additional rounding of the query."""
+def supports(call: Attention) -> str | None:
+    """Why the kernel cannot compute this call without an additional rounding of the query."""
     exact = call.dtype == np.float32 or math.frexp(abs(float(call.scale)))[0] == 0.5
-    return exact and tpu_kernels.supports(call) and _library() is not None
+    if in_the_way := tpu_kernels.objection(call):
+        return in_the_way
+    if not exact:
+        return "a scaled query would be rounded: the factor of the scores is no power of two"
+    return None if _library() else "this JAX lacks the kernel"
+
+
+def cost(call: Attention) -> int:
+    """Bytes of temporary memory: the scaled query, and two statistics of each row."""
+    return math.prod(call.query.shape) * call.dtype.itemsize + 2 * call.row_statistics
 
 
 @functools.cache
@@ -124,3 +133,16 @@ def _kernel(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) ->
         block_sizes=sizes,
         save_residuals=True,
     )
+
+
+FORM: Final = AttentionForm(
+    name="splash",
+    why="on a TPU the score matrices are most of the memory traffic of a long sequence",
+    platforms=("tpu",),
+    marks=tpu_kernels.MARKS,
+    min_columns=512,
+    supports=supports,
+    forward=forward,
+    backward=backward,
+    cost=cost,
+)

@@ -15,6 +15,7 @@ import numpy as np
 
 from xla_amp.lowering.attention.attention_call import Attention
 
+MARKS: Final = ("mosaic", "tpu_custom_call")
 LANES: Final = 128
 """Lanes of a TPU's vector registers: the kernels' smallest tile."""
 _TILE_EDGES: Final = (512, 256, 128)
@@ -23,18 +24,16 @@ _MAX_ROW_BYTES: Final = 1024
 """Bytes of a row of queries, keys or values.  Tiles of longer rows do not fit into the VMEM of a v5e or a v5p."""
 
 
-def supports(call: Attention) -> bool:
-    """Whether a kernel can compute this call: no bias, no dropout, whole tiles, short enough rows."""
+def objection(call: Attention) -> str | None:
+    """Why no kernel computes this call: a bias, dropout, parts of tiles, too long rows."""
+    if in_the_way := call.objection_to_kernels((np.float32, jnp.bfloat16)):
+        return in_the_way
+    if call.bias is not None:
+        return "it has a mask or bias"
+    if any(extent % LANES for extent in call.shape[2:]):
+        return f"rows and columns must be multiples of {LANES}"
     features = max(call.query.shape[-1], call.value.shape[-1])
-    return (
-        call.platform == "tpu"
-        and not call.partitioned  # XLA does not split a kernel over a mesh
-        and call.bias is None
-        and call.rng is None
-        and call.dtype in (np.dtype(np.float32), np.dtype(jnp.bfloat16))
-        and all(extent % LANES == 0 for extent in call.shape[2:])
-        and features * call.dtype.itemsize <= _MAX_ROW_BYTES
-    )
+    return "too many features for VMEM" if features * call.dtype.itemsize > _MAX_ROW_BYTES else None
 
 
 def tile_shape(rows: int, columns: int) -> tuple[int, int]:

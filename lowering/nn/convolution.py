@@ -4,47 +4,33 @@ A convolution is three linear maps that share one `Geometry`: `forward`, `data_g
 and `weight_gradient` (its transpose in the weight).  A transposed convolution is the same three with input and result
 exchanged.  Layout is torch's: ``(N, C, *spatial)`` and ``(O, C / groups, *kernel)``.
 
-On GPU and TPU each map is XLA's convolution on the unconverted operands.  On CPU it runs in float32 on the rounded
-operands (XLA:CPU has no faster kernel for half types), unless `_cpu_form` selects a sum over taps.
+`FORMS` has the ways to compute the three: XLA's convolution, and on CPU sums over taps.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from xla_amp.lowering import forms
+from xla_amp.lowering.forms import Form
 from xla_amp.lowering.linalg.contraction import precision
 from xla_amp.lowering.nn import convolution_taps as taps
 from xla_amp.lowering.nn.convolution_taps import Geometry
 from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
 
-Form = Literal["xla", "depthwise", "channels_first", "channels_last"]
-
 _MIN_DOT_CHANNELS = 256
 """Channels from which one bfloat16 dot per tap is faster than XLA:CPU's float32 convolution."""
-
-
-def _cpu_form(dtype: object, weight_shape: Sequence[int], groups: int) -> Form:
-    """The fastest form of a convolution on XLA:CPU; docs/lowering.md has the measurements."""
-    filters, channels, *kernel = weight_shape
-    if groups > 1 and channels == 1 and filters == groups:
-        return "depthwise"
-    if groups > 1 or math.prod(kernel) == 1:
-        return "channels_first"
-    if dtype == jnp.bfloat16 and min(filters, channels) >= _MIN_DOT_CHANNELS:
-        return "channels_last"
-    return "xla"
-
-
-def _form(dtype: object, weight_shape: Sequence[int], geometry: Geometry, platform: str) -> Form:
-    return _cpu_form(dtype, weight_shape, geometry.groups) if platform == "cpu" else "xla"
 
 
 def _xla_convolution(x: jax.Array, weight: jax.Array, geometry: Geometry) -> jax.Array:
@@ -61,45 +47,131 @@ def _xla_convolution(x: jax.Array, weight: jax.Array, geometry: Geometry) -> jax
     )
 
 
-def _operands(platform: str, *arrays: jax.Array) -> list[jax.Array]:
-    return [up(x) for x in arrays] if platform == "cpu" else list(arrays)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """What the choice of a form depends on."""
+
+    dtype: np.dtype
+    weight_shape: tuple[int, ...]
+    geometry: Geometry
+    platform: str
+
+    @property
+    def summary(self) -> str:
+        """Sizes and dtype, for people."""
+        filters, channels, *kernel = self.weight_shape
+        groups, size = self.geometry.groups, " x ".join(map(str, kernel))
+        grouped = f", {groups} groups" if groups > 1 else ""
+        return f"{channels * groups} channels, {filters} filters of {size}{grouped}, {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvolutionForm(Form[Convolution]):
+    """One way to compute a convolution: the map, and its transposes in the input and in the weight."""
+
+    forward: Callable[[jax.Array, jax.Array, Geometry], jax.Array]
+    data_gradient: Callable[[jax.Array, jax.Array, Sequence[int], Geometry], jax.Array]
+    weight_gradient: Callable[[jax.Array, jax.Array, Sequence[int], Geometry], jax.Array]
+
+
+def _xla_data_gradient(grad: jax.Array, weight: jax.Array, spatial: Sequence[int], geometry: Geometry) -> jax.Array:
+    x = jax.ShapeDtypeStruct((grad.shape[0], weight.shape[1] * geometry.groups, *spatial), grad.dtype)
+    grad_x: jax.Array = jax.linear_transpose(lambda x: _xla_convolution(x, weight, geometry), x)(grad)[0]
+    return grad_x
+
+
+def _xla_weight_gradient(grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry) -> jax.Array:
+    weight = jax.ShapeDtypeStruct(tuple(weight_shape), x.dtype)
+    transpose = jax.linear_transpose(lambda weight: _xla_convolution(x, weight, geometry), weight)
+    grad_weight: jax.Array = transpose(grad)[0]
+    return grad_weight
+
+
+def _up(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`function` of its first two arguments in float32: XLA:CPU has no faster kernel for half types."""
+    return lambda first, second, *rest: function(up(first), up(second), *rest)
+
+
+def _taps(name: taps.Form, why: str, supports: Callable[[Convolution], str | None]) -> ConvolutionForm:
+    return ConvolutionForm(
+        name=name,
+        why=why,
+        platforms=("cpu",),
+        supports=supports,
+        forward=functools.partial(taps.forward, form=name),
+        data_gradient=functools.partial(taps.data_gradient, form=name),
+        weight_gradient=functools.partial(taps.weight_gradient, form=name),
+    )
+
+
+def _is_depthwise(call: Convolution) -> bool:
+    return call.geometry.groups == call.weight_shape[0] > 1 == call.weight_shape[1]
+
+
+def _is_wide(call: Convolution) -> bool:
+    return call.dtype == jnp.bfloat16 and min(call.weight_shape[:2]) >= _MIN_DOT_CHANNELS
+
+
+FORMS: Final = (
+    _taps(
+        "depthwise",
+        "XLA:CPU has no kernel for groups that deserves the name",
+        lambda call: None if _is_depthwise(call) else "not one channel and one filter in each group",
+    ),
+    _taps(
+        "channels_first",
+        "one dot of all groups for each tap; no copy for a single tap",
+        lambda call: (
+            "several taps, one group" if call.geometry.groups == 1 < math.prod(call.weight_shape[2:]) else None
+        ),
+    ),
+    _taps(
+        "channels_last",
+        "one bfloat16 dot for each tap is faster than a float32 convolution",
+        lambda call: None if _is_wide(call) else f"not bfloat16, or fewer than {_MIN_DOT_CHANNELS} channels or filters",
+    ),
+    ConvolutionForm(
+        name="xla, in float32",
+        why="XLA:CPU's convolution, which has no faster kernel for half types",
+        platforms=("cpu",),
+        forward=_up(_xla_convolution),
+        data_gradient=_up(_xla_data_gradient),
+        weight_gradient=_up(_xla_weight_gradient),
+    ),
+    ConvolutionForm(
+        name="xla",
+        why="XLA's convolution of the operands as they are",
+        forward=_xla_convolution,
+        data_gradient=_xla_data_gradient,
+        weight_gradient=_xla_weight_gradient,
+    ),
+)
+"""In order of preference: the first without an objection is used; docs/lowering.md has the measurements."""
+
+
+def form_of(dtype: np.dtype, weight_shape: Sequence[int], geometry: Geometry, platform: str) -> ConvolutionForm:
+    """The form in which a convolution and its gradients are computed."""
+    call = Convolution(dtype=np.dtype(dtype), weight_shape=tuple(weight_shape), geometry=geometry, platform=platform)
+    return forms.choose("convolution", FORMS, call)
 
 
 def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, platform: str) -> jax.Array:
     """The convolution of `x` with `weight`."""
-    form = _form(x.dtype, weight.shape, geometry, platform)
-    if form == "xla":
-        x, weight = _operands(platform, x, weight)
-        return _xla_convolution(x, weight, geometry)
-    return taps.forward(x, weight, geometry, form)
+    return form_of(x.dtype, weight.shape, geometry, platform).forward(x, weight, geometry)
 
 
 def data_gradient(
     grad: jax.Array, weight: jax.Array, spatial: Sequence[int], geometry: Geometry, platform: str
 ) -> jax.Array:
     """The gradient of an input with spatial extents `spatial`, or the transposed convolution of `grad` to them."""
-    form = _form(grad.dtype, weight.shape, geometry, platform)
-    if form != "xla":
-        return taps.data_gradient(grad, weight, spatial, geometry, form)
-    grad, weight = _operands(platform, grad, weight)
-    shape = (grad.shape[0], weight.shape[1] * geometry.groups, *spatial)
-    x = jax.ShapeDtypeStruct(shape, grad.dtype)
-    grad_x: jax.Array = jax.linear_transpose(lambda x: _xla_convolution(x, weight, geometry), x)(grad)[0]
-    return grad_x
+    return form_of(grad.dtype, weight.shape, geometry, platform).data_gradient(grad, weight, spatial, geometry)
 
 
 def weight_gradient(
     grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, platform: str
 ) -> jax.Array:
     """The gradient of a weight of shape `weight_shape`."""
-    form = _form(x.dtype, weight_shape, geometry, platform)
-    if form != "xla":
-        return taps.weight_gradient(grad, x, weight_shape, geometry, form)
-    grad, x = _operands(platform, grad, x)
-    weight = jax.ShapeDtypeStruct(tuple(weight_shape), x.dtype)
-    transpose = jax.linear_transpose(lambda weight: _xla_convolution(x, weight, geometry), weight)
-    grad_weight: jax.Array = transpose(grad)[0]
-    return grad_weight
+    return form_of(x.dtype, weight_shape, geometry, platform).weight_gradient(grad, x, weight_shape, geometry)
 
 
 def _transposed_extents(x: jax.Array, weight: jax.Array, extra: Sequence[int], geometry: Geometry) -> list[int]:

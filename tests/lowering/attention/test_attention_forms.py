@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import warnings
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 import xla_amp
 from xla_amp.errors import KernelWarning
-from xla_amp.lowering import kernels
-from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tpu_kernels
+from xla_amp.lowering import forms
+from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tokamax, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
 from xla_amp.stablehlo.tools import targets
@@ -201,6 +202,19 @@ def test_memory_of_blocks_is_linear_in_the_length_and_that_of_the_full_matrix_is
     assert temporary(full_matrix, 2048) > 3.5 * temporary(full_matrix, 1024)
 
 
+@pytest.mark.parametrize("form", [blocked.FORM, full_matrix.FORM])
+def test_the_cost_of_a_form_is_near_what_the_compiler_counts(form):
+    call = example(rows=2048, columns=2048, platform="cpu", causal=False, heads=2)
+    arrays = [jax.ShapeDtypeStruct(call.query.shape, call.dtype)] * 4
+
+    def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
+        given = dataclasses.replace(call, query=query, key=key, value=value)
+        return tuple(computed(form, given, grad).values())[:5]
+
+    counted = jax.jit(step).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+    assert 0.5 < counted / form.cost(call) < 2
+
+
 # -- the kernels for TPUs ---------------------------------------------------------------------------------------------
 
 
@@ -237,7 +251,7 @@ def test_the_kernels_for_tpus(form, dtype, shape, causal, scale, interpreted, mo
     monkeypatch.setattr(tpu_kernels, "_TILE_EDGES", (128,))
     query, key, value, grad = made(dtype, *shape)
     call = Attention(query=query, key=key, value=value, causal=causal, given_scale=scale, platform="tpu")
-    assert form.supports(call)
+    assert form.supports(call) is None
     want = exact((query, key, value, grad), None, causal, scale)
     agree(computed(form, call, grad), want, TOLERANCES[dtype])
 
@@ -292,7 +306,7 @@ def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
     added = BIASES[bias](shape[0], *(shape[index] for index in (1, 3, 4)))
     low = None if added is None else jnp.asarray(added, bool if added.dtype == bool else jnp.bfloat16)
     call = Attention(query=query, key=key, value=value, bias=low, causal=causal, given_scale=0.4, platform="gpu")
-    assert cudnn.supports(call)
+    assert cudnn.supports(call) is None
     want = exact((query, key, value, grad), None if low is None else np.asarray(low), causal, 0.4)
     if bias == "for each column":
         want["bias"] = want["bias"].sum((1, 2), keepdims=True)
@@ -304,36 +318,98 @@ def test_cudnn_forward_and_backward(shape, bias, causal, written_out):
 
 
 @pytest.mark.skipif(not targets.available("h200"), reason="no compiler for a GPU here")
-def test_a_program_for_a_gpu_calls_cudnn_once_in_each_pass_and_has_its_memory(compilers):
-    """16 x 1024 tokens with 12 causal heads of 64: a score matrix would take 384 MiB."""
+@pytest.mark.parametrize(
+    ("name", "compute", "calls"),
+    [
+        ("cudnn", None, ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]),
+        ("tokamax", (9, 0), ["mosaic_gpu_v2"] * 3),  # forward; gradients of keys and values; of the query
+    ],
+)
+def test_a_program_for_a_gpu_calls_kernels_once_in_each_pass_and_has_no_score_matrix(name, compute, calls, compilers):
+    """16 x 1024 tokens with 12 causal heads of 64: a score matrix would take 384 MiB, the eight arrays take 192."""
+    if name == "tokamax":
+        pytest.importorskip("tokamax")
 
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
         arrays = [x.transpose(0, 2, 1, 3) for x in (query, key, value, grad)]
-        call = Attention(query=arrays[0], key=arrays[1], value=arrays[2], causal=True, platform="gpu")
-        results = computed(sdpa.form_of(call), call, arrays[3])
+        settings = {"causal": True, "platform": "gpu", "compute": compute}
+        call = Attention(query=arrays[0], key=arrays[1], value=arrays[2], **settings)
+        form = sdpa.form_of(call)
+        assert form.name == name
+        results = computed(form, call, arrays[3])
         return [results[name].transpose(0, 2, 1, 3) for name in ("output", "query", "key", "value")]
 
     arrays = [jax.ShapeDtypeStruct((16, 1024, 12, 64), jnp.bfloat16)] * 4
     compiled = compilers.compile(targets.lower(step, *arrays, target="h200"), "h200")
-    assert compiled.hlo.count('"__cudnn$fmhaSoftmax"') == compiled.hlo.count('"__cudnn$fmhaSoftmaxBackward"') == 1
+    assert re.findall(r' custom-call\(.*_target="([^"]+)"', compiled.hlo) == calls
     assert compiled.peak_memory <= 200 << 20
     assert "1024,1024" not in compiled.hlo
+
+
+# -- tokamax on GPUs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokamax_in_xla(monkeypatch):
+    """tokamax's reference of its kernels: the same arguments and residuals, computed by XLA."""
+    base = pytest.importorskip("tokamax._src.ops.attention.base")
+    monkeypatch.setattr(
+        tokamax._library(),
+        "PallasMosaicGpuFlashAttention",
+        lambda: base.DotProductAttention(vjp=base.DotProductAttentionVjp()),
+    )
+    yield
+    tokamax._forward.clear_cache()
+    tokamax._backward.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "scale"),
+    [((2, 2, 2, 256, 256, 64, 64), True, None), ((1, 4, 2, 128, 256, 128, 128), False, 0.4)],
+)
+def test_tokamax_forward_and_backward(shape, causal, scale, tokamax_in_xla, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "--epochs", "3"])  # of the user's program; tokamax has flags, too
+    query, key, value, grad = made(jnp.bfloat16, *shape)
+    settings = {"causal": causal, "given_scale": scale, "platform": "gpu", "compute": (9, 0)}
+    call = Attention(query=query, key=key, value=value, **settings)
+    assert tokamax.FORM.objection(call) is None
+    want = exact((query, key, value, grad), None, causal, scale)
+    del want["bias"]
+    agree(computed(tokamax, call, grad), want, TOLERANCES[jnp.bfloat16])
+
+
+@pytest.mark.parametrize(
+    ("changes", "objection"),
+    [
+        ({}, "which GPU it is for is not known"),
+        ({"compute": (8, 0)}, "for GPUs of compute capability 9.0"),
+        ({"dtype": jnp.float32}, "not for float32"),
+        ({"bias": jax.ShapeDtypeStruct((1024, 1024), jnp.bool_)}, "it has a mask or bias"),
+        ({"rows": 64}, "rows and columns must be multiples of 128"),
+        ({"columns": 128}, "fewer than 256 columns: a small score matrix costs less"),
+        ({"width_of_value": 128}, "features must be 64 or 128, in the result, too"),
+        ({"partitioned": True}, "XLA does not split a kernel over a mesh"),
+        ({"rng": 0, "dropout": 0.1}, "it has dropout"),
+    ],
+)
+def test_what_tokamax_objects_to(changes, objection):
+    given = {} if not changes else {"compute": (9, 0)}
+    assert tokamax.FORM.objection(example(**{"platform": "gpu"} | given | changes)) == objection
 
 
 def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
     """The device takes cuDNN's kernel, which this machine's compiler does not know, and trains on without it."""
     device = xla_amp.xla_device()
-    monkeypatch.setattr(kernels, "refused", {})
-    monkeypatch.setattr(kernels, "_traced", set())
+    monkeypatch.setattr(forms, "refused", {})
+    monkeypatch.setattr(forms, "_traced", {})
 
     def call_of_cudnn(call: Attention) -> Any:
         shapes = ((*call.query.shape[:3], call.value.shape[3]), call.dtype), (call.shape[:3], jnp.float32)
         results = tuple(jax.ShapeDtypeStruct(*each) for each in shapes)
         return jax.ffi.ffi_call("__cudnn$fmhaSoftmax", results)(call.query, call.key, call.value)
 
-    refused = sdpa.Form(
-        name="cudnn", applies=lambda call: True, forward=call_of_cudnn, backward=cudnn.backward, reason="a test"
-    )
+    refused = dataclasses.replace(cudnn.FORM, platforms=("cpu",), supports=lambda call: None, min_columns=0)
+    refused = dataclasses.replace(refused, forward=call_of_cudnn)
     monkeypatch.setattr(sdpa, "FORMS", (refused, *sdpa.FORMS))
     query, key, value = (torch.randn(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(3))
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
@@ -341,7 +417,7 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
     with pytest.warns(KernelWarning, match="the kernel 'cudnn' was refused .*cudnn") as warned:
         got = torch.nn.functional.scaled_dot_product_attention(*moved).cpu()
     assert len(warned) == 1
-    assert list(kernels.refused) == ["cudnn"]
+    assert list(forms.refused) == ["cudnn"]
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -352,8 +428,9 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
 
 
 def example(**changes: Any) -> Attention:
+    heads = changes.pop("heads", 8)
     shapes = {
-        name: (1, 8, changes.pop(length, 1024), changes.pop(f"width_of_{name}", 64))
+        name: (1, heads, changes.pop(length, 1024), changes.pop(f"width_of_{name}", 64))
         for name, length in (("query", "rows"), ("key", "columns"), ("value", "columns"))
     }
     dtype = changes.pop("dtype", jnp.bfloat16)
@@ -403,6 +480,7 @@ def _features(number: int) -> dict[str, int]:
         ({"platform": "gpu"}, "cudnn"),
         ({"platform": "gpu", "dtype": jnp.float16, "causal": False}, "cudnn"),
         ({"platform": "gpu", **_LONG}, "cudnn"),
+        ({"platform": "gpu", "compute": (8, 0)}, "cudnn"),
         ({"platform": "gpu", "bias": _MASKS}, "cudnn"),
         ({"platform": "gpu", "rows": 1, "bias": _MASKS}, "full matrix"),  # a token at a time, with a mask
         ({"platform": "gpu", "columns": 128}, "full matrix"),
@@ -422,6 +500,29 @@ def test_the_form_of_a_call(changes, name):
     assert sdpa.form_of(example(**changes)).name == name
 
 
+def test_the_choice_says_what_each_form_before_it_objected_to():
+    call = example(platform="gpu", width_of_value=32, causal=False)
+    assert sdpa.form_of(call).name == "full matrix"
+    choice = forms.chosen("scaled_dot_product_attention")[-1]
+    assert choice.call == "1 x 8 heads, 1024 rows, 1024 columns, 64 features, bfloat16"
+    assert (choice.form, choice.platform) == ("full matrix", "gpu")
+    assert dict(choice.left_out) == {
+        "splash": "for tpu",
+        "flash": "for tpu",
+        "tokamax": "which GPU it is for is not known",
+        "cudnn": "the result has other features than the query",
+        "blocked": "fewer than 1024 rows, or a score matrix of less than 1024 MiB",
+    }
+
+
+def test_choices_are_kept_for_the_newest_calls(monkeypatch):
+    monkeypatch.setattr(forms, "_chosen", {})
+    monkeypatch.setattr(forms, "_KEPT", 2)
+    for rows in (100, 200, 100, 300):
+        sdpa.form_of(example(platform="cpu", rows=rows))
+    assert [choice.call.split(", ")[1] for choice in forms.chosen()] == ["100 rows", "300 rows"]
+
+
 def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
     monkeypatch.setattr(blocked, "BLOCK", 8)
     query, key, value, grad = made(jnp.float64, 1, 2, 2, 20, 12, 8, 8)
@@ -435,7 +536,7 @@ def test_the_operation_takes_the_form_that_suits_in_both_passes(monkeypatch):
         gradients = sdpa.attention_backward(grad, query, key, value, None, [True] * 4, *saved, **options)
         return [output, logsumexp, *gradients[:3]]
 
-    monkeypatch.setattr(sdpa, "_LARGE", {"cpu": (0, 0)})
+    monkeypatch.setattr(blocked, "_LARGE", {"cpu": (0, 0)})
     results = jax.jit(both)(query, key, value, grad)
     call = Attention(query=query, key=key, value=value, dropout=0.3, given_scale=0.3, rng=key_of_draws, platform="cpu")
     want = computed(blocked, call, grad)
@@ -477,7 +578,7 @@ def test_a_program_for_a_tpu_has_three_kernels_for_all_its_layers_and_no_score_m
 def test_a_small_tpu_has_room_for_the_widest_and_the_oddest_features(form, dtype, features, scale, compilers):
     def step(query: Any, key: Any, value: Any, grad: Any) -> Any:
         call = Attention(query=query, key=key, value=value, causal=True, given_scale=scale, platform="tpu")
-        assert form.supports(call)
+        assert form.supports(call) is None
         return tuple(computed(form, call, grad).values())[:5]
 
     arrays = [jax.ShapeDtypeStruct((1, heads, 1024, features), dtype) for heads in (2, 1, 1, 2)]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import pytest
 import torch
 from harness import check, sample
 
+from xla_amp.lowering import forms
 from xla_amp.lowering.nn import convolution
 from xla_amp.lowering.nn.convolution_taps import Geometry
 
@@ -95,14 +96,15 @@ def test_no_bias() -> None:
 
 
 def form(dtype: str, *weight_shape: int, groups: int = 1) -> str:
-    return convolution._cpu_form(np.dtype(jax.numpy.dtype(dtype)), weight_shape, groups)
+    geometry = Geometry.from_torch([1], [0], [1], groups, len(weight_shape) - 2)
+    return convolution.form_of(jax.numpy.dtype(dtype), weight_shape, geometry, "cpu").name
 
 
 def test_choice_of_form() -> None:
-    assert form("float32", 64, 64, 3, 3) == "xla"
-    assert form("bfloat16", 64, 64, 3, 3) == "xla"
+    assert form("float32", 64, 64, 3, 3) == "xla, in float32"
+    assert form("bfloat16", 64, 64, 3, 3) == "xla, in float32"
     assert form("bfloat16", 256, 256, 3, 3) == "channels_last"
-    assert form("float32", 256, 256, 3, 3) == "xla"
+    assert form("float32", 256, 256, 3, 3) == "xla, in float32"
     assert form("float32", 64, 64, 1, 1) == "channels_first"
     assert form("float32", 64, 16, 3, 3, groups=4) == "channels_first"
     assert form("float32", 64, 1, 3, 3, groups=64) == "depthwise"
@@ -113,7 +115,8 @@ def test_choice_of_form() -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str, strided: bool) -> None:
     # The form depends on the size; force it for small shapes.
-    monkeypatch.setattr(convolution, "_cpu_form", lambda *_: name)
+    chosen = [dataclasses.replace(row, supports=lambda call: None) for row in convolution.FORMS if row.name == name]
+    monkeypatch.setattr(convolution, "FORMS", chosen)
     x, weight, bias, geometry = Case(stride=2 if strided else 1, dilation=2 if strided else 1).arguments(F64)
     check("convolution", x, weight, bias, *geometry)
     y = torch.ops.aten.convolution(x, weight, bias, *geometry)
@@ -123,8 +126,10 @@ def test_each_form_computes_the_same(monkeypatch: pytest.MonkeyPatch, name: str,
 def test_channels_last_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "_MIN_DOT_CHANNELS", 4)
     x, weight, bias, geometry = Case(channels=8, filters=8).arguments(BF16)
-    assert convolution._cpu_form(jax.numpy.bfloat16, weight.shape, 1) == "channels_last"
     check("convolution", x, weight, bias, *geometry, wide=True, rtol=2**-8, atol=1e-6)
+    choice = forms.chosen("convolution")[-1]
+    assert (choice.form, choice.call) == ("channels_last", "8 channels, 8 filters of 3 x 3, bfloat16")
+    assert choice.left_out["channels_first"] == "several taps, one group"
 
 
 def test_extents() -> None:

@@ -22,7 +22,7 @@ from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph import refused_dtypes, shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
-from xla_amp.lazy.runtime import generator, mesh
+from xla_amp.lazy.runtime import generator, mesh, pjrt
 from xla_amp.lazy.runtime.compile import Context
 from xla_amp.lazy.runtime.loops import look
 from xla_amp.lazy.tensors import tensor_io
@@ -208,6 +208,8 @@ class _Operation:
                 supplies["replicas"] = context.replicas
             if "partitioned" in lowering.supplies:
                 supplies["partitioned"] = mesh.is_partitioned()
+            if "compute" in lowering.supplies:
+                supplies["compute"] = pjrt.compute_capability()
             if "rng" in lowering.supplies:
                 supplies["rng"] = rng
             positional, keywords = [], {}

@@ -33,7 +33,7 @@ from xla_amp.lazy.runtime import (
 )
 from xla_amp.lazy.runtime.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.runtime.metrics import metrics
-from xla_amp.lowering import kernels
+from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()
 _newest: Callable[[], list[Any]] = list
@@ -204,7 +204,7 @@ def _run() -> None:
                 try:
                     outputs = (_instead or execute)(program, arrays, floats, ints)
                 except jax.errors.JaxRuntimeError as error:
-                    refused = is_new and kernels.refuse(str(error))
+                    refused = is_new and forms.refuse(str(error))
                     if not refused:
                         raise
                     warnings.warn(refused, KernelWarning, stacklevel=2)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Iterator
 
 import jax
 
-from xla_amp import config
+from xla_amp import config, hardware
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.runtime.compilation_cache import compilation_cache
 
@@ -72,6 +73,16 @@ def platform() -> str:
 def device_kind() -> str:
     """The device by the name that its driver gives it; of an absent one the name of the target, ``"h200"``."""
     return _absent[1] if _absent else str(jax_device().device_kind)
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of the NVIDIA GPU, or of the absent one; None for other devices, or where it is not known."""
+    if _absent:
+        given = hardware.specification(_absent[1]).get("compute") if _absent[1] in hardware.names() else None
+    else:
+        text = str(getattr(jax_device(), "compute_capability", ""))
+        given = text.split(".") if re.fullmatch(r"\d+\.\d+", text) else None  # of an AMD GPU: "gfx90a"
+    return (int(given[0]), int(given[1])) if given else None
 
 
 @functools.cache
