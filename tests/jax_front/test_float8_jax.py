@@ -127,6 +127,19 @@ def test_what_stays_in_16_bits_and_why() -> None:
         jax.make_jaxpr(autocast(lambda w, x: x @ w, rules=RULES, strict=True))(jnp.ones((30, 16)), jnp.ones((16, 30)))
 
 
+def test_explain_shows_what_8_bits_gain_and_lose() -> None:
+    def shown(weight, rows):
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((weight, 2 * weight), (2, rows, weight)))
+        with xla_amp.explain() as report:
+            jax.make_jaxpr(autocast(lambda w, x: x @ w, policy="fp8"))(*shapes)
+        (table,) = report.document().tables
+        names = [column.name for column in table.columns]
+        return tuple(table.rows[0].cells[names.index(name)] for name in ("in bf16", "in 8 bits", "of that scaling"))
+
+    assert shown(4096, 8192) == float8.estimate(16384, 4096, 8192)
+    assert shown(64, 16) == float8.estimate(32, 64, 128)
+
+
 def test_refusals() -> None:
     with pytest.raises(PolicyError, match=r"'fp8' is not supported where the low dtype is float16; pass dtype=jnp.bf"):
         jax.make_jaxpr(autocast(loss, rules=RULES, dtype=jnp.float16))(WEIGHTS, X)

@@ -25,6 +25,10 @@ DEFAULT_TARGET: Final = "h100"
 least."""
 
 
+LEFT_OUT: Final = "not in 8 bits"
+"""How each reason begins why a product under the cast stays in 16 bits."""
+
+
 class Estimate(NamedTuple):
     """Seconds of one product and its gradient with regard to the data: a roofline, no measurement."""
 
@@ -116,16 +120,16 @@ def left_out(rows: int, depth: int, columns: int, *, asked: bool, target: str = 
     multiple = data["multiple"]
     for what, size in (("sums over", depth), ("writes columns of", columns)):
         if size % multiple or size == 0:
-            return f"not in 8 bits: it {what} {size}, no multiple of {multiple}: {data['multiple_why']}"
+            return f"{LEFT_OUT}: it {what} {size}, no multiple of {multiple}: {data['multiple_why']}"
     if rows == 0:
-        return "not in 8 bits: it has no rows"
+        return f"{LEFT_OUT}: it has no rows"
     if asked:
         return ""
     found = estimate(rows, depth, columns, target)
     if found.gain > 1:
         return ""
     return (
-        f"not in 8 bits: on {target} it would take {found.float8 * 1e6:.0f} us, {found.scaling * 1e6:.0f} of them for "
+        f"{LEFT_OUT}: on {target} it would take {found.float8 * 1e6:.0f} us, {found.scaling * 1e6:.0f} of them for "
         f"scaling, against {found.low * 1e6:.0f} us in bfloat16 (estimates, with its gradient)"
     )
 
@@ -154,18 +158,58 @@ def weight_of(
         >>> weight_of(((16384, 4096), (4096, 4096)), (False, True), ((1,), (0,)), asked=False)[0]
         1
     """
+    found = sizes_of(shapes, outside, summed)
+    if isinstance(found, str):
+        return None, found
+    if why := left_out(found.rows, found.depth, found.columns, asked=asked, target=target):
+        return None, why
+    return found.weight, explained(found.rows, found.depth, found.columns, target)
+
+
+class Sizes(NamedTuple):
+    """A product with a weight, as ``(rows, depth) @ (depth, columns)``."""
+
+    weight: int
+    """Which operand is the weight: 0 or 1."""
+    rows: int
+    depth: int
+    columns: int
+
+
+def sizes_of(
+    shapes: tuple[Sequence[Any], Sequence[Any]], outside: tuple[bool, bool], summed: tuple[Sequence[int], Sequence[int]]
+) -> Sizes | str:
+    """The sizes of a product with a weight, or why it is none; arguments as of `weight_of`."""
     weight = next((index for index in (1, 0) if outside[index] and len(shapes[index]) == 2), None)
     if weight is None:
-        return None, "not in 8 bits: neither operand is a matrix that comes from outside of the program, a weight"
+        return f"{LEFT_OUT}: neither operand is a matrix that comes from outside of the program, a weight"
     if len(summed[weight]) != 1:
-        return None, "not in 8 bits: it does not sum over one dimension of the weight"
+        return f"{LEFT_OUT}: it does not sum over one dimension of the weight"
     if any(not isinstance(size, int) or size < 0 for shape in shapes for size in shape):
-        return None, "not in 8 bits: a size is not known"
+        return f"{LEFT_OUT}: a size is not known"
     depth, columns = shapes[weight][summed[weight][0]], shapes[weight][1 - summed[weight][0]]
-    rows = math.prod(shapes[1 - weight]) // max(1, depth)
-    if why := left_out(rows, depth, columns, asked=asked, target=target):
-        return None, why
-    return weight, explained(rows, depth, columns, target)
+    return Sizes(weight, math.prod(shapes[1 - weight]) // max(1, depth), depth, columns)
+
+
+def estimate_of(
+    left: Sequence[int], right: Sequence[int], result: Sequence[int], target: str = DEFAULT_TARGET
+) -> Estimate | None:
+    """`estimate` by the shapes of a product, of which one operand is a matrix: the weight, the right one of two.
+
+    None where neither is a matrix, a size is not known (negative), or the shapes are those of no such product.
+
+    Example:
+        >>> estimate_of((4, 4096, 1024), (512, 1024), (4, 4096, 512)) == estimate(16384, 1024, 512)
+        True
+    """
+    if any(size <= 0 for shape in (left, right, result) for size in shape):
+        return None
+    data, weight = (left, right) if len(right) == 2 else (right, left)
+    products = math.isqrt(math.prod(data) * math.prod(weight) * math.prod(result))
+    rows, depth, columns = (products // math.prod(each) for each in (weight, result, data))
+    if len(weight) != 2 or sorted(weight) != sorted((depth, columns)) or rows * depth != math.prod(data):
+        return None
+    return estimate(rows, depth, columns, target)
 
 
 def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> str:

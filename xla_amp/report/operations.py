@@ -30,6 +30,11 @@ class Operation:
     """Bytes that it reads and writes."""
     casts: int | None = None
     """Casts of its operands."""
+    seconds_16_bits: float | None = None
+    """Estimate of a product and its gradient of the data in bfloat16."""
+    seconds_8_bits: float | None = None
+    """The same in 8-bit floats, scaling included."""
+    seconds_scaling: float | None = None
     error: float | None = None
     """Relative error of its result."""
     reference_error: float | None = None
@@ -58,6 +63,9 @@ COLUMNS: Final = (
     Column("not finite", "count", sum=True, meaning="Elements that are finite in the reference only"),
     Column("FLOP", "flops", sum=True, meaning="Floating-point operations of products and convolutions"),
     Column("bytes", "bytes", sum=True, meaning="Bytes of operands and results"),
+    Column("in bf16", "seconds", meaning="Estimate of the product and its gradient of the data in bfloat16"),
+    Column("in 8 bits", "seconds", meaning="The same in 8-bit floats, scaling included"),
+    Column("of that scaling", "seconds", meaning="Finding the scales of the operands and rounding them to 8 bits"),
     Column("cast", meaning="What the policy asks for"),
     Column("layer", meaning="Layer of the policy in which the rule is"),
     Column("rule", meaning="Where the rule is written"),
@@ -70,7 +78,8 @@ COLUMNS: Final = (
 
 _FIELDS: Final = (
     "operation", "scope", "before", "after", "result", "error", "reference_error", "nonfinite", "flops", "bytes",
-    "cast", "layer", "rule", "where", "shapes", "casts", "why", "source",
+    "seconds_16_bits", "seconds_8_bits", "seconds_scaling", "cast", "layer", "rule", "where", "shapes", "casts", "why",
+    "source",
 )  # fmt: skip
 
 

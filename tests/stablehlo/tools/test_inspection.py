@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from xla_amp.policy import float8
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
 
@@ -70,6 +71,39 @@ def test_as_plain_data(found):
     assert plain["contractions"][0] == {"left": "bf16", "right": "bf16", "result": "f32", "count": 1}
     assert plain["casts"][0] == {"from": "f32", "to": "bf16", "count": 1, "bytes": 64}
     assert plain["targets"] == {}
+
+
+def test_what_the_policy_fp8_would_gain_and_lose():
+    def model(x, wide, small, odd):
+        with jax.named_scope("lm_head"):
+            head = x @ wide
+        return x @ wide, x[:64] @ small, x @ odd, jnp.sin(x).T @ jnp.sin(x), head
+
+    shapes = ((16384, 4096), (4096, 4096), (4096, 16), (4096, 30))
+    program = jax.jit(model).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    found = inspection.inspect(program, targets=["cpu", "h200"])
+    assert list(found.float8) == ["h200"]
+    products = found.float8["h200"]
+    takes, loses, narrow, no_weight, head = sorted(products, key=lambda each: (each.module, products.index(each)))
+    expected = float8.estimate(16384, 4096, 4096, "h200")
+    for each in (takes, head):
+        assert (each.seconds_16_bits, each.seconds_8_bits, each.seconds_scaling) == expected
+    assert takes.cast == "fp8"
+    assert head.cast == loses.cast == narrow.cast == no_weight.cast == "low"
+    assert loses.seconds_8_bits > loses.seconds_16_bits > 0
+    assert no_weight.seconds_8_bits is None
+    text = str(found)
+    assert "What the policy fp8 would take on h200" in text
+    note = " ".join(text[text.index("Not in 8 bits:") :].split())
+    for why in (
+        "1 x slower, with the scaling",
+        "30, no multiple of 16",
+        "1 x neither operand",
+        "1 x The logits of a head",
+    ):
+        assert why in note
+    plain = json.loads(json.dumps(found.to_dict()))["float8"]["h200"]
+    assert [each["cast"] for each in plain].count("fp8") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
+from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir, progress
 from xla_amp.stablehlo.passes import composites, float8_products
@@ -144,11 +144,13 @@ def convert(
     low: LowDtype,
     *,
     keep_io: bool,
-    keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]],
+    keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]] | None = None,
+    target: str = float8.DEFAULT_TARGET,
 ) -> Conversion:
     """Converts a copy of `program`.
 
-    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
+    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty; `target`
+    is the GPU of the estimates of 8-bit products.
     """
     progress.step("converting")
     copied = ir.copy(program.module)
@@ -166,19 +168,19 @@ def convert(
         classifier.composites = composites.mark(copied, policy, paths, copies)
         graph = CastGraph(copied, classifier, _ELEMENTS[low])
         propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=_keep_none)
-        reasons = keep(copied, propagation)
+        reasons = _keep_none if keep is None else keep(copied, propagation)
         if reasons is not _keep_none:
             propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
-        in_8_bits = float8_products.choose(copied, classifier, propagation, low)
-        propagation.give_low(each for each, choice in in_8_bits.items() if choice.formats)
+        in_8_bits = float8_products.choose(copied, classifier, propagation, low, target)
+        propagation.give_low(each for each, choice in in_8_bits.choices.items() if choice.formats)
         decided = tuple(decisions(propagation, low, copies, paths, in_8_bits))
-        acted = _effects(graph, in_8_bits)
+        acted = _effects(graph, in_8_bits.choices)
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
         if classifier.composites:
             composites.remove(copied)
         folded += fold_casts(copied)
-        functions = list(float8_products.rewrite(copied, in_8_bits))
+        functions = list(float8_products.rewrite(copied, in_8_bits.choices))
         merge_identical(copied, classifier, copies)
         for each in functions:
             copied.body.append(mlir.Operation.parse(each))

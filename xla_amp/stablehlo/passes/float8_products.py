@@ -29,6 +29,15 @@ _PREFIX: Final = "xla_amp."
 """Of the names of functions that round an operand."""
 
 
+class Products(NamedTuple):
+    """What becomes of the products of a program whose policy has the cast."""
+
+    choices: dict[Any, Choice]
+    """Of those whose rule is ``fp8`` and that run low, in program order."""
+    estimates: dict[Any, float8.Estimate]
+    """Of those with a weight, whatever their rule is."""
+
+
 class Choice(NamedTuple):
     """What becomes of one product whose rule is ``fp8``."""
 
@@ -44,25 +53,28 @@ class Choice(NamedTuple):
         return ", ".join(dict.fromkeys(FORMATS[each].dtype.name for each in self.formats or ()))
 
 
-def choose(module: Any, classifier: Classifier, propagation: Propagation, low: LowDtype) -> dict[Any, Choice]:
-    """The products of `module` under the cast ``fp8`` that run low, in program order.
+def choose(module: Any, classifier: Classifier, propagation: Propagation, low: LowDtype, target: str) -> Products:
+    """What becomes of the products of `module`.
 
     Args:
         module: as the pass has it, before types change.
         classifier: of the pass.
         propagation: of the pass.
         low: the low dtype.
+        target: the GPU of the estimates, of `float8.targets`.
 
     Raises:
         PolicyError: the low dtype is not bfloat16.
     """
     if not any(rule.cast == "fp8" for layer in classifier.policy.layers for rule in layer.rules):
-        return {}
+        return Products({}, {})
     every = [(each, classifier.classify(each)) for each in ir.operations(module.operation)]
     every = [(each, op_class) for each, op_class in every if op_class.structure == "contraction"]
     products = [(each, op_class) for each, op_class in every if _is_ruled(op_class)]
+    sources = Sources(module)
+    estimates = {each: estimate for each, _ in every if (estimate := _estimate(each, sources, target))}
     if not products:
-        return {}
+        return Products({}, estimates)
     if low != "bfloat16":
         raise float8.refused(f"where the low dtype is {low}", "pass dtype='bfloat16' to autocast")
     nodes = [node for node in propagation.nodes if node.structure == "contraction"]
@@ -75,14 +87,14 @@ def choose(module: Any, classifier: Classifier, propagation: Propagation, low: L
         if runs_low.get(each, all(element(operand) == _LOW for operand in list(each.operands)[:2]))
     ]
     gradients = Gradients(module, [each for each, _ in found])
-    chooser = _Chooser(Sources(module), inner, every)
+    chooser = _Chooser(sources, inner, every, target)
     chosen: dict[Any, Choice] = {}
     # Forward products first: they say which of the program's arguments are weights.
     for backward in (False, None, True):
         for each, op_class in found:
             if gradients.of(each) is backward:
                 chosen[each] = chooser.choose(each, op_class, backward)
-    return {each: chosen[each] for each, _ in found}
+    return Products({each: chosen[each] for each, _ in found}, estimates)
 
 
 def _is_ruled(op_class: OpClass) -> bool:
@@ -97,10 +109,11 @@ class _Chooser:
         sources: of the module.
         inner: products on whose result another one depends.
         every: the products of the module.
+        target: of the estimates.
     """
 
-    def __init__(self, sources: Sources, inner: set[Any], every: list[tuple[Any, OpClass]]) -> None:
-        self._sources, self._inner = sources, inner
+    def __init__(self, sources: Sources, inner: set[Any], every: list[tuple[Any, OpClass]], target: str) -> None:
+        self._sources, self._inner, self._target = sources, inner, target
         self._weights: set[Any] = set()
         """Those of forward products."""
         self._read: Counter[Any] = Counter()
@@ -112,17 +125,16 @@ class _Chooser:
         """What becomes of a product; `backward` as of `Gradients.of`."""
 
         def stays(why: str) -> Choice:
-            return Choice(None, f"not in 8 bits: {why}", op_class)
+            return Choice(None, f"{float8.LEFT_OUT}: {why}", op_class)
 
-        if operation.name not in ("stablehlo.dot_general", "stablehlo.dot"):
+        if operation.name not in _PLAIN:
             return stays("it is no plain product")
         if any(read_element(operand) in _ELEMENTS for operand in operation.operands):
             return stays("the program rounds its operands to 8-bit floats itself")
-        left, right = (_shape(operand) for operand in operation.operands)
         roots = [self._sources.of(operand) for operand in operation.operands]
-        outside = (roots[0] is not None, roots[1] is not None)
+        shapes, outside, summed = _product(operation, self._sources)
         asked = op_class.decision is not None and op_class.decision.from_user
-        weight, told = float8.weight_of((left, right), outside, _summed(operation, len(left)), asked=asked)
+        weight, told = float8.weight_of(shapes, outside, summed, asked=asked, target=self._target)
         if weight is None:
             return Choice(None, told, op_class)
         source, other = roots[weight], 1 - weight
@@ -131,7 +143,7 @@ class _Chooser:
         only = operation in self._inner and self._read[source] == 1
         if backward and not only and source not in self._weights:
             return stays("the gradient of a weight, or of an argument of the program")
-        if backward is False and not (outside[other] and len((left, right)[other]) == 2):
+        if backward is False and not (outside[other] and len(shapes[other]) == 2):
             self._weights.add(source)  # of two matrices from outside, either could be the data
         formats: list[Format] = ["e4m3", "e4m3"]
         if backward:
@@ -145,11 +157,26 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(-1 if size is None else size for size in kind.shape) if kind else ()
 
 
-def _summed(operation: Any, rank: int) -> tuple[list[int], list[int]]:
+_PLAIN: Final = ("stablehlo.dot_general", "stablehlo.dot")
+
+
+def _product(
+    operation: Any, sources: Sources
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[bool, bool], tuple[list[int], list[int]]]:
+    """Shapes of the operands, whether they come from outside, and their summed axes."""
+    left, right = operation.operands
+    shapes, outside = (_shape(left), _shape(right)), (sources.of(left) is not None, sources.of(right) is not None)
     if operation.name == "stablehlo.dot":
-        return [rank - 1], [0]
+        return shapes, outside, ([len(shapes[0]) - 1], [0])
     numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-    return list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)
+    return shapes, outside, (list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions))
+
+
+def _estimate(operation: Any, sources: Sources, target: str) -> float8.Estimate | None:
+    if operation.name not in _PLAIN:
+        return None
+    sizes = float8.sizes_of(*_product(operation, sources))
+    return None if isinstance(sizes, str) else float8.estimate(sizes.rows, sizes.depth, sizes.columns, target)
 
 
 def rewrite(module: Any, choices: Mapping[Any, Choice]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from xla_amp import hardware
 from xla_amp.errors import DeviceError
+from xla_amp.policy import float8, load
 from xla_amp.report import operations as report_operations
 from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
@@ -25,8 +26,10 @@ from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs, float8_products
-from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.autocast import as_program, convert
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.stablehlo.passes.report import OperationDecision
+from xla_amp.stablehlo.program import Program
 from xla_amp.stablehlo.tools import listing, module_tables
 from xla_amp.stablehlo.tools.targets import Compiled, Compilers
 
@@ -73,6 +76,8 @@ class Inspection(Shown):
     """Bytes of the constants as stored: one element for a splat."""
     targets: Mapping[str, Compiled | str]
     """Target -> the compiled module, or the compiler's error."""
+    float8: Mapping[str, tuple[OperationDecision, ...]]
+    """Target with 8-bit products -> what the policy ``fp8`` would make of each product, with the estimates."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
     edges: tuple[Edge, ...]
@@ -98,6 +103,7 @@ class Inspection(Shown):
                 module_tables.casts(states),
                 module_tables.largest(self),
                 module_tables.targets(states),
+                *(module_tables.float8(target, found) for target, found in self.float8.items()),
             ),
             edges=self.edges,
         )
@@ -121,6 +127,7 @@ class Inspection(Shown):
             "results": self.results,
             "constants": self.constants,
             "targets": targets,
+            "float8": {name: [dataclasses.asdict(each) for each in found] for name, found in self.float8.items()},
         }
 
 
@@ -147,11 +154,13 @@ def inspect(
 
     Args:
         program: any kind of program that `autocast` takes: the result of `load`, a module, text, bytes, a path.
-        targets: names of `targets.names()`. If compilation fails, the result has the error.
+        targets: names of `targets.names()`. If compilation fails, the result has the error. GPUs with 8-bit products
+            also get estimates of what the policy ``fp8`` would gain or lose.
         largest: how many of the largest values to list.
         compilers: running compilers to use; default: new ones, ended on return.
     """
-    module = as_program(program).module
+    program, targets = as_program(program), tuple(targets)
+    module = program.module
     dtypes: dict[str, Tally] = {}
     operations: dict[str, collections.Counter[str]] = {}
     contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()
@@ -186,6 +195,7 @@ def inspect(
         results=sum(map(_bytes, signature.outputs)),
         constants=constants,
         targets=_compiled(module, targets, compilers),
+        float8={each: _float8(program, each) for each in targets if each in float8.targets()},
         rows=rows,
         edges=edges,
     )
@@ -219,6 +229,12 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
         except DeviceError as error:
             found[target] = str(error)
     return found
+
+
+def _float8(program: Program, target: str) -> tuple[OperationDecision, ...]:
+    """What the policy ``fp8`` would make of each product."""
+    report = convert(program, load("fp8"), "bfloat16", keep_io=True, target=target).converted.report
+    return tuple(each for each in report.operations if each.product)
 
 
 def _options(module: ir.MlirModule) -> dict[str, str]:
