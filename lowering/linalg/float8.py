@@ -10,8 +10,8 @@ platform   scaling     form
 gpu        tensor,     ``dot_general`` of 8-bit operands with the algorithm ``ANY_F8_ANY_F8_F32``, which XLA
            row         makes a call of cuBLASLt (``__cublas$lt$matmul$f8``) whatever its options are, then the
                        inverse scales; a GPU without 8-bit products refuses it
-gpu        block       `jax.nn.scaled_matmul`: cuDNN's ``__cudnn$blockScaledDot`` on a GPU that scales blocks; XLA
-                       expands it for others
+gpu        block       the call that `jax.nn.scaled_matmul` is, of which XLA makes cuDNN's
+                       ``__cudnn$blockScaledDot`` on a GPU that scales blocks; it expands it for others
 others     all         the product of the same values in the operands' dtype, at its speed
 =========  ==========  =====================================================================================
 
@@ -57,6 +57,13 @@ FORMATS: Final[Mapping[Format, _Range]] = MappingProxyType(
 """Format -> its dtype and range: e4m3 has more digits, for values; e5m2 more range, for gradients."""
 
 _EIGHT_BIT_PRODUCT: Final = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
+
+_BLOCK_PRODUCT: Final = "__op$block_scaled_dot"
+"""XLA's name of (batch, rows, depth) times (batch, columns, depth), with their scales as further operands."""
+_BLOCK_PRODUCT_CONFIG: Final = (
+    '{"scaled_dot_backend_config": '
+    '{"lhs_batch_dimensions": [0], "rhs_batch_dimensions": [0], "dequantize_type": "BF16"}}'
+)
 
 _LARGEST_SHIFT: Final = 126
 """Scales are normal numbers of float32 and bfloat16, with normal inverses."""
@@ -197,18 +204,22 @@ def _block_product(x: _Factor, w: _Factor, formats: tuple[Format, Format], platf
     shape = (*x.sizes(x.batch), *x.sizes(x.free), *w.sizes(w.free))
     found = [quantized(each.blocks(), format, (3,)) for each, format in zip((x, w), formats, strict=True)]
     if platform == "gpu":
-        values = [value.reshape(*value.shape[:2], -1) for value, _ in found]
+        values = [value.reshape(*value.shape[:2], value.shape[2] * BLOCK) for value, _ in found]
         scales = [
             lax.bitcast_convert_type((127 - exponents).astype(jnp.uint8), jnp.float8_e8m0fnu) for _, exponents in found
         ]
-        product = jax.nn.scaled_matmul(
-            values[0], values[1], scales[0], scales[1], preferred_element_type=jnp.dtype(jnp.bfloat16)
+        # `jax.nn.scaled_matmul` is the same call with a rule for partitions, which asks for devices: JAX has none yet
+        # where this function is the lowering of another primitive.
+        result = jax.ShapeDtypeStruct((*values[0].shape[:2], values[1].shape[1]), jnp.bfloat16)
+        call = jax.ffi.ffi_call(
+            _BLOCK_PRODUCT, result, custom_call_api_version=1, legacy_backend_config=_BLOCK_PRODUCT_CONFIG
         )
+        product: jax.Array = call(values[0], values[1], scales[0], scales[1])
         return product.reshape(shape)
     a, b = (
         (_kept_apart(value, platform).astype(jnp.float32) * _power(-exponents)[..., None])
         .astype(x.value.dtype)
-        .reshape(*value.shape[:2], -1)
+        .reshape(*value.shape[:2], value.shape[2] * BLOCK)
         for value, exponents in found
     )
     return contract(a, b, ((2,), (2,)), ((0,), (0,)), platform=platform).reshape(shape)

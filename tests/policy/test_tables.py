@@ -13,6 +13,7 @@ from xla_amp.policy.load import _policy
 from xla_amp.policy.op_catalog import catalogue, packet
 from xla_amp.types import CASTS, OPERATION_CLASSES
 
+PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda"), "mxfp8": ("fp8", "gpu", "cuda")}
 FP32 = {"fp32", "fp32_out", "fp32_append"}
 
 
@@ -28,7 +29,7 @@ def test_every_row_is_complete_sorted_and_reachable(name):
         assert rule.why
         assert rule.source
         assert list(rule.operations) == sorted(set(rule.operations))
-        parents = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}.get(name, ("cuda",))
+        parents = PARENTS.get(name, ("cuda",))
         assert any(f"tables/{each}.toml:" in rule.origin for each in (name, *parents))
         own = f"tables/{name}.toml:" in rule.origin
         assert not own or rule in used, "a row that never decides anything"

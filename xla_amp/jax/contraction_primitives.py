@@ -34,7 +34,7 @@ from jax.interpreters import ad, batching, mlir
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
-from xla_amp.lowering.linalg.float8 import Format, float8_contract
+from xla_amp.lowering.linalg.float8 import Format, Scaling, float8_contract
 
 _PLATFORMS: Final[Mapping[str | None, str]] = MappingProxyType({"cpu": "cpu", "cuda": "gpu", None: "tpu"})
 """JAX's platform, None for those without a form of their own -> that of `xla_amp.lowering`."""
@@ -49,10 +49,13 @@ class Float8(NamedTuple):
     """Of its operands; None where only gradients do."""
     gradients: tuple[bool, bool]
     """Whether the gradient with regard to the first, to the second operand does."""
+    gradient: Format = "e5m2"
+    """Of the gradient of the result, where it is read in 8 bits."""
+    scaling: Scaling = "tensor"
 
     def without_formats(self) -> Float8 | None:
         """For a term of the derivative, which becomes 8-bit when it is transposed."""
-        return Float8(None, self.gradients) if any(self.gradients) else None
+        return self._replace(formats=None) if any(self.gradients) else None
 
 
 def contract_low(
@@ -234,7 +237,9 @@ def _lower(
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
     if float8 is not None and float8.formats is not None:
-        form = functools.partial(float8_contract, formats=float8.formats, platform=_PLATFORMS[platform])
+        form = functools.partial(
+            float8_contract, formats=float8.formats, scaling=float8.scaling, platform=_PLATFORMS[platform]
+        )
         return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p and not _is_laid_out(params.get("out_sharding")):
@@ -323,10 +328,10 @@ def _transpose(
     known = [operand for index, operand in enumerate(operands[:count]) if index != linear]
     f32_jaxpr = _transposed(primitive, linear, unknown, tuple(map(compat.typeof, known)), tuple(params.items()))
     values = [(value, None) for value in (cotangent, *known)]
-    formats: tuple[Format, ...] = ()
+    in_8_bits = None
     if float8 is not None and float8.gradients[linear]:
-        formats = ("e5m2", "e4m3")
-    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype, formats)
+        in_8_bits = float8._replace(formats=(float8.gradient, "e4m3"), gradients=(False, False))
+    result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype, in_8_bits)
     return result
 
 
@@ -391,9 +396,7 @@ def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[Any], **param
         axes.append(dim)
     avals = tuple(compat.typeof(operand) for operand, _ in pairs)
     f32_jaxpr = _batched(primitive, avals, tuple(axes), tuple(params.items()))
-    formats = float8.formats or () if float8 is not None else ()
-    gradients = float8.gradients if float8 is not None else (False, False)
-    return _replay(primitive, f32_jaxpr, pairs, low, out, formats, gradients), 0
+    return _replay(primitive, f32_jaxpr, pairs, low, out, float8), 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -413,13 +416,13 @@ def _replay(
     values: list[tuple[Any, Any]],
     low: Any,
     out: Any,
-    formats: Sequence[Format] = (),
-    gradients: tuple[bool, bool] = (False, False),
+    float8: Float8 | None,
 ) -> Any:
     """Evaluates a jaxpr around one contraction, which becomes a low-precision one; masters follow their operands.
 
-    So do `formats`, the 8-bit formats of the first two values; `gradients` as in `Float8`.
+    So do the 8-bit formats of the first two values.
     """
+    formats: Sequence[Format] = (float8 and float8.formats) or ()
     of: dict[Any, Format] = dict(zip(f32_jaxpr.jaxpr.invars, formats, strict=False))
     environment: dict[Any, tuple[Any, Any]] = dict(zip(f32_jaxpr.jaxpr.invars, values, strict=True))
     environment.update(zip(f32_jaxpr.jaxpr.constvars, ((const, None) for const in f32_jaxpr.consts), strict=True))
@@ -432,10 +435,11 @@ def _replay(
         if eqn.primitive is primitive:
             (left, left_master), (right, right_master), *rest = operands
             arrays = [left, right, *(value for value, _ in rest)]
-            found = (of[eqn.invars[0]], of[eqn.invars[1]]) if formats else None
-            float8 = Float8(found, gradients) if formats or any(gradients) else None
+            in_8_bits = float8
+            if float8 is not None and formats:
+                in_8_bits = float8._replace(formats=(of[eqn.invars[0]], of[eqn.invars[1]]))
             masters = (left_master, right_master)
-            outs = [(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=float8), None)]
+            outs = [(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits), None)]
         elif len(operands) == 1 or PRIMITIVES.get(eqn.primitive.name) is not None:
             plain = compat.bind(eqn.primitive, [value for value, _ in operands], eqn.params)
             wide = [None] * len(plain)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from xla_amp import events
+from xla_amp import events, hardware
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
@@ -30,6 +30,7 @@ from xla_amp.jax.value_info import ValueTable
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
+from xla_amp.types import FLOAT8_CASTS, Cast
 
 
 class Interpreter:
@@ -285,10 +286,10 @@ class Interpreter:
         path = self._path(eqn)
         decision, reached = decide(policy, primitive.name, product, path)
         in_8_bits, told = None, ""
-        if decision.cast == "fp8" and not kept:
+        if decision.cast in FLOAT8_CASTS and not kept:
             types = avals or operands
             in_8_bits, told = self._float8(
-                primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user
+                primitive, operands, params, types, eqn, any(f32_outputs), decision.cast, decision.from_user
             )
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
@@ -297,7 +298,7 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", "fp8") and not kept:
+        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", *FLOAT8_CASTS) and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs)
             used, outs = self._contract(primitive, operands, params, avals or operands, wide, in_8_bits)
             if in_8_bits is not None and in_8_bits.formats is not None:
@@ -329,11 +330,22 @@ class Interpreter:
         types: Sequence[Any],
         eqn: Any,
         gradient_of_weight: bool,
+        cast: Cast,
         asked: bool,
     ) -> tuple[Float8 | None, str]:
-        """What of a contraction under the cast ``fp8`` reads 8-bit floats, and why, or why nothing does."""
+        """What of a contraction under a cast to 8-bit floats reads them, and why, or why nothing does."""
         if self.settings.low != np.dtype("bfloat16"):
-            raise float8.refused(f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast")
+            raise float8.refused(
+                f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast", cast
+            )
+        device = jax.devices()[0]
+        place = float8.Device(
+            device.platform,
+            device.device_kind,
+            hardware.compute_capability(str(getattr(device, "compute_capability", ""))),
+        )
+        if why := float8.unavailable(cast, place):
+            return None, why
         if primitive is not lax.dot_general_p:
             return None, "not in 8 bits: it is no plain product"
         if params.get("out_sharding") is not None:
@@ -348,15 +360,18 @@ class Interpreter:
             (self.table.is_outside(operands[0]), self.table.is_outside(operands[1])),
             params["dimension_numbers"][0],
             asked=asked,
-            target=float8.target_of(jax.devices()[0].device_kind),
+            target=float8.target_of(place.kind, cast),
+            cast=cast,
         )
         if weight is None:
             return None, told
         backward = self.backward if eqn is None else compat.is_backward(eqn, self.backward)
+        recipe = float8.recipe(cast)
         formats: list[Format] = ["e4m3", "e4m3"]
         if backward:
-            formats[1 - weight] = "e5m2"
-        return Float8((formats[0], formats[1]), (weight != 0 and not backward, weight != 1 and not backward)), told
+            formats[1 - weight] = recipe.gradient
+        gradients = (weight != 0 and not backward, weight != 1 and not backward)
+        return Float8((formats[0], formats[1]), gradients, recipe.gradient, recipe.scaling), told
 
     def _kept(
         self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool

@@ -4,7 +4,7 @@ from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
 from xla_amp.lazy.runtime.metrics import metrics
-from xla_amp.lazy.runtime.pjrt import device_kind, platform
+from xla_amp.lazy.runtime.pjrt import compute_capability, device_kind, platform
 from xla_amp.lazy.tensors.later import read_later
 from xla_amp.lazy.tensors.rollback import restore_where, snapshot
 from xla_amp.lazy.tensors.step_marker import step_begins
@@ -15,6 +15,7 @@ from xla_amp.lazy.torch_integration.device import device, is_started
 
 __all__ = [
     "DEVICE_TYPE",
+    "compute_capability",
     "device",
     "device_kind",
     "get_rng_state",

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.types import OPERATION_CLASSES, Cast, OperationClass
+from xla_amp.types import FLOAT8_CASTS, OPERATION_CLASSES, Cast, OperationClass
 
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 
@@ -197,7 +197,7 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
-    elif cast == "fp8":
+    elif cast in FLOAT8_CASTS:
         wrong = sorted(set(operations) - _WEIGHTED)
         why = f"it is for products with a weight matrix: {', '.join(sorted(_WEIGHTED))}"
     else:
@@ -209,7 +209,7 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
 
 
 _WEIGHTED: Final = frozenset({"addmm", "linear", "matmul", "mm"})
-"""Operations that can have the cast ``fp8``."""
+"""Operations that can have a cast to 8-bit floats."""
 
 
 def packet(operation: str) -> str:

@@ -175,6 +175,6 @@ def test_what_is_no_8_bit_product_is_an_error_that_says_what_to_do(device):
 def test_estimates_say_where_8_bits_lose():
     assert float8.estimate(256, 256, 256).gain < 0.5
     assert float8.estimate(16384, 4096, 4096, "h200").gain > float8.estimate(16384, 4096, 4096, "h100").gain > 1.3
-    assert [float8.target_of(name) for name in ("NVIDIA H200", "NVIDIA B200", "cpu")] == ["h200", "h100", "h100"]
-    with pytest.raises(PolicyError, match="float8 for target 'a100': expected one of h100, h200"):
+    assert [float8.target_of(name) for name in ("NVIDIA H200", "NVIDIA B200", "cpu")] == ["h200", "b200", "h100"]
+    with pytest.raises(PolicyError, match="float8 for target 'a100': expected one of h100, h200, b200"):
         float8.estimate(16, 16, 16, "a100")

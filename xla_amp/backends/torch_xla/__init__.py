@@ -65,6 +65,11 @@ def device_kind() -> str:
     return ""
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Unknown: torch_xla does not tell."""
+    return None
+
+
 def platform() -> str:
     """XLA's platform underneath: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 

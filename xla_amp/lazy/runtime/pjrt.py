@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Iterator
 
 import jax
@@ -79,10 +78,8 @@ def compute_capability() -> tuple[int, int] | None:
     """Compute capability of the NVIDIA GPU, or of the absent one; None for other devices, or where it is not known."""
     if _absent:
         given = hardware.specification(_absent[1]).get("compute") if _absent[1] in hardware.names() else None
-    else:
-        text = str(getattr(jax_device(), "compute_capability", ""))
-        given = text.split(".") if re.fullmatch(r"\d+\.\d+", text) else None  # of an AMD GPU: "gfx90a"
-    return (int(given[0]), int(given[1])) if given else None
+        return (int(given[0]), int(given[1])) if given else None
+    return hardware.compute_capability(str(getattr(jax_device(), "compute_capability", "")))
 
 
 @functools.cache

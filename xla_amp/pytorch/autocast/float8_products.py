@@ -1,4 +1,4 @@
-"""The cast ``fp8`` for one operation of torch on the lazy device (`xla_amp.policy.float8`).
+"""The casts to 8-bit floats for one operation of torch on the lazy device (`xla_amp.policy.float8`).
 
 The product is the operator ``xla_amp::float8_mm``, which only the lazy device has.  The gradient with regard to the
 data reads the gradient of the result in ``float8_e5m2``; that of the weight is a product of 16-bit operands.
@@ -15,6 +15,7 @@ import torch
 
 from xla_amp.backends import base, devices
 from xla_amp.policy import Decision, float8
+from xla_amp.types import Cast
 
 _DEVICE: Final = base.LAZY
 _OPERANDS: Final[Mapping[str, tuple[int, int]]] = {"addmm": (1, 2), "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1)}
@@ -48,7 +49,11 @@ class _Factors(NamedTuple):
 
 
 def make(
-    name: str, low: Callable[..., tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]], device: str, asked: bool
+    name: str,
+    low: Callable[..., tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]],
+    device: str,
+    cast_name: Cast,
+    asked: bool,
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]:
     """The prepare function (`xla_amp.pytorch.autocast.casting`) of the cast.
 
@@ -56,6 +61,7 @@ def make(
         name: of the operation.
         low: the prepare function of the cast ``low``, which runs first.
         device: device type of the region.
+        cast_name: the cast, of `xla_amp.types.FLOAT8_CASTS`.
         asked: whether a rule of the user's gives the cast.
 
     Raises:
@@ -65,23 +71,29 @@ def make(
         raise float8.refused(
             f"on torch's device {device!r}",
             "move the model to xla_amp.xla_device(), use torchao.float8 there, or give the operation 'low'",
+            cast_name,
         )
+    recipe = float8.recipe(cast_name)
 
     def prepare(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         call, cast, named = low(arguments, keywords)
         given = torch.get_autocast_dtype(device)
         if given is not torch.bfloat16:
-            raise float8.refused(f"where the low dtype is {given}", "pass dtype=torch.bfloat16 to autocast")
+            raise float8.refused(f"where the low dtype is {given}", "pass dtype=torch.bfloat16 to autocast", cast_name)
+        engine = devices.engine()
+        place = float8.Device(engine.platform(), engine.device_kind(), engine.compute_capability())
+        if why := float8.unavailable(cast_name, place):
+            return Told(call, (), why), cast, named
         factors, why = _factors(name, arguments, cast, named)
         if factors is None:
             return Told(call, (), f"not in 8 bits: {why}"), cast, named
         depth, columns = factors.weight.shape[::-1] if factors.weight_first else factors.weight.shape
         rows = math.prod(factors.data.shape) // max(1, depth)
-        target = float8.target_of(devices.engine().device_kind())
-        if why := float8.left_out(rows, depth, columns, asked=asked, target=target):
+        target = float8.target_of(place.kind, cast_name)
+        if why := float8.left_out(rows, depth, columns, asked=asked, target=target, cast=cast_name):
             return Told(call, (), why), cast, named
-        told = float8.explained(rows, depth, columns, target)
-        return Told(_call(name, factors), _OPERANDS[name], told), cast, named
+        told = float8.explained(rows, depth, columns, target, cast_name)
+        return Told(_call(name, factors, recipe), _OPERANDS[name], told), cast, named
 
     return prepare
 
@@ -128,21 +140,21 @@ def _is_weight(tensor: Any) -> bool:
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
-def _call(name: str, factors: _Factors) -> Callable[..., torch.Tensor]:
+def _call(name: str, factors: _Factors, recipe: float8.Recipe) -> Callable[..., torch.Tensor]:
     def run(*arguments: Any) -> torch.Tensor:
         added = arguments[0] if name == "addmm" else arguments[2] if len(arguments) > 2 else None
-        result = _product(factors)
+        result = _product(factors, recipe)
         return result if added is None else torch.add(result, added)
 
     return run
 
 
-def _product(factors: _Factors) -> torch.Tensor:
+def _product(factors: _Factors, recipe: float8.Recipe) -> torch.Tensor:
     data, weight, weight_first = factors
     if weight_first or data.dim() == 2:
-        found: torch.Tensor = _Product.apply(data, weight, weight_first)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Product.apply(data, weight, weight_first, recipe)  # type: ignore[no-untyped-call]
         return found
-    rows: torch.Tensor = _Product.apply(data.reshape(-1, data.shape[-1]), weight, False)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = _Product.apply(data.reshape(-1, data.shape[-1]), weight, False, recipe)  # type: ignore[no-untyped-call]
     return rows.view(*data.shape[:-1], weight.shape[1])
 
 
@@ -150,23 +162,23 @@ class _Product(torch.autograd.Function):
     """``data @ weight`` of two bfloat16 matrices, or ``weight @ data``."""
 
     @staticmethod
-    def forward(ctx: Any, data: Any, weight: Any, weight_first: bool) -> Any:
+    def forward(ctx: Any, data: Any, weight: Any, weight_first: bool, recipe: float8.Recipe) -> Any:
         ctx.save_for_backward(data, weight)
-        ctx.weight_first = weight_first
+        ctx.weight_first, ctx.recipe = weight_first, recipe
         left, right = (weight, data) if weight_first else (data, weight)
-        return _operator()(left, right, "e4m3", "e4m3", "tensor")
+        return _operator()(left, right, "e4m3", "e4m3", recipe.scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         data, weight = ctx.saved_tensors
-        of_data, of_weight, _ = ctx.needs_input_grad
-        results: list[Any] = [None, None, None]
+        of_data, of_weight, *_ = ctx.needs_input_grad
+        results: list[Any] = [None, None, None, None]
         if of_data:
             left, right = (weight.t(), gradient) if ctx.weight_first else (gradient, weight.t())
-            formats = ("e4m3", "e5m2") if ctx.weight_first else ("e5m2", "e4m3")
+            formats = ("e4m3", ctx.recipe.gradient) if ctx.weight_first else (ctx.recipe.gradient, "e4m3")
             # With create_graph=True the gradient is differentiated itself.
             again = torch.is_grad_enabled()
-            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats, "tensor")
+            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats, ctx.recipe.scaling)
         if of_weight:
             results[1] = torch.mm(gradient, data.t()) if ctx.weight_first else torch.mm(data.t(), gradient)
         return tuple(results)

@@ -21,7 +21,7 @@ from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.value_origins import CALLS, Gradients, Sources, element
-from xla_amp.types import LowDtype
+from xla_amp.types import FLOAT8_CASTS, LowDtype
 
 _LOW: Final = "bf16"
 
@@ -66,10 +66,17 @@ def choose(module: Any, classifier: Classifier, propagation: Propagation, low: L
     Raises:
         PolicyError: the low dtype is not bfloat16.
     """
-    if not any(rule.cast == "fp8" for layer in classifier.policy.layers for rule in layer.rules):
+    if not any(rule.cast in FLOAT8_CASTS for layer in classifier.policy.layers for rule in layer.rules):
         return Products({}, {})
     every = [(each, classifier.classify(each)) for each in ir.operations(module.operation)]
     every = [(each, op_class) for each, op_class in every if op_class.structure == "contraction"]
+    for _, op_class in every:
+        if op_class.decision is not None and op_class.decision.cast in ("fp8_rowwise", "mxfp8"):
+            raise float8.refused(
+                "in StableHLO programs",
+                "use 'fp8', or put xla_amp.jax.autocast around the JAX function",
+                op_class.decision.cast,
+            )
     products = [(each, op_class) for each, op_class in every if _is_ruled(op_class)]
     sources = Sources(module)
     estimates = {each: estimate for each, _ in every if (estimate := _estimate(each, sources, target))}
