@@ -28,7 +28,17 @@ FOLDER = ROOT / "build" / "versions"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 LIMIT = 2 * 60 * 60
 """Seconds of a row's tests."""
-FOLLOWS = ("jax", "jaxlib", r"jax-cuda12-p[a-z]*", "libtpu", "flax", "orbax-checkpoint", "tokamax", "typeguard", "torch")
+FOLLOWS = (
+    "jax",
+    "jaxlib",
+    r"jax-cuda12-p[a-z]*",
+    "libtpu",
+    "flax",
+    "orbax-checkpoint",
+    "tokamax",
+    "typeguard",
+    "torch",
+)
 """Packages that the constraints leave to pip: they belong to one version of JAX, torch or Python."""
 
 

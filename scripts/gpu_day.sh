@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 "$python" -c 'import xla_amp' 2>/dev/null || "$python" -m pip install -q --no-deps --no-build-isolation -e .
-exec "$python" scripts/gpu_day.py "$@"
+exec "$python" scripts/hardware_day.py gpu "$@"
