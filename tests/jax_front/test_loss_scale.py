@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from xla_amp.errors import PolicyError
-from xla_amp.jax.loss_scale import LARGEST, SMALLEST, LossScale, all_finite, select, value_and_grad
+from xla_amp.jax.loss_scale import LARGEST, SMALLEST, LossScale, all_finite, reduce_gradients, select, value_and_grad
 
 SETTINGS = {
     "initial": 64.0,
@@ -311,3 +311,37 @@ def test_under_autocast_the_gradients_are_low_precision_ones():
 def test_misuse_is_named(call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+# ---- several devices -------------------------------------------------------------------------------------------------
+
+
+def reduced_in(kind, dtype):
+    """dtype of the all-reduce in the program of two devices that reduce a gradient of `kind`."""
+    mesh = jax.sharding.AbstractMesh((2,), ("d",))
+    part = jax.sharding.PartitionSpec("d")
+    step = jax.shard_map(
+        lambda g: reduce_gradients({"w": g}, "d", dtype), mesh=mesh, in_specs=part, out_specs=part, check_vma=False
+    )
+    gradient = jax.ShapeDtypeStruct((4, 3), kind)
+    text = jax.jit(step).trace(gradient).lower(lowering_platforms=("cpu",)).as_text()
+    return re.findall(r"stablehlo\.all_reduce.*?\}\) : \(tensor<2x3x(\w+)>", text, re.DOTALL)
+
+
+def test_gradients_are_reduced_in_float32_unless_a_dtype_is_given():
+    for kind in (jnp.bfloat16, jnp.float16, jnp.float32):
+        assert reduced_in(kind, None) == ["f32"]
+        assert reduced_in(kind, jnp.bfloat16) == ["bf16"]
+
+
+def test_reduced_gradients_are_the_mean_in_their_own_dtype():
+    gradients = {"w": jnp.array([[40000.0, 1.0], [40000.0, -3.0]], jnp.float16), "n": jnp.array([[2], [4]])}
+    found = jax.vmap(lambda tree: reduce_gradients(tree, "d"), axis_name="d")(gradients)
+    assert found["w"].dtype == jnp.float16
+    assert found["w"].tolist() == [[40000.0, -1.0]] * 2
+    assert found["n"].tolist() == [[3]] * 2
+    low = jax.vmap(lambda tree: reduce_gradients(tree, "d", jnp.float16), axis_name="d")(gradients)
+    assert low["w"].tolist() == [[float("inf"), -1.0]] * 2
+    for wrong in (jnp.float8_e4m3fn, jnp.int8):
+        with pytest.raises(TypeError, match="expected a floating dtype of 16 bits or more"):
+            reduce_gradients(gradients, "d", wrong)

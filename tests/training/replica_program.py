@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.errors import XlaAmpError
+from xla_amp.lazy.runtime import execute
 
 STEPS = 50
 
@@ -131,6 +133,14 @@ def low(rank, folder, world, mode):
         scaler.step(optimizer)
         scaler.update()
         result[str(dtype)] = [int(scaler.skipped_steps()), weight.tolist(), str(weight.grad.dtype)]
+    for dtype in (None, torch.bfloat16):  # finite in float16, as their mean is; their sum is not
+        weight = nn.Parameter(torch.zeros(2, device=device, dtype=torch.float16))
+        weight.grad = torch.full_like(weight, 40000.0)
+        xm.reduce_gradients(torch.optim.SGD([weight]), dtype=dtype)
+        xla_amp.sync()
+        text = execute.programs()[-1].lower().as_text()
+        reductions = re.findall(r"stablehlo\.all_reduce.*?\}\) : \(tensor<2x(\w+)>", text, re.DOTALL)
+        result[f"half {dtype}"] = [weight.grad.tolist(), str(weight.grad.dtype), reductions]
     Path(folder, f"{world}-{mode}-{rank}.json").write_text(json.dumps(result))
 
 

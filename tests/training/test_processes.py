@@ -202,6 +202,15 @@ def test_a_reduction_that_overflows_in_its_dtype_skips_the_step_everywhere(world
         assert process["torch.float16"] == [1, [0, 0], "torch.float32"]
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_gradients_in_16_bits_are_reduced_in_float32(world):
+    for process in together(world)["low"]:
+        assert process["half None"] == [[40000.0] * 2, "torch.float16", ["f32"]]
+        values, dtype, reductions = process["half torch.bfloat16"]
+        assert (dtype, reductions) == ("torch.float16", ["bf16"])
+        assert values == pytest.approx([40000.0] * 2, rel=2**-7)
+
+
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +385,11 @@ def test_bad_input():
         (lambda x: xla_model.collective_permute(x, [[0, 1]]), ValueError, "expected numbers from 0 to 0, each"),
         (lambda x: xla_model.collective_broadcast([x], 1), ValueError, "expected a process from 0 to 0"),
         (lambda x: xla_model.reduce_gradients(None, dtype=torch.int8), TypeError, "expected a floating dtype"),
+        (
+            lambda x: xla_model.reduce_gradients(None, dtype=torch.float8_e4m3fn),
+            TypeError,
+            "a sum in 8 bits keeps 2 or 3",
+        ),
     ],
 )
 def test_bad_input_to_collectives(call, kind, words):

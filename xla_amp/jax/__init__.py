@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import LossScale as LossScale
     from xla_amp.jax.loss_scale import ScaledGradients as ScaledGradients
     from xla_amp.jax.loss_scale import all_finite as all_finite
+    from xla_amp.jax.loss_scale import reduce_gradients as reduce_gradients
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
     from xla_amp.jax.monitoring.collect import observe as observe
@@ -49,6 +50,7 @@ _PUBLIC = {
     "functional": "xla_amp.lazy.interop.functional",
     "monitor": "xla_amp.jax.monitoring.monitor",
     "observe": "xla_amp.jax.monitoring.collect",
+    "reduce_gradients": "xla_amp.jax.loss_scale",
     "replay": "xla_amp.jax.monitoring.replay",
     "search": "xla_amp.jax.precision_search",
     "select": "xla_amp.jax.loss_scale",

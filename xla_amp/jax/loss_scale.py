@@ -284,6 +284,44 @@ def all_finite(tree: Any, *, axis_name: Any = None) -> jax.Array:
     return on_all_devices(jnp.all(jnp.stack(flags)) if flags else jnp.asarray(True), axis_name)
 
 
+def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None) -> _Tree:
+    """The mean of every device's gradients, each in its own dtype; added in float32.
+
+    For gradients that differ between devices: under `jax.pmap`, `jax.vmap`, or `jax.shard_map` with
+    ``check_vma=False``.  Under `jax.jit` with shardings XLA adds them, in float32 under `xla_amp.jax.autocast`.
+
+    Args:
+        gradients: a pytree; leaves without floating point are added in their own dtype.
+        axis_name: axes to reduce over.
+        dtype: the dtype in which floating-point leaves are sent and added; None is float32, and float64 for those of
+            float64.  ``jnp.bfloat16`` halves the traffic; a sum that overflows in it is inf.
+
+    Raises:
+        TypeError: `dtype` is not a floating dtype of 16 bits or more.
+
+    Example:
+        >>> halves = jnp.full((2, 1), 40000.0, jnp.float16)  # their float16 sum is inf
+        >>> jax.vmap(lambda g: reduce_gradients(g, "d"), axis_name="d")(halves).tolist()
+        [[40000.0], [40000.0]]
+    """
+    if dtype is not None and not (jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1):
+        raise TypeError(
+            f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. jnp.bfloat16 (a "
+            "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
+        )
+    count = jax.lax.psum(1, axis_name)
+
+    def mean(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.lax.psum(leaf, axis_name) / count
+        wide = jnp.promote_types(leaf.dtype, jnp.float32)
+        total = jax.lax.psum(leaf.astype(wide if dtype is None else dtype), axis_name)
+        return (total.astype(jnp.promote_types(total.dtype, jnp.float32)) / count).astype(leaf.dtype)
+
+    reduced: _Tree = jax.tree.map(mean, gradients)
+    return reduced
+
+
 def on_all_devices(flag: jax.Array, axis_name: Any) -> jax.Array:
     """Whether `flag` is true on all devices of these axes; `flag` itself if `axis_name` is None."""
     if axis_name is None:

@@ -289,36 +289,46 @@ def reduce_gradients(
         optimizer: whose gradients.
         groups: as `all_reduce`.
         pin_layout: torch_xla's option of that name.
-        dtype: the dtype in which wider floating gradients are sent and added (``torch.bfloat16`` halves the traffic of
-            float32); None keeps each gradient's.  A sum that overflows in it is inf, even if each process's part is
-            finite, and the step is skipped on all.
+        dtype: the dtype in which floating gradients are sent and added; None is float32, and float64 for those of
+            float64.  ``torch.bfloat16`` halves the traffic.  A sum that overflows in it is inf, even if each process's
+            part is finite, and the step is skipped on all.
 
     Raises:
-        TypeError: `dtype` is not a floating dtype.
+        TypeError: `dtype` is not a floating dtype of 16 bits or more.
     """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"reduce_gradients(dtype={dtype!r}): expected a floating dtype, e.g. torch.bfloat16")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(
+            f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. torch.bfloat16 (a "
+            "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
+        )
     checked = _checked_groups("reduce_gradients", groups)
     count = _count(checked)
     if count == 1:
         return
 
-    def narrow(values: torch.Tensor) -> torch.Tensor:
-        wider = dtype is not None and values.is_floating_point() and dtype.itemsize < values.dtype.itemsize
-        return values.to(dtype) if wider else values
+    def sent(values: torch.Tensor) -> torch.Tensor:
+        if not values.is_floating_point():
+            return values
+        return values.to(dtype or (torch.float64 if values.dtype == torch.float64 else torch.float32))
+
+    def mean(total: torch.Tensor) -> torch.Tensor:
+        low = total.is_floating_point() and total.dtype.itemsize < 4
+        return (total.float() if low else total) / count
 
     gradients = _fetch_gradients(optimizer)
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
         # One collective for all gradients.
-        reduced = base.processes().all_reduce(REDUCE_SUM, [narrow(gradient) for gradient in dense], checked, pin_layout)
+        reduced = base.processes().all_reduce(REDUCE_SUM, [sent(gradient) for gradient in dense], checked, pin_layout)
         for gradient, value in zip(dense, reduced, strict=True):
-            gradient.copy_(value).mul_(1.0 / count)
+            gradient.copy_(mean(value))
         for gradient in gradients:
             if gradient.is_sparse:  # a sum of sparse tensors is all their entries
-                values = all_gather(narrow(gradient._values()), 0, groups, None, pin_layout).to(gradient.dtype)
+                values = all_gather(sent(gradient._values()), 0, groups, None, pin_layout)
                 indices = all_gather(gradient._indices(), 1, groups, None, pin_layout)
-                joined = torch.sparse_coo_tensor(indices, values / count, gradient.shape, check_invariants=False)
+                joined = torch.sparse_coo_tensor(
+                    indices, mean(values).to(gradient.dtype), gradient.shape, check_invariants=False
+                )
                 gradient.copy_(joined)
 
 
