@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -76,6 +80,23 @@ def test_the_other_ways_to_disagree():
         assert "unhealthy" in text or "waited 15 s in vain" in text or "heartbeat" in text
         assert seconds < 120
     assert all(status >= 0 for each in found.values() for status, *_ in each)
+
+
+@pytest.mark.exhaustive
+def test_torchrun_starts_a_killed_job_again_and_it_ends_as_an_undisturbed_one(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    # The agent looks so late that the process that lives has ended by itself.
+    command += ["--max-restarts", "1", "--monitor-interval", "10", str(PROGRAM.with_name("elastic_program.py"))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
+    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"EngineError: process 1 \(.*\) has ended without a word: it was killed, or crashed", done.stderr)
+    for rank in range(2):
+        found = json.loads(Path(tmp_path, f"{rank}.json").read_text())
+        disturbed, undisturbed = found["disturbed"], found["undisturbed"]
+        assert (found["restarts"], disturbed["first"], undisturbed["first"]) == (1, 7, 0)
+        assert disturbed["weights"] == undisturbed["weights"]
+        assert disturbed["losses"] == {step: undisturbed["losses"][step] for step in disturbed["losses"]}
 
 
 # ---- the tree --------------------------------------------------------------------------------------------------------
