@@ -58,6 +58,8 @@ def train(case, rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0)
     for step in range(STEPS):
         other = step == FIRST and rank == 1
+        if case == "kill first" and step == FIRST and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         if other and case == "end":
             return
         x = torch.randn(5 if other and case == "shape" else 4, 8).to(device)

@@ -248,7 +248,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_run_goes_on_from_its_c
 
 
 @pytest.mark.exhaustive
-def test_without_a_launcher_the_coordinator_ends_the_others_within_the_timeout(tmp_path):
+def test_without_a_launcher_the_others_end_within_the_timeout(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -265,8 +265,9 @@ def test_without_a_launcher_the_coordinator_ends_the_others_within_the_timeout(t
             assert second.poll() is None, second.stderr.read()
             time.sleep(0.05)
         second.kill()
-        _, words = first.communicate(timeout=60)  # 9 are configured, and a busy machine notices late; JAX's own are 100
-        assert re.search(r"tasks are unhealthy \(stopped sending heartbeats\):\s+\S*1\b", words)
+        _, words = first.communicate(timeout=60)
+        assert first.returncode == 1
+        assert re.search(r"process 1 \(.*\) has ended, so process 0 \(.*\) ends", words)
     finally:
         for process in both:
             process.kill()

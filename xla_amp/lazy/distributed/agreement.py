@@ -3,7 +3,8 @@
 A collective of XLA waits until all processes run it: one that runs another program instead makes the others hang, or
 abort.  So a program with collectives is dispatched when everybody has come to it.  Processes form a tree of TCP
 connections: each hears from those below it, tells the one above it, and gets leave to go on from there.  The end of a
-process closes its connections, which the others notice at once.  Connections are made through JAX's coordinator, whose
+process closes its connections, which the others notice at once; a thread looks after those that are busy elsewhere.
+Connections are made through JAX's coordinator, whose
 key-value store takes ten times as long for an exchange.
 """
 
@@ -18,6 +19,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -27,8 +29,14 @@ from xla_amp.errors import EngineError
 
 FANOUT = 16
 """Processes that one process hears from: 512 processes are three levels."""
+_NOTICE = 4.0
+"""Seconds in which a process must come to a program with collectives after the end of another; then it is ended."""
 _PARTING = 5.0
-"""Seconds that a process that fails gives the others to take notice, as it may take the coordinator along."""
+"""Seconds that a process that fails waits for the others' end, as it may take the coordinator along."""
+_FOREVER = 1e7
+"""Seconds."""
+_KEEPALIVE = 15
+"""Seconds between questions whether the other machine is there; three without an answer are its end."""
 _PATIENCE = 2.0
 """Seconds that a process waits longer than the one above it."""
 _HEADER = struct.Struct("!BQ32sI")
@@ -138,7 +146,7 @@ class Agreement:
         self._history = b""
         """Changes with each program that was agreed on and then failed in this process."""
         self._over = ""
-        """Why no program can run any more."""
+        """Why no program can run any more, or that this process ends."""
         self._poll = select.poll()
         self._of = {peer.wire.fileno(): peer for peer in self._peers}
         for descriptor in self._of:
@@ -248,7 +256,7 @@ class Agreement:
     def leave(self, text: str, *, failed: bool) -> str:
         """Tells the others that this process ends; returns why one of them failed, empty if all end well.
 
-        A process that ends well waits until all do, as JAX's coordinator does too.  One that fails waits a few seconds
+        A process that ends well waits until all do, however long one of them writes its last checkpoint.  One that fails waits a few seconds
         for those below it: they have an error to report before process 0 takes the coordinator along.
 
         Args:
@@ -257,9 +265,12 @@ class Agreement:
         """
         self._over = self._over or text
         self._tell(self._peers, Message(Kind.LEFT, self._number, _FAILED if failed else bytes(32), text.encode()))
-        reasons = [] if failed else [self._last_word(peer, time.monotonic() + self._timeout) for peer in self._peers]
+        reasons = [] if failed else [self._last_word(peer, time.monotonic() + _FOREVER) for peer in self._peers]
         bad = next(filter(None, reasons), "")
         if failed or bad:
+            for peer in self._peers:
+                with contextlib.suppress(OSError):
+                    peer.wire.shutdown(socket.SHUT_WR)
             until = time.monotonic() + _PARTING
             for peer in self._children:
                 with contextlib.suppress(TimeoutError):
@@ -267,6 +278,21 @@ class Agreement:
                         pass
         self._close()
         return bad
+
+    def watch(self) -> None:
+        """Starts a thread that ends this process when another has ended and this one does not notice."""
+        threading.Thread(target=self._watch, name="xla_amp-processes", daemon=True).start()
+
+    def _watch(self) -> None:
+        ends = select.poll()
+        for descriptor in self._of:
+            ends.register(descriptor, select.POLLRDHUP)
+        [(descriptor, _), *_] = ends.poll() or [(-1, 0)]
+        time.sleep(_NOTICE)
+        if descriptor in self._of and not self._over:
+            rank = self._of[descriptor].rank
+            os.write(2, f"xla_amp: {self._name(rank)} has ended, so {self._name(self._rank)} ends\n".encode())
+            os._exit(1)
 
     def _last_word(self, peer: Peer, until: float) -> str:
         """Waits for the end of `peer`; returns how it failed, empty if it ended well."""
@@ -373,4 +399,8 @@ def _answer(wire: socket.socket, secret: bytes) -> Peer | None:
 def _peer(rank: int, wire: socket.socket) -> Peer:
     wire.settimeout(None)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone closes nothing
+    for option, value in (("TCP_KEEPIDLE", _KEEPALIVE), ("TCP_KEEPINTVL", _KEEPALIVE), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, option):
+            wire.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return Peer(rank, wire)

@@ -214,6 +214,7 @@ def connect(process: Process, client: Any) -> None:
     """
     regions.on_push(_regions.__setitem__)  # names the policies when programs differ
     _agreement[:] = [agreement.connect(process, client, name_of)]
+    _agreement[0].watch()
     execute.admit, execute.together, mesh.ended = admit, together, ended
     execute.after_run.append(_note_end)
 

@@ -24,8 +24,8 @@ from xla_amp.lazy.distributed import agreement, cluster, consistency, exchange
 from xla_amp.lazy.distributed.collectives import all_reduce as all_reduce
 from xla_amp.lazy.distributed.collectives import collective as collective
 
-_LONGEST_HEARTBEAT = 100
-"""Longest heartbeat timeout in seconds: the default of JAX's coordinator."""
+_HEARTBEAT = 30
+"""Seconds that JAX's coordinator waits longer for a process than the others do (`agreement`), whose error says more."""
 
 _rendezvous_count = itertools.count()
 
@@ -33,8 +33,8 @@ _rendezvous_count = itertools.count()
 def join() -> None:
     """Connects this process to the others of its job (`cluster.place`); returns when all have come.
 
-    From then on the end of one process ends the others: the coordinator misses its heartbeat and ends them with a
-    message that names it, at the latest after the timeout.
+    From then on the end of one process ends the others: with an error at their next program with collectives, or a few
+    seconds later with a message that names it (`agreement`).
 
     Raises:
         EngineError: a process did not come, or has other settings.
@@ -49,6 +49,7 @@ def join() -> None:
         _connect(process)
     consistency.meet_at_coordinator(process, private_api.coordinator())
     atexit.register(_leave)  # runs before JAX's exit handler, which is registered already
+    private_api.delay_aborts()
     consistency.connect(process, private_api.coordinator())
 
 
@@ -63,8 +64,7 @@ def _connect(process: config.Process) -> None:
                 coordinator_bind_address=process.coordinator if agreement.is_loopback(host) else None,
                 local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
                 initialization_timeout=process.timeout,
-                # The coordinator checks at intervals: two thirds of the timeout leave it time.
-                heartbeat_timeout_seconds=min(_LONGEST_HEARTBEAT, 2 * process.timeout // 3),
+                heartbeat_timeout_seconds=process.timeout + _HEARTBEAT,
                 shutdown_timeout_seconds=process.timeout,
             )
     except Exception as error:
