@@ -256,8 +256,9 @@ class Agreement:
     def leave(self, text: str, *, failed: bool) -> str:
         """Tells the others that this process ends; returns why one of them failed, empty if all end well.
 
-        A process that ends well waits until all do, however long one of them writes its last checkpoint.  One that fails waits a few seconds
-        for those below it: they have an error to report before process 0 takes the coordinator along.
+        A process that ends well waits until all do, however long one of them writes its last checkpoint.  One that
+        fails waits a few seconds for those below it: they have an error to report before process 0 takes the
+        coordinator along.
 
         Args:
             text: what others are told that still wait for this process.
