@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +29,22 @@ from workloads import Workload, language, resnet
 
 import xla_amp
 from xla_amp.lazy.interop.export_for import TargetProgram
+from xla_amp.lowering.attention import cudnn
 from xla_amp.stablehlo.tools import targets
 
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
+    "GPT-2, batch of 16": lambda options: Workload(name="GPT-2", **language(16, 1024, layers=options.layers)),
     "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
     # libtpu 0.0.42 crashes on the whole Flax model for a v6e.
     "ResNet-50, first stage": lambda options: Workload(name="ResNet-50", **resnet(64, 224, blocks=(3,))),
 }
 
 
-def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | None = None) -> TargetProgram:
-    """The step on the lazy device, with the target's policy, overridden by `rules`."""
+def lazy(
+    workload: Workload, target: str, low: torch.dtype | None, rules: Mapping[str, str] | None = None
+) -> TargetProgram:
+    """The step on the lazy device, with the target's policy, overridden by `rules`; float16 with a scaler."""
     changed = xla_amp.policy.override(rules) if rules else contextlib.nullcontext()
 
     def make_step() -> Callable[[], torch.Tensor]:
@@ -49,12 +55,14 @@ def lazy(workload: Workload, target: str, low: bool, rules: Mapping[str, str] | 
         else:
             optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=1e-4)
         batch = [tensor.to(device) for tensor in workload.torch_batch()]
+        scaler = xla_amp.GradScaler(enabled=low is torch.float16)
 
         def step() -> torch.Tensor:
-            with changed, xla_amp.autocast(device, dtype=torch.bfloat16, enabled=low):
+            with changed, xla_amp.autocast(device, dtype=low or torch.bfloat16, enabled=low is not None):
                 loss = model(*batch)
-            loss.backward()
-            optimizer.step()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             return loss.detach()
 
@@ -70,13 +78,24 @@ def flax(workload: Workload, target: str, low: bool) -> str:
     return targets.lower(step, *state, *batch, target=target)
 
 
+def flax_cudnn(workload: Workload, target: str) -> str:
+    """The same with cuDNN's attention; JAX's questions about this machine's GPU are answered as for ours."""
+    attention = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    with cudnn.traced(), mock.patch.object(jax.nn, "dot_product_attention", attention):
+        return flax(workload, target, True)
+
+
 VARIANTS: dict[str, Callable[[Workload, str], str | TargetProgram]] = {
-    "lazy bf16": lambda workload, target: lazy(workload, target, True),
+    "lazy bf16": lambda workload, target: lazy(workload, target, torch.bfloat16),
     "Flax bf16": lambda workload, target: flax(workload, target, True),
     "Flax fp32": lambda workload, target: flax(workload, target, False),
     # The policy for TPUs gives batch_norm float32 results, as PyTorch/XLA does; in Flax they have the model's dtype.
-    "lazy bf16, batch_norm kept": lambda workload, target: lazy(workload, target, True, {"batch_norm": "keep"}),
-    "lazy fp32": lambda workload, target: lazy(workload, target, False),
+    "lazy bf16, batch_norm kept": lambda workload, target: lazy(
+        workload, target, torch.bfloat16, {"batch_norm": "keep"}
+    ),
+    "lazy fp16": lambda workload, target: lazy(workload, target, torch.float16),
+    "Flax bf16, cuDNN": flax_cudnn,
+    "lazy fp32": lambda workload, target: lazy(workload, target, None),
 }
 
 
@@ -121,7 +140,7 @@ def measure(compilers: targets.Compilers, model: str, target: str, variant: str,
 
 def _layers(model: str, options: argparse.Namespace) -> int:
     """The depth of `model` in `options`; 0 if the model has no such option."""
-    return options.layers if model == "GPT-2" else 0
+    return options.layers if model.startswith("GPT-2") else 0
 
 
 HEADINGS = (
@@ -144,7 +163,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
         lines.append(
             (
-                row["model"] if row["model"] != "GPT-2" else f"GPT-2, {row['layers']} layers",
+                f"{row['model']}, {row['layers']} layers" if row["layers"] else row["model"],
                 *(row[name] for name in ("target", "variant")),
                 f"{1e3 * row['seconds']:.2f}" if row["seconds"] else "-",
                 f"{row['bytes_accessed'] / 1e9:.2f}" if row["bytes_accessed"] else "-",

@@ -111,6 +111,7 @@ def run(row: Row, python: Path, tests: list[str]) -> dict[str, Any]:
     """Runs the tests of one row; its versions, counts, seconds and the tests that failed."""
     started, log = time.monotonic(), FOLDER / f"{row.name}.log"
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    variables.pop("XLA_FLAGS", None)  # a flag that this JAX does not know ends the process
     command = [str(python), "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "-rfE", *tests]
     timed_out = ""
     with log.open("w", encoding="utf-8") as output:
@@ -119,7 +120,7 @@ def run(row: Row, python: Path, tests: list[str]) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             timed_out = f"not finished after {LIMIT} s"
     text = log.read_text(encoding="utf-8", errors="replace")
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     return {
         "versions": found_versions(python),
         "counts": counts(text),
@@ -160,6 +161,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def kept() -> dict[str, dict[str, Any]]:
+    """The rows that have a result."""
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
 def main() -> int:
     """Runs the rows and writes the table; 1 if a test failed or a row could not be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,12 +179,13 @@ def main() -> int:
     if options.env is not None and len(options.rows) != 1:
         parser.error("--env is the environment of one row: name it with --rows")
     tests = options.tests or (["-n", "auto"] if options.full else ["-n", "auto", "-m", "quick"])
-    chosen = " ".join(options.tests) if options.tests else "all" if options.full else "quick"
+    chosen = "all" if options.full else "quick"
+    if options.tests:
+        chosen = options.tests[0] if len(options.tests) == 1 else f"{len(options.tests)} files and folders"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     broken = False
     for row in (row for row in MATRIX if row.name in options.rows):
-        before = results.get(row.name, {})
+        before = kept().get(row.name, {})
         if (before.get("commit"), before.get("tests")) == (commit(), chosen) and not options.again:
             continue
         print(f"{row.name}: Python {row.python}, torch {row.torch}, JAX {row.jax} ({row.why})", flush=True)
@@ -188,6 +196,7 @@ def main() -> int:
             print(f"  no environment: {error}", file=sys.stderr)
             broken = True
             continue
+        results = kept()  # another process may have added a row
         results[row.name] = {**got, "tests": chosen, "date": time.strftime("%Y-%m-%d"), "commit": commit()}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         RESULTS.with_suffix(".md").write_text(table(results))

@@ -59,7 +59,7 @@ def cost(call: Attention) -> int:
 
 def forward(call: Attention) -> tuple[jax.Array, jax.Array]:
     """(output, logsumexp)."""
-    with _traced():
+    with traced():
         output, logsumexp = _forward(*_operands(call), causal=call.causal, scale=float(call.scale))
     return _visible(call, output), logsumexp
 
@@ -71,7 +71,7 @@ def backward(
     if needs_bias:
         return blocked.backward(call, grad, output, logsumexp, needs_bias)
     given = _visible(call, materialize(grad))
-    with _traced():
+    with traced():
         dquery, dkey, dvalue = _backward(
             *_operands(call), as_dtype(given, call.dtype), causal=call.causal, scale=float(call.scale)
         )
@@ -161,7 +161,7 @@ def _is_available() -> bool:
 
 
 @contextlib.contextmanager
-def _traced() -> Iterator[None]:
+def traced() -> Iterator[None]:
     """Traces with 32-bit indices, without the mask's gradient, and answers JAX's questions about an absent GPU."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.enable_x64(False))

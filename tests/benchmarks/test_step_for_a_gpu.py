@@ -8,7 +8,7 @@ import forked
 from source_tree import ROOT
 
 COUNT = r"""
-import collections, json, re, sys
+import collections, json, re, sys, torch
 sys.path.insert(0, sys.argv[1])
 from targets_table import lazy
 from workloads import Workload, language
@@ -17,7 +17,7 @@ workload = Workload(name="GPT", **language(2, 8, vocabulary=64, context=8, width
 operands = re.compile(r"dot_general .* : \(tensor<[0-9x]*x(\w+)>, tensor<[0-9x]*x(\w+)>\)")
 def found(low):
     return collections.Counter(" ".join(each) for each in operands.findall(lazy(workload, "h100", low).mlir_text))
-print(json.dumps([found(True), found(False), xla_amp.metrics()["device_to_host"]]))
+print(json.dumps([found(torch.bfloat16), found(None), xla_amp.metrics()["device_to_host"]]))
 """
 
 
