@@ -46,7 +46,11 @@ LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling", "xla_amp.master_weights"})
 # Modules that load others by name when they are asked to: engines are selected at run time.
 LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
     "xla_amp.backends.autoload": frozenset(
-        {"xla_amp.integrations.huggingface", "xla_amp.pytorch.distributed.xla_model"}
+        {
+            "xla_amp.integrations.huggingface",
+            "xla_amp.lazy.distributed.process_groups",
+            "xla_amp.pytorch.distributed.xla_model",
+        }
     ),
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
     "xla_amp.lazy.torch_integration.monkeypatches": frozenset({"xla_amp.pytorch.optim.skip_step"}),

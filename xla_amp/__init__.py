@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
     from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
     from xla_amp.pytorch.distributed import xla_model as xla_model
+    from xla_amp.pytorch.distributed.data_parallel import DistributedDataParallel as DistributedDataParallel
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
     from xla_amp.pytorch.optim import syncfree as syncfree
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.data.loader",
+    "DistributedDataParallel": "xla_amp.pytorch.distributed.data_parallel",
     "GradScaler": "xla_amp.pytorch.optim.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast.autocast",
     "compilation_cache": "xla_amp.lazy.runtime.compilation_cache",

@@ -1,7 +1,8 @@
 """Environment variables; the only file of the package that reads them.
 
 Each function reads at call time, so a test or a notebook can change a variable.  Only `place_process` writes variables,
-in a process that `launch` has started, and `place_command` in a process of the command line.
+in a process that `launch` has started, `place_in_group` in one that torch.distributed was told the place of, and
+`place_command` in a process of the command line.
 """
 
 from __future__ import annotations
@@ -374,6 +375,12 @@ def place_process(*, rank: int, world_size: int, port: int, timeout: int | None 
     }
     if timeout is not None:
         os.environ[TIMEOUT] = str(timeout)
+
+
+def place_in_group(rank: int, world_size: int) -> None:
+    """Sets the variables of `process` to what a script told `torch.distributed.init_process_group`, if none is set."""
+    if world_size > 1 and not is_placed() and task() is None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
 def place_command() -> None:

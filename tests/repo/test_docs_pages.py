@@ -147,8 +147,11 @@ def test_every_warning_and_every_error_class_is_on_the_page():
 
 
 GIVEN = """
+import os
 import torch
 import xla_amp
+
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 device = xla_amp.xla_device()
 model, loss_fn, x = torch.nn.Linear(8, 4).to(device), torch.nn.functional.cross_entropy, torch.randn(2, 8)
@@ -161,7 +164,7 @@ __name__ = "docs"  # only defines what processes would run
 def test_what_the_migration_page_says_to_write_runs():
     page = (ROOT / "docs" / "migration.md").read_text()
     after = re.findall(r'^```python title="after"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
-    assert len(after) == page.count('title="before"') == page.count("\n## ") == 8
+    assert len(after) == page.count('title="before"') == page.count("\n## ") == 9
     lines = _run(GIVEN + "\n".join(after) + "print(y.dtype, weights.dtype, loss.item() > 0)").splitlines()
     assert lines[-1] == "torch.bfloat16 float32 True"
     assert {"float32", "jax:0"} <= set(lines)

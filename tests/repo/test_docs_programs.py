@@ -44,6 +44,8 @@ model.to, model.generate = classifier.to, GPT2LMHeadModel(GPT2Config(pad_token_i
 """,
     "distributed": TORCH
     + """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 from xla_amp import GradScaler, xla_model as xm
 class Model(torch.nn.Module):
     def __init__(self):

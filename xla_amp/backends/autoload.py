@@ -1,6 +1,7 @@
-"""What torch loads at ``import torch`` (entry point group ``torch.backends``): checkpoints of the lazy device.
+"""What torch loads at ``import torch`` (entry point group ``torch.backends``): checkpoints and process groups.
 
 `torch.load` then puts the tensors of a checkpoint back on the lazy device, in a process that has not used xla_amp.
+`torch.distributed.init_process_group("xla_amp")` starts the device, also in a script that does not import xla_amp.
 Nothing more is registered here.  With the name ``jax`` taken, `torch.accelerator` would be the lazy device in every
 process of this environment, also in those that use CUDA, and torch's one slot for an out-of-tree device would be
 occupied.  So ``torch.device("jax")`` exists after the first use of the device.  Only ``XLA_AMP_HUGGINGFACE=1`` asks for
@@ -17,18 +18,38 @@ import torch
 from xla_amp import config
 from xla_amp.backends import base
 
+PROCESS_GROUP = "xla_amp"
+"""The backend of `torch.distributed`."""
 _PRIORITY = 5
 """Before torch's own handlers of locations, which begin at 10."""
 
 
 def register() -> None:
-    """Registers the lazy device's location in checkpoints; starts no device and, unless asked, loads no JAX."""
-    from torch import serialization
+    """Registers the lazy device's location in checkpoints and the backend of its process groups.
+
+    Starts no device and, unless asked, loads no JAX.
+    """
+    from torch import distributed, serialization
 
     if not any(tag is _tag for _, tag, _ in serialization._package_registry):
         serialization.register_package(_PRIORITY, _tag, _restore)
+        if distributed.is_available():
+            distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", base.LAZY])
         if config.huggingface():
             importlib.import_module("xla_amp.integrations.huggingface").enable()
+
+
+def _process_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    base.require_lazy("torch.distributed.init_process_group('xla_amp')", "the backend 'xla'")
+    if not base.select().is_started():
+        config.place_in_group(rank, size)
+    _start()
+    return importlib.import_module("xla_amp.lazy.distributed.process_groups").make(store, rank, size, timeout)
+
+
+def _start() -> None:
+    # By name, because the front is above this layer: it starts the engine and prepares autograd and autocast for it.
+    importlib.import_module("xla_amp.pytorch.distributed.xla_model").xla_device()
 
 
 def _tag(storage: Any) -> str | None:
@@ -41,6 +62,5 @@ def _restore(storage: Any, location: str) -> Any:
     if location.partition(":")[0] != base.LAZY:
         return None
     base.require_lazy(f"torch.load to {location!r}", "map_location='cpu'")
-    # By name, because the front is above this layer: it starts the engine and prepares autograd and autocast for it.
-    importlib.import_module("xla_amp.pytorch.distributed.xla_model").xla_device()
+    _start()
     return torch.UntypedStorage(storage.nbytes(), device=torch.device(location)).copy_(storage)

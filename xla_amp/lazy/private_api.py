@@ -315,9 +315,9 @@ def _function_at(file: str, line: int, name: str) -> Any:
     return types.FunctionType(named, {})
 
 
-def size_of_process_group(group: Any) -> int:
-    """Number of processes of a process group, as an operation of torch's library ``c10d`` receives it."""
-    return int(torch._C._distributed_c10d.ProcessGroup.unbox(group).size())
+def process_group(boxed: Any) -> Any:
+    """A process group, as an operation of torch's library ``c10d`` receives it."""
+    return torch._C._distributed_c10d.ProcessGroup.unbox(boxed)
 
 
 def finished_work(result: Any = None) -> Any:

@@ -30,6 +30,8 @@ CLASSES = {
     "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
     "torch.jit.RecursiveScriptModule": torch.jit.RecursiveScriptModule,
     "torch.amp.GradScaler": torch.amp.GradScaler,
+    "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+    "torch.distributed.DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
     "torch.Generator": torch.Generator, "torch.device": torch.device, "torch.Size": torch.Size,
 }
 

@@ -84,7 +84,7 @@ def _broadcast(x: jax.Array, groups: Any, count: int, options: dict[str, Any]) -
     is_bool = x.dtype == jnp.bool_
     bits = x.astype(jnp.uint32) if is_bool else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     wide = bits.astype(jnp.uint32) if bits.dtype.itemsize < 4 else bits  # XLA:CPU adds few types of less than 4 bytes
-    mine = lax.axis_index(mesh.AXIS) == options["root"]
+    mine = jnp.isin(lax.axis_index(mesh.AXIS), jnp.array(options["root"]))
     sent = lax.psum(jnp.where(mine, wide, jnp.zeros_like(wide)), mesh.AXIS, axis_index_groups=groups)
     return sent != 0 if is_bool else lax.bitcast_convert_type(sent.astype(bits.dtype), x.dtype)
 

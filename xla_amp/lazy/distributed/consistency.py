@@ -7,6 +7,7 @@ that holds a collective before each run (`agreement`).
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import linecache
@@ -157,11 +158,20 @@ def _compare_settings(process: Process, mine: dict[str, str], read: Callable[[in
     _met[:] = found
 
 
-def _loopback_socket(store: config.Store) -> int:
-    """Descriptor of a socket that listens on loopback only; without one torch's store listens on all interfaces."""
+def _loopback_socket(store: config.Store) -> int | None:
+    """Descriptor of a socket that listens on loopback only; without one torch's store listens on all interfaces.
+
+    None if the port is taken: by torch's store, which `torch.distributed.init_process_group` has started before the
+    device and which is shared; a store of another program is torch's error.
+    """
     family = socket.AF_INET6 if ":" in store.host else socket.AF_INET
-    with socket.create_server((store.host, store.port), family=family, backlog=128) as server:
-        return server.detach()
+    try:
+        with socket.create_server((store.host, store.port), family=family, backlog=128) as server:
+            return server.detach()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
 
 def rank_on_host(rank: int) -> int | None:

@@ -21,7 +21,7 @@ from xla_amp.lazy.graph.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops import dynamic_shape
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
-from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import Lowering
 
@@ -319,8 +319,27 @@ def _overwrite_within(name: str) -> Callable[[Kernel], Kernel]:
     return lambda kernel: _overwrite(_within(name)(kernel))
 
 
+def _unscaling(kernel: Kernel) -> Kernel:
+    def unscale(*args: Any) -> Any:
+        step_marker.unscales()
+        return kernel(*args)
+
+    return unscale
+
+
+def _updating_scale(kernel: Kernel) -> Kernel:
+    def update(*args: Any) -> Any:
+        result = kernel(*args)
+        step_marker.scale_is_updated()
+        return result
+
+    return update
+
+
 ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     **CHECKED,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscaling,
+    "_amp_update_scale_": _updating_scale,
     **{name: _overwrite_within(name) if name.endswith(("_", "_.float")) else _within(name) for name in _RANGES},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
     **dict.fromkeys(
@@ -337,7 +356,7 @@ ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
         _overwrite,
     ),
 }
-"""ATen name -> wrapper that checks or changes the arguments of its kernel."""
+"""ATen name -> wrapper of its kernel: it checks or changes the arguments, or tells the end of a step."""
 
 
 def into_out(operator: Any, args: Any, kwargs: Any) -> Any:

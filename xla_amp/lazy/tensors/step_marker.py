@@ -40,6 +40,10 @@ _ended = False
 _kept = False
 """Whether the hook stays installed (`keep_hook`)."""
 _paused = False
+_with_optimizer = False
+"""Whether a step ends with the optimizer's (`end_with_optimizer`)."""
+_unscaled = False
+"""Whether a scaler has unscaled gradients and not updated its scale."""
 
 
 @contextlib.contextmanager
@@ -85,6 +89,35 @@ def end_step() -> None:
         _await_forward()
 
 
+def end_program() -> None:
+    """Flushes, unless everything becomes one executable (`paused`)."""
+    if not _paused:
+        flush()
+
+
+def end_with_optimizer() -> None:
+    """From now on a step ends with the optimizer's step, or with the scaler's update after it.
+
+    In every process at the same place: afterwards each may read what it likes.
+    """
+    global _with_optimizer
+    _with_optimizer = True
+
+
+def unscales() -> None:
+    """A scaler unscales gradients: its update will end the step."""
+    global _unscaled
+    _unscaled = True
+
+
+def scale_is_updated() -> None:
+    """A scaler has updated its scale."""
+    global _unscaled
+    _unscaled = False
+    if _with_optimizer and not _paused and _armed == trace.generation:
+        end_step()
+
+
 def _on_device(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -105,6 +138,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         undo.end()
         if trace.code:
             _arm(optimizer)
+            if _with_optimizer and not _paused and not _unscaled:
+                end_step()
     else:
         cpu_training.stepped(optimizer)
     interrupts.deliver_soon()

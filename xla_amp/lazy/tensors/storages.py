@@ -187,7 +187,8 @@ def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
     """Raises: an array has the size that it was made with."""
     raise DeviceError(
         f"cannot resize a storage on {self.device} from {self.nbytes()} to {size} bytes: resize the tensor "
-        "(tensor.resize_), or drop every reference to it to free its memory"
+        "(tensor.resize_), or drop every reference to it to free its memory. FullyShardedDataParallel frees memory in "
+        "this way: use xla_amp.mark_sharding in its place"
     )
 
 

@@ -57,6 +57,11 @@ def begin() -> None:
         execute.before_run = _step.before_run
 
 
+def is_open() -> bool:
+    """Whether a training step has begun in this trace, and not ended."""
+    return _step is not None and _step.generation == trace.generation
+
+
 def end() -> None:
     """The training step has ended; nothing undoes it any more."""
     global _step

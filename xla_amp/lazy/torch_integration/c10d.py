@@ -1,13 +1,13 @@
-"""Collectives of `torch.distributed` on lazy tensors, in a process group (gloo) that has the device's processes.
+"""Collectives of `torch.distributed` on lazy tensors, in a process group that has the device's processes.
 
-A process group sends memory, and lazy tensors have none.  So these operations run the device's collectives: in a
-backward pass, where DistributedDataParallel reduces gradients, as a part of the step, elsewhere as a program between
-those of the steps.  Others raise an error that names the replacement.
+A process group sends memory, and lazy tensors have none.  So these operations run the device's collectives.  In a
+training step they are a part of its program (with the backend ``gloo`` only those of a backward pass are).  Elsewhere a
+collective is a program for itself, so that one process may read what it likes before and after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,120 +15,241 @@ import torch
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.distributed import collectives, processes
-from xla_amp.lazy.runtime.execute import sync
+from xla_amp.lazy.distributed import collectives, process_groups, processes
+from xla_amp.lazy.tensors import step_marker, undo
 
-_REDUCE = "xla_model.all_reduce(xla_model.REDUCE_SUM, tensor)"
-_GATHER = "xla_model.all_gather(tensor, dim)"
-_SCATTER = "xla_model.reduce_scatter(...)"
 _SEND = "xla_model.collective_permute(tensor, pairs)"
-_MEET = "xla_model.mesh_reduce(tag, data, function)"
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "_reduce_scatter_base_": _SCATTER,
-        "allgather_coalesced_": _GATHER,
-        "allgather_into_tensor_coalesced_": _GATHER,
-        "allreduce_coalesced_": _REDUCE,
-        "alltoall_": "xla_model.all_to_all(...)",
-        "alltoall_base_": "xla_model.all_to_all(...)",
-        "gather_": _GATHER,
+        "gather_": "all_gather, which gives every process all parts",
+        "monitored_barrier_": "barrier",
         "recv_": _SEND,
         "recv_any_source_": _SEND,
-        "reduce_": _REDUCE,
-        "reduce_scatter_": _SCATTER,
-        "reduce_scatter_tensor_coalesced_": _SCATTER,
-        "scatter_": _MEET,
+        "reduce_": "all_reduce, which gives every process the result",
+        "scatter_": "broadcast, and let each process take its part",
         "send": _SEND,
     }
 )
-"""Operation of torch's library ``c10d`` -> its replacement inside a step."""
-
-
-def _refuse(name: str, instead: str) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise DeviceError(
-            f"torch.distributed ({name.strip('_')}) cannot reach tensors of the lazy XLA device: use {instead}, which "
-            "is part of the step. Instead of FullyShardedDataParallel split parameters with xla_amp.mark_sharding"
-        )
-
-    return kernel
-
+"""Operation of torch's library ``c10d`` in which processes do different things -> one in which all do the same."""
 
 _REDUCTIONS = {"SUM": "sum", "AVG": "sum", "PRODUCT": "mul", "MIN": "min", "MAX": "max", "BAND": "and", "BOR": "or"}
 """torch's names of reductions -> ours."""
 
 
-def _alone(call: str, group: Any, collective: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """The results of a collective that is a program for itself, so that processes may read what they like around it."""
-    size = private_api.size_of_process_group(group)
-    if size != processes.world_size():
+def _refuse(name: str, instead: str) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         raise DeviceError(
-            f"torch.distributed.{call}: the group has {size} processes, and tensors of the lazy XLA device are "
-            f"exchanged among all {processes.world_size()}; use xla_model with groups=, which is part of the step"
+            f"torch.distributed.{name.strip('_')} does not reach tensors of the lazy XLA device, whose processes run "
+            f"one program: use {instead}"
         )
-    in_backward = torch._C._current_graph_task_id() != -1  # DistributedDataParallel's: a part of the step
-    if not in_backward:
-        sync()
-    results = collective()
-    if not in_backward:
-        sync()
-    return results
+
+    return kernel
 
 
-def _write(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+_Members = process_groups.Members
+
+
+def _exchange(call: str, boxed: Any, collective: Callable[[_Members], None]) -> None:
+    """Records a collective, with what writes its results; outside of a training step it is a program for itself."""
+    group = private_api.process_group(boxed)
+    members = process_groups.members(call, group)
+    # The backward pass is DistributedDataParallel's.
+    in_step = private_api.in_backward() or (undo.is_open() and process_groups.is_ours(group))
+    if not in_step:
+        step_marker.end_program()
+    collective(members)
+    if not in_step:
+        step_marker.end_program()
+
+
+def _results(name: str, members: _Members, tensors: Sequence[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+    if members.size == 1:
+        return [tensor.clone() for tensor in tensors]
+    return collectives.collective(name, tensors, members.groups, **options)
+
+
+def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
             target.copy_(value.reshape(target.shape))
 
 
-def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, *rest: Any) -> Any:
+def _reduction(call: str, operation: Any) -> tuple[str, bool]:
+    """Our name of a reduction, and whether the result is divided by the number of processes."""
     name = torch.distributed.ReduceOp.RedOpType(operation.op()).name
     if name not in _REDUCTIONS:
-        raise DeviceError(f"torch.distributed.all_reduce(op={name}): expected one of {', '.join(_REDUCTIONS)}")
-    reduced = _alone("all_reduce", group, lambda: collectives.all_reduce(_REDUCTIONS[name], tensors))
-    _write(tensors, [x / processes.world_size() for x in reduced] if name == "AVG" else reduced)
+        raise DeviceError(f"torch.distributed.{call}(op={name}): expected one of {', '.join(_REDUCTIONS)}")
+    return _REDUCTIONS[name], name == "AVG"
+
+
+def _reduce(tensors: list[torch.Tensor], group: Any, operation: Any) -> None:
+    kind, average = _reduction("all_reduce", operation)
+
+    def reduce(members: _Members) -> None:
+        if members.size > 1:
+            reduced = collectives.all_reduce(kind, tensors, members.groups)
+            _write(tensors, [x / members.size for x in reduced] if average else reduced)
+
+    _exchange("all_reduce", group, reduce)
+
+
+def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, sparse_indices: Any, *rest: Any) -> Any:
+    if sparse_indices is not None or any(tensor.is_sparse for tensor in tensors):
+        raise DeviceError(
+            "torch.distributed.all_reduce: sparse tensors are not reduced on the lazy XLA device; leave "
+            "DistributedDataParallel out and call xla_model.reduce_gradients(optimizer), or use sparse=False"
+        )
+    _reduce(tensors, group, operation)
     return tensors, private_api.finished_work(tensors)
+
+
+def _all_reduce_coalesced(tensors: list[torch.Tensor], group: Any, operation: Any, *rest: Any) -> Any:
+    _reduce(tensors, group, operation)
+    return private_api.finished_work(tensors)
 
 
 def _broadcast(tensors: list[torch.Tensor], group: Any, root: int, *rest: Any) -> Any:
-    _write(
-        tensors,
-        _alone("broadcast", group, lambda: collectives.collective("collective_broadcast", tensors, None, root=root)),
-    )
+    def send(members: _Members) -> None:
+        roots = tuple(ranks[root] for ranks in members.groups or [members.ranks])
+        _write(tensors, _results("collective_broadcast", members, tensors, root=roots))
+
+    _exchange("broadcast", group, send)
     return tensors, private_api.finished_work(tensors)
 
 
-def _gathered(group: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each tensor those of all processes, along a new first dimension."""
-    parts = [tensor.unsqueeze(0) for tensor in tensors]
-    return _alone("all_gather", group, lambda: collectives.collective("all_gather", parts, None, dim=0))
+def _gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any) -> None:
+    """Of each tensor those of all processes: to a list of tensors each, or to one that has them behind each other."""
+
+    def gather(members: _Members) -> None:
+        gathered = _results("all_gather", members, [tensor.unsqueeze(0) for tensor in tensors], dim=0)
+        for parts, whole in zip(targets, gathered, strict=True):
+            _write(parts, [whole] if len(parts) == 1 else list(whole.unbind()))
+
+    _exchange("all_gather", group, gather)
 
 
-def _all_gather(outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Any, *rest: Any) -> Any:
-    for targets, gathered in zip(outputs, _gathered(group, inputs), strict=True):
-        _write(targets, list(gathered.unbind()))
-    return outputs, private_api.finished_work(outputs)
+def _all_gather(targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
+    _gather(targets, tensors, group)
+    return targets, private_api.finished_work(targets)
 
 
-def _all_gather_base(output: torch.Tensor, tensor: torch.Tensor, group: Any, *rest: Any) -> Any:
-    _write([output], _gathered(group, [tensor]))
-    return output, private_api.finished_work([output])
+def _all_gather_coalesced(
+    targets: list[list[torch.Tensor]], tensors: list[torch.Tensor], group: Any, *rest: Any
+) -> Any:
+    _gather(targets, tensors, group)
+    return private_api.finished_work(targets)
+
+
+def _all_gather_base(target: torch.Tensor, tensor: torch.Tensor, group: Any, *rest: Any) -> Any:
+    _gather([[target]], [tensor], group)
+    return target, private_api.finished_work([target])
+
+
+def _all_gather_base_coalesced(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
+    _gather([[target] for target in targets], tensors, group)
+    return private_api.finished_work(targets)
+
+
+def _scatter(targets: list[torch.Tensor], wholes: Callable[[], list[torch.Tensor]], group: Any, operation: Any) -> None:
+    """Reduces each whole, whose first dimension is the number of processes; this process gets its row of it."""
+    kind, average = _reduction("reduce_scatter", operation)
+
+    def scatter(members: _Members) -> None:
+        parts = _results("reduce_scatter", members, wholes(), reduce_type=kind, dim=0)
+        _write(targets, [part / members.size for part in parts] if average else parts)
+
+    _exchange("reduce_scatter", group, scatter)
+
+
+def _rows(call: str, tensor: torch.Tensor, count: int) -> torch.Tensor:
+    if tensor.numel() % count:
+        raise DeviceError(
+            f"torch.distributed.{call}: a tensor of shape {list(tensor.shape)} does not divide over {count} processes"
+        )
+    return tensor.reshape(count, -1)
+
+
+def _stacked(call: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    if len({tensor.shape for tensor in tensors}) > 1:
+        raise DeviceError(
+            f"torch.distributed.{call}: expected tensors of one shape on the lazy XLA device, got "
+            f"{[list(tensor.shape) for tensor in tensors]}; pad them"
+        )
+    return torch.stack([tensor.reshape(-1) for tensor in tensors])
+
+
+def _reduce_scatter(
+    targets: list[torch.Tensor], lists: list[list[torch.Tensor]], group: Any, operation: Any, *rest: Any
+) -> Any:
+    _scatter(targets, lambda: [_stacked("reduce_scatter", each) for each in lists], group, operation)
+    return targets, private_api.finished_work(targets)
+
+
+def _reduce_scatter_base(target: torch.Tensor, whole: torch.Tensor, group: Any, operation: Any, *rest: Any) -> Any:
+    count = private_api.process_group(group).size()
+    _scatter([target], lambda: [_rows("reduce_scatter_tensor", whole, count)], group, operation)
+    return target, private_api.finished_work([target])
+
+
+def _reduce_scatter_base_coalesced(
+    targets: list[torch.Tensor], wholes: list[torch.Tensor], group: Any, operation: Any, *rest: Any
+) -> Any:
+    count = private_api.process_group(group).size()
+    _scatter(targets, lambda: [_rows("reduce_scatter_tensor", whole, count) for whole in wholes], group, operation)
+    return private_api.finished_work(targets)
+
+
+def _all_to_all(targets: list[torch.Tensor], tensors: list[torch.Tensor], group: Any, *rest: Any) -> Any:
+    def send(members: _Members) -> None:
+        [received] = _results("all_to_all", members, [_stacked("all_to_all", tensors)], split=0, concat=0)
+        _write(targets, list(received.unbind()))
+
+    _exchange("all_to_all", group, send)
+    return targets, private_api.finished_work(targets)
+
+
+def _all_to_all_base(
+    target: torch.Tensor, tensor: torch.Tensor, group: Any, output_splits: list[int], input_splits: list[int], *_: Any
+) -> Any:
+    if len({*output_splits, *input_splits}) > 1:
+        raise DeviceError(
+            f"torch.distributed.all_to_all_single: expected parts of one size on the lazy XLA device, got splits "
+            f"{input_splits} of the input and {output_splits} of the output; pad them"
+        )
+
+    def send(members: _Members) -> None:
+        rows = _rows("all_to_all_single", tensor, members.size)
+        _write([target], _results("all_to_all", members, [rows], split=0, concat=0))
+
+    _exchange("all_to_all_single", group, send)
+    return private_api.finished_work([target])
 
 
 def _barrier(tensor: torch.Tensor, group: Any, *rest: Any) -> Any:
-    _alone("barrier", group, lambda: [])
-    processes.rendezvous("torch.distributed.barrier")
+    def meet(members: _Members) -> None:
+        if members.size > 1:
+            processes.rendezvous("torch.distributed.barrier", replicas=members.ranks)
+
+    _exchange("barrier", group, meet)
     return private_api.finished_work()
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "_allgather_base_": _all_gather_base,
+        "_reduce_scatter_base_": _reduce_scatter_base,
         "allgather_": _all_gather,
+        "allgather_coalesced_": _all_gather_coalesced,
+        "allgather_into_tensor_coalesced_": _all_gather_base_coalesced,
         "allreduce_": _all_reduce,
+        "allreduce_coalesced_": _all_reduce_coalesced,
+        "alltoall_": _all_to_all,
+        "alltoall_base_": _all_to_all_base,
         "barrier": _barrier,
         "broadcast_": _broadcast,
+        "reduce_scatter_": _reduce_scatter,
+        "reduce_scatter_tensor_coalesced_": _reduce_scatter_base_coalesced,
         **{name: _refuse(name, instead) for name, instead in INSTEAD.items()},
     }
 )

@@ -24,11 +24,12 @@ from xla_amp import interrupts
 from xla_amp.backends import autoload
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
+from xla_amp.lazy.distributed import process_groups
 from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import step_marker, storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, device_guard, safetensors_files
+from xla_amp.lazy.torch_integration import accelerator, device_guard, safetensors_files, torch_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,6 +288,26 @@ def _replace_has_any_global_hook() -> None:
     nn_module._has_any_global_hook = has_any_global_hook
 
 
+def _replace_data_parallel_constructor() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel.__init__ = torch_parallel.data_parallel(DistributedDataParallel.__init__)  # type: ignore[method-assign]
+
+
+def _replace_device_mesh_constructor() -> None:
+    if torch.distributed.is_available():
+        mesh = torch.distributed.device_mesh.DeviceMesh
+        mesh.__init__ = torch_parallel.device_mesh(mesh.__init__)  # type: ignore[method-assign]
+
+
+def _replace_object_exchange() -> None:
+    if torch.distributed.is_available():
+        from torch.distributed import distributed_c10d
+
+        distributed_c10d._object_to_tensor = process_groups.object_to_tensor(distributed_c10d._object_to_tensor)
+        distributed_c10d._tensor_to_object = process_groups.tensor_to_object(distributed_c10d._tensor_to_object)
+
+
 def _replace_scaler_step() -> None:
     original = torch.amp.GradScaler._maybe_opt_step
 
@@ -380,6 +401,27 @@ PATCHES = (
         reason="torch's scaler reads whether a gradient overflowed before each step of an optimizer that is not fused: "
         "a wait for the device and a second executable. Selecting old or new values needs neither.",
         install=_replace_scaler_step,
+    ),
+    Patch(
+        names=("torch.nn.parallel.DistributedDataParallel.__init__",),
+        reason="A script for CUDA passes device_ids=[local_rank], and a process of the device has no such index. "
+        "Unused parameters are counted in pinned memory: an internal error in the backward pass.",
+        install=_replace_data_parallel_constructor,
+    ),
+    Patch(
+        names=("torch.distributed.DeviceMesh.__init__",),
+        reason="fully_shard, DTensor and tensor parallelism are built on a mesh. They resize storages and use streams, "
+        "and fail in the forward pass; without a mesh they are refused at the call.",
+        install=_replace_device_mesh_constructor,
+    ),
+    Patch(
+        names=(
+            "torch.distributed.distributed_c10d._object_to_tensor",
+            "torch.distributed.distributed_c10d._tensor_to_object",
+        ),
+        reason="Collectives of Python objects unpickle what comes from the network, which runs code. In groups of the "
+        "backend 'xla_amp' they send JSON.",
+        install=_replace_object_exchange,
     ),
     Patch(
         names=("torch.Generator",),

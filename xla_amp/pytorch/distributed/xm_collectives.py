@@ -301,6 +301,17 @@ def reduce_gradients(
             f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. torch.bfloat16 (a "
             "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
         )
+    average(_fetch_gradients(optimizer), groups, pin_layout, dtype=dtype)
+
+
+def average(
+    gradients: Sequence[torch.Tensor],
+    groups: Groups = None,
+    pin_layout: bool = True,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """`reduce_gradients` of these gradients."""
     checked = _checked_groups("reduce_gradients", groups)
     count = _count(checked)
     if count == 1:
@@ -315,7 +326,6 @@ def reduce_gradients(
         low = total.is_floating_point() and total.dtype.itemsize < 4
         return (total.float() if low else total) / count
 
-    gradients = _fetch_gradients(optimizer)
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
         # One collective for all gradients.

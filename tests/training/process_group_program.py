@@ -1,0 +1,223 @@
+"""What a script for torch.distributed finds in a process group of the backend "xla_amp": one process of several."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 7
+OVERFLOW = 4
+
+
+def own(rank, dtype=torch.float32):
+    """What a process brings to the collectives, [4]."""
+    return (torch.arange(4) + 3 * rank - 2).to(dtype)
+
+
+def collectives(rank, world, device):
+    found = {}
+    for name in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
+        x = own(rank).to(device)
+        dist.all_reduce(x, getattr(dist.ReduceOp, name))
+        found[f"all_reduce {name}"] = x.tolist()
+    x = own(rank).to(device)
+    work = dist.all_reduce(x, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    found["async"] = x.tolist()
+    x = own(rank).to(device)
+    dist.broadcast(x, 1)
+    found["broadcast"] = x.tolist()
+    parts, whole = [torch.empty(4, device=device) for _ in range(world)], torch.empty(4 * world, device=device)
+    dist.all_gather(parts, own(rank).to(device))
+    found["all_gather"] = [part.tolist() for part in parts]
+    group = dist.group.WORLD
+    group._allgather_base(whole, own(rank).to(device)).wait()
+    found["all_gather_into_tensor"] = whole.tolist()
+    part = torch.empty(2, device=device)
+    dist.reduce_scatter(part, list(own(rank).to(device).chunk(2)))
+    found["reduce_scatter"] = part.tolist()
+    group._reduce_scatter_base(part, own(rank).to(device)).wait()
+    found["reduce_scatter_tensor"] = part.tolist()
+    received = [torch.empty(2, device=device) for _ in range(world)]
+    dist.all_to_all(received, list(own(rank).to(device).chunk(2)))
+    found["all_to_all"] = [each.tolist() for each in received]
+    exchanged = torch.empty(4, device=device)
+    dist.all_to_all_single(exchanged, own(rank).to(device))
+    found["all_to_all_single"] = exchanged.tolist()
+    on_host = own(rank)
+    dist.all_reduce(on_host)
+    found["of the CPU"] = on_host.tolist()
+    objects = [None] * world
+    dist.all_gather_object(objects, {"rank": rank, 1: (2.5, torch.arange(2))})
+    found["objects"] = [[each["rank"], each[1][0], each[1][1].tolist()] for each in objects]
+    sent = [{"seed": 3}, "text"] if rank == 0 else [None, None]
+    dist.broadcast_object_list(sent)
+    found["broadcast objects"] = sent
+    dist.barrier(device_ids=[0])
+    from torch.distributed import _functional_collectives as functional
+
+    found["functional"] = functional.all_reduce(own(rank).to(device), "sum", group).tolist()
+    pair = dist.new_group([rank])  # a group of one, which every process has
+    x = own(rank).to(device)
+    dist.all_reduce(x, group=pair)
+    found["alone"] = x.tolist()
+    return found
+
+
+def model_of(device, seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+
+
+def train(rank, world, device):
+    """torch's class in float16, with an overflow on the last rank; rank 0 alone reads, in every step."""
+    import xla_amp
+
+    model = DistributedDataParallel(model_of(device, rank), device_ids=[int(os.environ["LOCAL_RANK"])])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8)
+    data, counts = torch.Generator().manual_seed(1), []
+    for step in range(STEPS):
+        x = torch.randn(8 * world, 8, generator=data)[rank::world]
+        if step == OVERFLOW and rank == world - 1:
+            x[0] = float("inf")
+        before = xla_amp.metrics()
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.float16):
+            loss = model(x.to(device)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if rank == 0:
+            print(step, loss.item(), [float(p.detach().sum()) for p in model.parameters()][:1])
+        after = xla_amp.metrics()
+        counts.append({name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")})
+    state = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return {
+        "counts": counts,
+        "scale": scaler.get_scale(),
+        "names": list(state),
+        "weights": [value.numpy().tobytes().hex() for value in state.values()],
+    }
+
+
+class Partly(nn.Module):
+    """A table with sparse gradients, and a layer that is used in the last step only."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer, self.other = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens, both):
+        x = self.table(tokens)
+        return self.layer(x) + self.other(x) if both else self.layer(x)
+
+
+def unused(rank, world, device):
+    """`xla_amp.DistributedDataParallel`: parameters without gradients, sparse gradients, accumulation."""
+    import xla_amp
+
+    torch.manual_seed(rank)
+    model = xla_amp.DistributedDataParallel(Partly().to(device), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    xla_amp.sync()
+    for step in range(3):
+        optimizer.zero_grad()
+        before = xla_amp.metrics()["executions"]
+        with model.no_sync():
+            model(tokens_of(step, rank, 0).to(device), step == 2).square().sum().backward()
+        model(tokens_of(step, rank, 1).to(device), step == 2).square().sum().backward()
+        optimizer.step()
+        found.append([xla_amp.metrics()["executions"] - before, model.module.other.weight.grad is None])
+    strict = xla_amp.DistributedDataParallel(Partly().to(device))
+    strict(tokens_of(0, 0, 0).to(device), False).sum().backward()
+    try:
+        strict(tokens_of(0, 0, 0).to(device), False)
+        said = "nothing"
+    except RuntimeError as error:
+        said = str(error)
+    xla_amp.sync()  # no optimizer ended the step
+    return {"steps": found, "said": said, "weights": [p.tolist() for p in model.parameters()]}
+
+
+def tokens_of(step, rank, part):
+    return (torch.arange(3) + step + 2 * rank + part) % 10
+
+
+def refusals(rank, world, device):
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import distribute_tensor
+
+    layer = nn.Linear(4, 4).to(device)
+    calls = {
+        "fully_shard": lambda: fully_shard(layer),
+        "FSDP": lambda: FullyShardedDataParallel(nn.Linear(4, 4).to(device)),
+        "distribute_tensor": lambda: distribute_tensor(layer.weight, dist.init_device_mesh("jax", (world,))),
+        "find_unused_parameters": lambda: DistributedDataParallel(layer, find_unused_parameters=True),
+        "device_ids": lambda: DistributedDataParallel(layer, device_ids=[5]),
+        "object": lambda: dist.all_gather_object([None] * world, Path.exists),
+        "checkpoint": lambda: checkpoint.save(layer.state_dict(), checkpoint_id=Path(sys.argv[1], "never")),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    with_pickle = dist.new_group(backend="gloo")
+    saved = {"weight": torch.full((2,), 3.0, device=device)}
+    folder = Path(sys.argv[1], "distcp")
+    checkpoint.save(saved, checkpoint_id=folder, process_group=with_pickle)
+    loaded = {"weight": torch.zeros(2, device=device)}
+    checkpoint.load(loaded, checkpoint_id=folder, process_group=with_pickle)
+    found["loaded"] = loaded["weight"].tolist()
+    return found
+
+
+def main(rank, world, port):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if len(sys.argv) > 3:  # a script, with its arguments
+        sys.argv = sys.argv[3:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return
+    dist.init_process_group("xla_amp")
+    device = torch.device("jax")
+    place = dist.get_rank(), dist.get_world_size()
+    result = {part.__name__: part(*place, device) for part in (collectives, train, unused, refusals)}
+    result["backend"] = dist.get_backend()
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def start(world):
+    """As torchrun does, but forks, which is cheap while nothing of XLA has started."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+        second.bind(("127.0.0.1", port + 1))  # the coordinator's
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=main, args=(rank, world, port)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+if __name__ == "__main__":
+    start(int(sys.argv[2]))

@@ -1,0 +1,118 @@
+"""torch.distributed with the backend "xla_amp": collectives, DistributedDataParallel, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from process_group_program import OVERFLOW, STEPS, Partly, own, tokens_of
+
+from xla_amp.lazy.distributed.process_groups import rows_or_columns
+
+PROGRAM = Path(__file__).with_name("process_group_program.py")
+
+
+def several(folder, world, *script):
+    """The output of a program in several processes."""
+    done = forked.run(PROGRAM, folder, world, *script, environment={**os.environ, "XLA_AMP_TIMEOUT": "120"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the two processes saw."""
+    folder = tmp_path_factory.mktemp("group")
+    several(folder, 2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_collectives(found):
+    """Against the same sums on the CPU."""
+    both = torch.stack([own(0), own(1)])
+    kinds = {"SUM": both.sum(0), "AVG": both.mean(0), "MIN": both.amin(0), "MAX": both.amax(0), "PRODUCT": both.prod(0)}
+    for rank, process in enumerate(found):
+        assert process["backend"] == "xla_amp"
+        half = both.sum(0).chunk(2)[rank].tolist()
+        parts = [own(other).chunk(2)[rank].tolist() for other in range(2)]
+        expected = {f"all_reduce {name}": value.tolist() for name, value in kinds.items()} | {
+            **dict.fromkeys(("async", "of the CPU", "functional"), both.sum(0).tolist()),
+            "broadcast": own(1).tolist(),
+            "all_gather": both.tolist(),
+            "all_gather_into_tensor": both.flatten().tolist(),
+            **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor"), half),
+            "all_to_all": parts,
+            "all_to_all_single": [*parts[0], *parts[1]],
+            "objects": [[0, 2.5, [0, 1]], [1, 2.5, [0, 1]]],
+            "broadcast objects": [{"seed": 3}, "text"],
+            "alone": own(rank).tolist(),
+        }
+        assert process["collectives"] == expected
+
+
+def test_torchs_data_parallel_is_one_executable_a_step_and_all_skip_an_overflow(found):
+    """Rank 0 reads values after every step and the others do not; the second step rebuilds torch's buckets."""
+    first, second = (process["train"] for process in found)
+    assert first["weights"] == second["weights"]
+    assert first["scale"] == second["scale"] == 2.0**7
+    assert first["names"][0] == "module.0.weight"
+    for step in range(OVERFLOW - 1, STEPS):
+        assert second["counts"][step] == {"executions": 1, "compilations": 0, "host_syncs": 0}
+
+
+def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
+    """Against one process on the CPU with the average of both gradients."""
+    torch.manual_seed(0)
+    model = Partly()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for part in range(2):
+                (model(tokens_of(step, rank, part), step == 2).square().sum() / 2).backward()
+        optimizer.step()
+    for process in found:
+        assert process["unused"]["steps"] == [[1, True], [1, True], [1, False]]
+        assert "other.weight, other.bias no gradient; pass find_unused_parameters" in process["unused"]["said"]
+        for got, expected in zip(process["unused"]["weights"], model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(got), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("fully_shard", "DeviceError: torch's DeviceMesh.*xla_amp.mark_sharding"),
+        ("distribute_tensor", "DeviceError: torch's DeviceMesh.*xla_amp.mark_sharding"),
+        ("FSDP", "DeviceError: .*FullyShardedDataParallel.*xla_amp.mark_sharding"),
+        ("find_unused_parameters", "DeviceError: .*use xla_amp.DistributedDataParallel"),
+        ("device_ids", r"DeviceError: .*device_ids=\[5\].*leave device_ids out"),
+        ("object", "TypeError: .*cannot send a .*function.*JSON.*backend='gloo'"),
+        ("checkpoint", "cannot send a .*SavePlan.*new_group.backend='gloo'"),
+    ],
+)
+def test_what_does_not_work_is_refused_at_the_call(found, call, said):
+    for process in found:
+        text = process["refusals"][call]
+        assert re.search(said, text, re.DOTALL), text
+        assert process["refusals"]["loaded"] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "groups"),
+    [
+        ((2, 3), 4, ((0, 1), (2, 3))),
+        ((1, 3), 4, ((0, 2), (1, 3))),
+        ((1, 4, 7), 9, ((0, 3, 6), (1, 4, 7), (2, 5, 8))),
+        ((0, 3), 4, None),
+        ((1, 2), 4, None),
+        ((0, 1, 3), 6, None),
+        ((1, 0), 2, None),
+    ],
+)
+def test_a_group_is_a_row_or_a_column_of_the_processes(ranks, world, groups):
+    assert rows_or_columns(ranks, world) == groups

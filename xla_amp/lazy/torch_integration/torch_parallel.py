@@ -1,0 +1,87 @@
+"""torch's wrappers for several devices, given a module on the lazy device: they work, or are refused at the call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from xla_amp import config
+from xla_amp.errors import DeviceError
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+SPLIT = "xla_amp.mark_sharding(parameter, xla_amp.make_mesh({...}), (...)) in one process that has all devices"
+"""What splits parameters instead."""
+
+_NEEDS_OURS = ("find_unused_parameters", "static_graph")
+"""Arguments for which torch's class counts in pinned memory."""
+
+
+def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's constructor of DistributedDataParallel: device indices of CUDA scripts become this process's device.
+
+    Raises (what is returned):
+        DeviceError: another device, or an argument that torch's class cannot follow here.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        given = bound.arguments
+        parameter = next(given["module"].parameters(), None) if isinstance(given["module"], torch.nn.Module) else None
+        if parameter is not None and parameter.device.type == DEVICE_TYPE:
+            for name in _NEEDS_OURS:
+                if given.get(name):
+                    raise DeviceError(
+                        f"torch's DistributedDataParallel({name}=True) needs pinned memory, which the lazy XLA device "
+                        f"does not have: use xla_amp.DistributedDataParallel(..., {name}=True)"
+                    )
+            if given.get("mixed_precision") is not None:
+                raise DeviceError(
+                    "DistributedDataParallel(mixed_precision=...) needs streams, which the lazy XLA device does not "
+                    "have: run the forward pass in xla_amp.autocast"
+                )
+            for name in ("device_ids", "output_device"):
+                if name in given:
+                    given[name] = _here(name, given[name])
+        original(*bound.args, **bound.kwargs)
+
+    return construct
+
+
+def _here(name: str, value: Any) -> Any:
+    """`value` with this process's only device in place of its index among those of its host."""
+    if value is None:
+        return None
+    for each in value if isinstance(value, list | tuple) else [value]:
+        index = each if isinstance(each, int) else torch.device(each).index or 0
+        if index not in (0, config.local_rank()):
+            raise DeviceError(
+                f"DistributedDataParallel({name}={value!r}): this process has one lazy XLA device, 'jax:0'; leave "
+                f"{name} out"
+            )
+    return [0] * len(value) if isinstance(value, list | tuple) else 0
+
+
+def device_mesh(original: Callable[..., None]) -> Callable[..., None]:
+    """torch's constructor of a DeviceMesh, which is refused on the lazy device.
+
+    Raises (what is returned):
+        DeviceError: a mesh of the lazy device.
+    """
+
+    @functools.wraps(original)
+    def construct(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == DEVICE_TYPE:
+            raise DeviceError(
+                "torch's DeviceMesh, and so fully_shard, distribute_tensor and tensor parallelism, do not split "
+                f"tensors of the lazy XLA device: use {SPLIT}; for whole replicas in several processes "
+                "DistributedDataParallel"
+            )
+        original(self, device_type, *args, **kwargs)
+
+    return construct
