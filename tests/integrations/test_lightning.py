@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, TQ
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 
 import xla_amp  # noqa: E402
-from xla_amp.errors import PolicyError  # noqa: E402
+from xla_amp.errors import DeviceError, PolicyError  # noqa: E402
 from xla_amp.integrations import lightning as ours  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about workers, summaries and intervals
@@ -254,8 +254,9 @@ def test_the_policy_and_overrides_decide(tmp_path: Path) -> None:
     [
         ({"precision": "bf16-true"}, PolicyError, "expected 'bf16-mixed', '16-mixed' or '32-true'"),
         ({"devices": 2}, ValueError, "one device per process"),
+        ({"strategy": "ddp"}, DeviceError, "leave strategy out"),
     ],
-    ids=["precision", "devices"],
+    ids=["precision", "devices", "strategy"],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

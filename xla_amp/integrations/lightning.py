@@ -56,7 +56,7 @@ except ImportError as error:
     ) from error
 
 from xla_amp.backends import base, devices
-from xla_amp.errors import PolicyError
+from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import xla_model as xm
@@ -580,11 +580,21 @@ def _choose_strategy(front: _Front, original: Callable[[Any], Any]) -> Callable[
     return choose
 
 
+def _refuse_torchs_strategy(strategy: Any) -> None:
+    name = strategy if isinstance(strategy, str) else type(strategy).__name__.lower()
+    if name.startswith(("ddp", "fsdp", "deepspeed", "modelparallel", "model_parallel")):
+        raise DeviceError(
+            f"strategy={name!r} with accelerator={NAME!r}: leave strategy out; processes that torchrun or "
+            f"xla_amp.launch has started train together with the strategy {NAME_OF_PROCESSES!r}"
+        )
+
+
 def _make_precision(front: _Front, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def make(self: Any) -> Any:
         ours = isinstance(self.accelerator, XLAAccelerator)
         if not ours or getattr(self, front.given_precision) is not None:
             return original(self)
+        _refuse_torchs_strategy(self._strategy_flag)
         name = getattr(self, front.precision_name)
         if name not in (*_LOW, "32-true"):
             raise PolicyError(
