@@ -135,6 +135,7 @@ def ours(problem: Problem, compilers: targets.Compilers, target: str) -> Iterato
     for name, scales, rules in (
         ("xla_amp, bfloat16", "", {"matmul": "low"}),
         ("xla_amp, fp8", "of the tensor, current", {"matmul": "fp8"}),
+        ("xla_amp, fp8_rowwise", "of rows, current", {"matmul": "fp8_rowwise"}),
     ):
         step = jax.jit(jax.grad(xla_amp.jax.autocast(loss, policy="fp8", rules=rules)))
         arguments = (problem.weights, problem.x)
@@ -148,7 +149,7 @@ def ours(problem: Problem, compilers: targets.Compilers, target: str) -> Iterato
     error = max(each.b.relative for each in outputs)  # against the same float64
     about = compiled_module(compilers, converted.module, target)
     note = "the option without Triton is in the module; gradients of weights in bfloat16"
-    yield Row(name="xla-amp convert --policy fp8", scales=scales, error=error, note=note, **about)
+    yield Row(name="xla-amp convert --policy fp8", scales="of the tensor, current", error=error, note=note, **about)
 
 
 def flax_parameters(problem: Problem) -> dict[str, Any]:
