@@ -98,6 +98,15 @@ def quantized(x: jax.Array, format: Format, axes: Axes | None = None) -> tuple[j
     return lax.convert_element_type(x.astype(jnp.float32) * scales, FORMATS[format].dtype), exponents
 
 
+def scaled(x: jax.Array, format: Format, contracted: Axes, batch: Axes, scaling: Scaling) -> jax.Array:
+    """An operand times its scales, in float32, before it is rounded to `format`; for "block" as blocks."""
+    factor = _Factor(x, contracted, batch)
+    values = factor.blocks() if scaling == "block" else x
+    axes = {"tensor": None, "row": contracted, "block": (3,)}[scaling]
+    exponents = shift(values, format, axes)
+    return values.astype(jnp.float32) * _power(exponents if axes is None else jnp.expand_dims(exponents, axes))
+
+
 def rounded(x: jax.Array, format: Format, *, platform: str) -> jax.Array:
     """`x` in its own dtype, bfloat16 or float32, with the values that `format` holds of it.
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,19 @@ from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.lowering.linalg.float8 import FORMATS, scaled
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
-from xla_amp.recorder.history import Key, Kind, Sums
+from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, Key, Kind, Sums
+from xla_amp.types import RANGES
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
 
 _MARK: Final = "xla_amp:observe"
+_KIND_OF: Final[Mapping[str, Kind]] = MappingProxyType(
+    {format: kind for kind in FLOAT8_KINDS for format, row in FORMATS.items() if row.dtype.name == kind}
+)
 _RECOMPUTED: Final = "rematted_computation"
 
 
@@ -51,9 +56,8 @@ def observe(what: str, tree: Any, *, layer: str = "") -> Any:
         ...     grads = jax.grad(lambda params: jnp.sum(params["w"] @ x))(observe("weight", params))
         ...     return observe("gradient", grads)
     """
-    kinds = get_args(Kind)
-    if what not in (*kinds, *SCALARS):
-        raise ValueError(f"observe({what!r}): expected one of {', '.join((*kinds, *SCALARS))}")
+    if what not in (*KINDS, *SCALARS):
+        raise ValueError(f"observe({what!r}): expected one of {', '.join((*KINDS, *SCALARS))}")
 
     def mark(path: Any, leaf: Any) -> Any:
         if what in SCALARS:
@@ -146,17 +150,14 @@ class _Collector:
     def record(self, key: Key, value: Any) -> None:
         """Records a floating-point value."""
         value = lax.stop_gradient(value)
-        varies = compat.varying_axes(value)
-        # A value that devices share counts once.
-        weight = 1.0 / math.prod(size for axis, size in self.axes.items() if axis not in varies)
         row = None
         if self.wanted.takes(key):
             scale = self.scale if key.kind == "gradient" else 1.0
             row = statistics.sums(value, self.wanted.zero, scale=scale)
-            row = row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight])
-            self.rows.setdefault(key, []).append(row)
+            self._add(key, value, row)
+            row = self.rows[key][-1]
         if key.kind == "gradient":
-            self._norm(value, weight, row)
+            self._norm(value, self._weight(value), row)
 
     def _norm(self, value: Any, weight: float, row: Any) -> None:
         """Adds a gradient, whose sums are `row` if they were computed, to the norm of all."""
@@ -167,6 +168,30 @@ class _Collector:
             # It reads all gradients: without statistics, only where nothing else tells that they are not finite.
             wide = value.astype(jnp.float32)
             self._scalar("norm2", jnp.sum(wide * wide) * weight)
+
+    def _record_float8(self, eqn: Any, operands: Sequence[Any], layer: str) -> None:
+        """Records what an 8-bit product reads; nothing of other equations."""
+        float8 = eqn.params.get("float8")
+        if float8 is None or float8.formats is None:
+            return
+        contracted, batch = eqn.params["dimension_numbers"]
+        for value, format, summed, lead in zip(operands[:2], float8.formats, contracted, batch, strict=True):
+            key = Key(layer, _KIND_OF[format])
+            if self.wanted.takes(key):
+                low = lax.stop_gradient(value).astype(eqn.params["low"])
+                row = statistics.sums(low, 0.0)
+                lost = statistics.sums(scaled(low, format, summed, lead, float8.scaling), RANGES[key.kind].zero)
+                flushed = Sums._fields.index("flushed")
+                self._add(key, value, row.at[flushed].set(lost[flushed]))
+
+    def _add(self, key: Key, value: Any, row: Any) -> None:
+        weight = self._weight(value)
+        self.rows.setdefault(key, []).append(row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight]))
+
+    def _weight(self, value: Any) -> float:
+        """What a value of this device counts: values that devices share count once."""
+        varies = compat.varying_axes(value)
+        return 1.0 / math.prod(size for axis, size in self.axes.items() if axis not in varies)
 
     def observed(self, mark: str, value: Any) -> None:
         """Records what `observe` has marked."""
@@ -200,6 +225,7 @@ class _Collector:
                 flags = [bool(readers.get(var)) for var in eqn.outvars]
                 outs = self._results(eqn, operands, scopes, flags, backward)
                 layer = ".".join((*self.path, *scopes))
+                self._record_float8(eqn, operands, layer)
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
                     if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
