@@ -152,3 +152,17 @@ def test_three_samples_bound_the_error_of_others_and_the_last_quarter_only_check
     found = target_error.convert_within(program, *settings(None, None, {"dot_general": "low"}), samples, 1.0).found
     assert found.bounds["results"] > max(found.errors.values())
     assert len(found.held_out) == 1
+
+
+def test_a_program_with_a_symbolic_batch_has_products():
+    (batch,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(lambda x: jax.numpy.tanh(x @ W) @ W))
+    program = io.read(bytes(exported(jax.ShapeDtypeStruct((batch, 16), np.float32)).serialize()))
+    samples = [(RNG.standard_normal((rows, 16)).astype(np.float32),) for rows in (4, 8, 4, 6)]
+    found = target_error.convert_within(program, *settings(None, None, None), samples, 1e-6)
+    assert not found.found.plan
+    assert found.met == (found.achieved.float32 < 1e-6)
+    (could, *_) = found.converted.report.document().findings
+    assert could.answer == "2 of 2 products and convolutions"
+    whys = [each.why for each in found.converted.report.operations if each.product]
+    assert [why.partition(" the results")[0] for why in whys] == ["target error: with nothing else in bfloat16"] * 2

@@ -124,3 +124,15 @@ def _inside(x):
 def test_functions_that_cannot_be_searched(function, rows, arguments, words):
     with pytest.raises(SearchError, match=words):
         xla_amp.jax.search(function, rows, **{"budget": 0.1, "target": "v6e", **arguments})
+
+
+def test_a_norm_beside_float32_products_does_not_count_as_low():
+    def function(x):
+        return jax.nn.softmax(x @ x) @ x
+
+    rows = [jax.random.normal(jax.random.key(i), (8, 8)) for i in range(3)]
+    result = xla_amp.jax.search(function, rows, budget=1e-7, target="v6e")
+    assert result.found.plan == {"softmax.int"}  # it computes in float32 and gives the dtype of its operand
+    assert result.in_effect == frozenset()
+    assert {row.cells[0] for row in result.document().tables[0].rows} == {"float32"}
+    assert "nothing: every candidate runs in float32" in str(result)

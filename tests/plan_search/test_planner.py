@@ -206,6 +206,7 @@ def test_a_result_as_policy_file_table_and_page(tmp_path):
         found=found,
         candidates=program.candidates,
         low="bfloat16",
+        in_effect=found.plan,
         target="TPU v6e",
         estimated={"float32": 20.0, "all low": 10.0, "plan": 20.0 - found.seconds},
         measured={},

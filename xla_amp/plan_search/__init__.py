@@ -15,6 +15,7 @@ from xla_amp.plan_search.candidates import seconds as seconds
 from xla_amp.plan_search.measurements import Plan as Plan
 from xla_amp.plan_search.measurements import Program as Program
 from xla_amp.plan_search.planner import CONFIDENCE as CONFIDENCE
+from xla_amp.plan_search.planner import Assessment as Assessment
 from xla_amp.plan_search.planner import Found as Found
 from xla_amp.plan_search.planner import search as search
 from xla_amp.plan_search.plans import policy as policy

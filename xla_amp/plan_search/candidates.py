@@ -74,6 +74,22 @@ def _floating(record: DecisionRecord) -> bool:
     return record.operation in op_catalog.catalogue().classes and any(d == "float32" or units.is_low(d) for d in dtypes)
 
 
+def running_low(records: Iterable[DecisionRecord]) -> frozenset[str]:
+    """Names of the candidates with a low operand or result in a recorded run.
+
+    A norm in a plan gives the dtype of its operand, so beside float32 products it stays float32.
+    """
+    return frozenset(
+        _name(record.module, _operation(record))
+        for record in records
+        if any(map(units.is_low, (*record.used, *record.result)))
+    )
+
+
+def _name(scope: str, operation: str) -> str:
+    return f"{module_patterns.PREFIX}{scope}.{operation}" if scope else operation
+
+
 def seconds(
     records: Iterable[DecisionRecord], candidates: Iterable[Candidate], rates: Rates, *, backward: bool
 ) -> float:
@@ -133,7 +149,7 @@ def _candidate(
         moved += 2 * passes * sum(map(_elements, (*record.shapes, *record.result_shapes)))
         flops += work
     return Candidate(
-        name=f"{module_patterns.PREFIX}{scope}.{operation}" if scope else operation,
+        name=_name(scope, operation),
         scope=scope,
         operation=operation,
         low=records[0].cast,

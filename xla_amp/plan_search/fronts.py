@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from xla_amp.errors import SearchError
+from xla_amp.events import DecisionRecord
+from xla_amp.plan_search.candidates import running_low
 from xla_amp.plan_search.measurements import Plan, Program
 from xla_amp.plan_search.planner import search
 from xla_amp.plan_search.rates import Rates
@@ -22,6 +24,9 @@ class Measured(Program, Protocol):
     @property
     def quantities(self) -> Sequence[str]:
         """What is measured; a budget without a name is for the first."""
+
+    def records(self, plan: Plan | None) -> Sequence[DecisionRecord]:
+        """The forward operations of a run."""
 
     def estimate(self, plan: Plan, rates: Rates) -> float:
         """Estimated seconds of one run of `plan`."""
@@ -78,6 +83,7 @@ def searched(
         found=found,
         candidates=program.candidates,
         low=low,
+        in_effect=found.plan & running_low(program.records(found.plan)),
         target=rates.title,
         estimated={name: program.estimate(plan, rates) for name, plan in shown.items()},
         measured={name: program.time(plan) for name, plan in shown.items()} if timed else {},

@@ -10,6 +10,7 @@ from pathlib import Path
 from xla_amp.errors import writing
 from xla_amp.plan_search import plans
 from xla_amp.plan_search.candidates import Candidate
+from xla_amp.plan_search.measurements import Plan
 from xla_amp.plan_search.planner import Assessment, Found
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
@@ -34,6 +35,8 @@ class SearchResult(Shown):
     candidates: Sequence[Candidate]
     """What could run low, in the order of the program."""
     low: LowDtype
+    in_effect: Plan
+    """What of the plan has low operands or results; a norm beside float32 products has none."""
     target: str
     """The machine that the estimates are for."""
     estimated: Mapping[str, float | None]
@@ -77,14 +80,14 @@ class SearchResult(Shown):
         found = self.found
         findings = [
             Finding("Is the error within the budget?", self._answer(), "low" if self.met else "risk", self._batches()),
-            Finding("What does it save?", self._saves(), "low" if found.plan else "wide", self._slower()),
+            Finding("What does it save?", self._saves(), "low" if self.in_effect else "wide", self._slower()),
         ]
         if found.notes:
             findings.append(
                 Finding("What should you know?", found.notes[0], "could", tuple((n, "") for n in found.notes[1:]))
             )
         return Document(
-            title=f"{len(found.plan)} of {len(self.candidates)} candidates in {self.low}",
+            title=f"{len(self.in_effect)} of {len(self.candidates)} candidates in {self.low}",
             kind="search",
             facts=(("target", self.target), *self.facts),
             findings=tuple(findings),
@@ -110,7 +113,7 @@ class SearchResult(Shown):
         return tuple((what, ", ".join(f"{n} {units.error(v)}" for n, v in values.items())) for what, values in shown)
 
     def _saves(self) -> str:
-        if not self.found.plan:
+        if not self.in_effect:
             return "nothing: every candidate runs in float32"
         said = [f"estimated {self._times(self.estimated)}"]
         if any(value is not None for value in self.measured.values()):
@@ -119,7 +122,7 @@ class SearchResult(Shown):
 
     def _slower(self) -> tuple[tuple[str, str], ...]:
         wide, plan = self.measured.get("float32"), self.measured.get("plan")
-        if not self.found.plan or wide is None or plan is None or plan < wide:
+        if not self.in_effect or wide is None or plan is None or plan < wide:
             return ()
         return (("measured, it is not faster than float32: the estimates knew no casts and no overheads", ""),)
 
@@ -185,7 +188,7 @@ class SearchResult(Shown):
     def _row(self, each: Candidate, quantities: Sequence[str]) -> Row:
         alone: Assessment | None = self.found.alone.get(each.name)
         errors = [None if alone is None else alone.errors[name] for name in quantities]
-        low = each.name in self.found.plan
+        low = each.name in self.in_effect
         cells = (
             self.low if low else "float32",
             each.operation,

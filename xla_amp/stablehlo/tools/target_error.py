@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.plan_search import CONFIDENCE, Candidate, Found, Plan, rates, search
+from xla_amp.plan_search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes import calibration, costs
@@ -231,9 +231,13 @@ class Planned:
         if not found or not alone:
             return "target error: not within it with everything low"
         return (
-            f"target error: with nothing else in {self._low} the results are wrong by {alone.errors[_QUANTITY]:.2g}; "
-            f"the target is {found.budget[_QUANTITY]:.2g}"
+            f"target error: with nothing else in {self._low} the results are wrong by {alone.errors[_QUANTITY]:.2g}"
+            f"{self._beyond(alone)}; the target is {found.budget[_QUANTITY]:.2g}"
         )
+
+    def _beyond(self, alone: Assessment) -> str:
+        bound = alone.bounds[_QUANTITY]
+        return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
 
     def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
         return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
