@@ -178,6 +178,7 @@ def measure(front: str, name: str, target: str, plans: int) -> dict[str, Any]:
         "program": name,
         "candidates": len(program.candidates),
         "low": len(found.plan),
+        "plan": sorted(found.plan),
         "measured": len(found.tried),
         "seconds": took,
         "budget": dict(budget),
