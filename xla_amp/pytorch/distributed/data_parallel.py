@@ -37,9 +37,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: on the device, with the same parameters in all processes.
-        find_unused_parameters, static_graph: True allows parameters that get no gradient.
-        args, options: other arguments of torch's class: `device_ids`, `output_device`, `broadcast_buffers`,
-            `forward_sync_buffers`, `init_sync`, and `process_group`, which has all processes.
+        *args: as torch's class takes them.
+        **options: `find_unused_parameters` or `static_graph`, which allow parameters that get no gradient; as torch's
+            `device_ids`, `output_device`, `broadcast_buffers`, `forward_sync_buffers` and `init_sync`; `process_group`,
+            which has all processes.
 
     Raises:
         TypeError: an argument that tunes torch's reducer.
