@@ -413,7 +413,7 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
 
     refused = dataclasses.replace(cudnn.FORM, platforms=("cpu",), supports=lambda call: None, min_columns=0)
     refused = dataclasses.replace(refused, forward=call_of_cudnn)
-    monkeypatch.setattr(sdpa, "FORMS", (refused, *sdpa.FORMS))
+    monkeypatch.setattr(sdpa, "FORMS", (refused, blocked.FORM, full_matrix.FORM))
     query, key, value = (torch.randn(1, 2, 16, 8, dtype=torch.bfloat16) for _ in range(3))
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     moved = [x.to(device) for x in (query, key, value)]
@@ -421,6 +421,9 @@ def test_a_refused_kernel_is_replaced_with_one_warning(monkeypatch):
         got = torch.nn.functional.scaled_dot_product_attention(*moved).cpu()
     assert len(warned) == 1
     assert list(forms.refused) == ["cudnn"]
+    choice = forms.chosen("scaled_dot_product_attention")[-1]
+    assert choice.form == "full matrix"
+    assert choice.left_out["cudnn"].startswith("refused: ")
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
