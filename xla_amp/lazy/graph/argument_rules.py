@@ -57,11 +57,20 @@ def _has_boolean(a: Any) -> bool:
     return any(type(x) is bool or getattr(x, "dtype", None) is torch.bool for x in (a.self, a.other))
 
 
+def _refusal_of_booleans() -> type[Exception]:
+    try:
+        torch.ones((), dtype=torch.bool) - torch.ones((), dtype=torch.bool)
+    except RuntimeError as error:  # in torch 2.15 its subclass NotImplementedError
+        return type(error)
+    return RuntimeError
+
+
 _NO_BOOLEANS = (
     Rule(
         _has_boolean,
         "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use "
         "the `~` or `logical_not()` operator instead.",
+        _refusal_of_booleans(),
     ),
 )
 

@@ -48,8 +48,8 @@ ASKED = {
     "synchronize": "synchronize()",
 }
 """Function of torch or this package that the user's line called -> what asked for the value."""
-_TESTS = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF", "FOR_ITER")
-"""Bytecode that asks for a tensor's truth."""
+_TESTS = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF", "FOR_ITER", "COMPARE_OP")
+"""Bytecode that asks for a tensor's truth; a comparison does from Python 3.13 on."""
 _FORMATS = ("FORMAT_", "CONVERT_VALUE", "BUILD_STRING")
 
 
