@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed import checkpoint as checkpoint
     from xla_amp.lazy.distributed.launch import launch as launch
+    from xla_amp.lazy.distributed.layouts import shard as shard
     from xla_amp.lazy.distributed.spmd import full_tensor as full_tensor
     from xla_amp.lazy.distributed.spmd import global_batch as global_batch
     from xla_amp.lazy.distributed.spmd import make_mesh as make_mesh
@@ -75,6 +76,7 @@ _PUBLIC = {
     "monitor": "xla_amp.pytorch.recorder.monitor",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "search": "xla_amp.diagnose.torch_search",
+    "shard": "xla_amp.lazy.distributed.layouts",
     "sync": "xla_amp.backends.base",
     "xla_device": "xla_amp.pytorch.distributed.xla_model",
 }

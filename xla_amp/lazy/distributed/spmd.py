@@ -153,6 +153,16 @@ def _compare_once(buffer: Buffer, layout: NamedSharding) -> None:
     _compared.add(kind)
 
 
+def constrain(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> None:
+    """Splits a result of the step along its first dimensions; XLA chooses for those that `spec` leaves out."""
+    with trace.lock:
+        buffer = tensor_io.buffer_of(tensor)
+        whole = tuple(tensor.shape) == buffer.spec.shape and tensor.is_contiguous()
+        if buffer.number >= 0 and whole and not _is_input(buffer):
+            free = [PartitionSpec.UNCONSTRAINED] * (tensor.dim() - len(spec))
+            assign(buffer, _constrained(buffer.number, buffer.spec, NamedSharding(mesh, PartitionSpec(*spec, *free))))
+
+
 def _constrained(number: int, value_spec: Spec, layout: NamedSharding) -> int:
     """The value `number` with a layout, as an operation of the step."""
     key = (value_spec, layout)
