@@ -4,15 +4,21 @@ A checkpoint is a folder: the arrays, which Orbax writes, and ``structure.pt``, 
 tensor for each array.  For replicated values (one device, or processes of `xla_amp.launch`) `xla_amp.xla_model.save`
 is enough and needs no Orbax.
 
+On a mesh of several processes all of them call these functions with the same arguments, on a folder that all of them
+reach; each writes and reads its own shards.
+
     checkpoint.save({"model": model, "optimizer": optimizer, "scaler": scaler, "step": 100}, "run/step-100")
+    saving = checkpoint.save_async(...)  # goes on while the file system writes; saving.wait() raises what went wrong
     step = checkpoint.load({"model": model, "optimizer": optimizer, "scaler": scaler}, "run/step-100")["step"]
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from torch.optim import Optimizer
 from torch.utils import _pytree
 
+from xla_amp import config
 from xla_amp.backends import devices
 from xla_amp.errors import DeviceError, FileError, MissingLibraryError
 from xla_amp.lazy import private_api
@@ -45,14 +52,74 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         FileError: `path` exists, or cannot be written.
-        DeviceError: in one of several processes (`xla_amp.xla_model.save` is for them).
+        DeviceError: in one of several processes with separate values (`xla_amp.xla_model.save` is for them).
         MissingLibraryError: Orbax is not installed.
     """
+    _begin("save", state, path)()
+
+
+class Saving:
+    """A checkpoint that is being written (`save_async`)."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(finish,), name="xla_amp-checkpoint")
+        self._thread.start()  # no daemon: Python waits for it at exit
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether it is written, or failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the folder is there.
+
+        Raises:
+            FileError: it could not be written.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+_newest: list[Saving] = []
+"""The last `Saving`: one is written at a time."""
+
+
+def save_async(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Saving:
+    """`save` that returns when the values are on the host, and writes them while the next steps run.
+
+    A checkpoint that is still being written is waited for first; if it failed, its error is raised here.
+
+    Args:
+        state, path: as `save`.
+
+    Returns:
+        An object with ``wait()`` and ``done()``.
+
+    Raises:
+        FileError: `path` exists, or the checkpoint before could not be written.
+        DeviceError, MissingLibraryError: as `save`.
+    """
+    while _newest:
+        _newest.pop().wait()
+    saving = Saving(_begin("save_async", state, path))
+    _newest.append(saving)
+    return saving
+
+
+def _begin(call: str, state: Mapping[str, Any], path: str | os.PathLike[str]) -> Callable[[], None]:
+    """Copies the values to the host and starts to write them; the result finishes the checkpoint."""
     orbax = _orbax()
-    _one_process("save")
+    _one_value(call)
     target = Path(path).absolute()
     if target.exists():
-        raise FileError(f"checkpoint.save({str(path)!r}): it exists; give each checkpoint a separate name")
+        raise FileError(f"checkpoint.{call}({str(path)!r}): it exists; give each checkpoint a separate name")
     arrays: dict[str, jax.Array] = {}
     written: dict[Any, torch.Tensor] = {}
 
@@ -64,21 +131,65 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         if key not in written:  # of tied weights only the first is written; the file has one meta tensor for all
             written[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
             if value.numel():  # Orbax writes no empty arrays
-                arrays[str(len(arrays))] = tensor_io.array_of(value.detach())
+                arrays[str(len(arrays))] = _twin(tensor_io.array_of(value.detach()))
         return written[key]
 
     structure = _pytree.tree_map(detach, {name: _state_of(value) for name, value in state.items()})
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    first, together = processes.ordinal() == 0, mesh.spans_processes()
+    number = next(_numbers)
+    partial = target.with_name(f"{target.name}.{'all' if together else os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
-        torch.save(structure, partial / _STRUCTURE)
-        with private_api.x64(), orbax.PyTreeCheckpointer() as writer:
-            writer.save(partial / _ARRAYS, {"arrays": arrays})
-        partial.rename(target)
-    except OSError as error:
-        raise FileError(f"checkpoint.save({str(path)!r}): {error}") from error
-    finally:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was ended
+            partial.mkdir(parents=True)
+            torch.save(structure, partial / _STRUCTURE)
+        _meet(f"{number}/begin")
+        with private_api.x64():
+            writer = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
+            writer.save(partial / _ARRAYS, args=orbax.args.PyTreeSave({"arrays": arrays}))
+    except (OSError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        raise FileError(f"checkpoint.{call}({str(path)!r}): {error}") from error
+
+    def finish() -> None:
+        try:
+            with writer:
+                writer.wait_until_finished()
+            _meet(f"{number}/written")
+            if first:
+                partial.rename(target)
+            _meet(f"{number}/end")
+        except OSError as error:
+            raise FileError(f"checkpoint.{call}({str(path)!r}): {error}") from error
+        finally:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+
+    return finish
+
+
+_numbers = itertools.count()
+
+
+def _twin(array: jax.Array) -> jax.Array:
+    """The array as another object: a reference to `array` would keep the next step from reusing its memory."""
+    if mesh.spans_processes() and array.sharding.device_set != mesh.default_placement().device_set:
+        with private_api.x64():
+            array = mesh.put(array)
+    shards = [shard.data for shard in array.addressable_shards]
+    twin: jax.Array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    return twin
+
+
+def _meet(what: str) -> None:
+    """Waits for all processes of the mesh; on any thread."""
+    client = private_api.coordinator()
+    if not mesh.spans_processes() or client is None:
+        return
+    try:
+        client.wait_at_barrier(f"xla_amp/checkpoint/{what}", 1000 * config.timeout())
+    except Exception as error:
+        raise FileError(f"another process did not write its part of the checkpoint: {error}") from error
 
 
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -97,12 +208,12 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> dict[str, An
     Raises:
         FileError: there is no complete checkpoint.
         KeyError: the checkpoint lacks a name.
-        DeviceError: in one of several processes.
+        DeviceError: in one of several processes with separate values.
         MissingLibraryError: Orbax is not installed.
     """
     orbax = _orbax()
-    _one_process("load")
     devices.engine().device()
+    _one_value("load")
     folder = Path(path).absolute()
     if not (folder / _STRUCTURE).is_file():
         raise FileError(f"checkpoint.load({str(path)!r}): there is no complete checkpoint")
@@ -196,11 +307,12 @@ def _layouts(value: Any) -> Callable[[tuple[Any, ...], torch.Tensor], Any]:
     return lambda where, leaf: layouts.get(where)
 
 
-def _one_process(call: str) -> None:
-    if processes.world_size() > 1:
+def _one_value(call: str) -> None:
+    if processes.world_size() > 1 and not mesh.is_partitioned():
         raise DeviceError(
             f"checkpoint.{call}(): each of {processes.world_size()} processes has whole values; use "
-            "xla_amp.xla_model.save() on all of them (the first one writes) and torch.load()"
+            "xla_amp.xla_model.save() on all of them (the first one writes) and torch.load(), or lay the model out over all "
+            "first (xla_amp.shard, xla_amp.mark_sharding)"
         )
 
 
