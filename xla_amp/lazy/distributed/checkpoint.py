@@ -311,7 +311,7 @@ def _one_value(call: str) -> None:
     if processes.world_size() > 1 and not mesh.is_partitioned():
         raise DeviceError(
             f"checkpoint.{call}(): each of {processes.world_size()} processes has whole values; use "
-            "xla_amp.xla_model.save() on all of them (the first one writes) and torch.load(), or lay the model out over all "
+            "xla_amp.xla_model.save() on all of them (the first one writes) and torch.load(), or lay the model out "
             "first (xla_amp.shard, xla_amp.mark_sharding)"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +16,8 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.runtime import generator, mesh
 
+Value: TypeAlias = np.ndarray | jax.Array
+"""An array on the mesh, or Python numbers of a program as an array on the host."""
 _LISTED = 4
 """Shapes of differing values that an error names."""
 _left = config.PROGRAMS_LEAST
@@ -22,7 +25,7 @@ _left = config.PROGRAMS_LEAST
 process that dropped it, and in no other."""
 
 
-def compare_inputs(arrays: Sequence[jax.Array]) -> None:
+def compare_inputs(arrays: Sequence[Value]) -> None:
     """`compare` of the inputs of a new program, for the first programs.
 
     A batch that each process uploaded by itself, and weights from other seeds, are found here.
@@ -33,7 +36,7 @@ def compare_inputs(arrays: Sequence[jax.Array]) -> None:
         compare(arrays)
 
 
-def compare(arrays: Sequence[jax.Array]) -> None:
+def compare(arrays: Sequence[Value]) -> None:
     """Compares the parts of arrays that several processes hold: XLA takes them to be equal, and does not check.
 
     Raises:
@@ -41,7 +44,7 @@ def compare(arrays: Sequence[jax.Array]) -> None:
     """
     differing = differences(arrays)
     if differing:
-        named = ", ".join(f"{arrays[i].dtype}{list(arrays[i].shape)}" for i in differing[:_LISTED])
+        named = ", ".join(map(_named, (arrays[index] for index in differing[:_LISTED])))
         more = f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
         raise EngineError(
             f"the processes of one mesh have different values for {named}{more}, where each holds the same part: make "
@@ -50,7 +53,13 @@ def compare(arrays: Sequence[jax.Array]) -> None:
         )
 
 
-def differences(arrays: Sequence[jax.Array]) -> list[int]:
+def _named(value: Value) -> str:
+    if isinstance(value, jax.Array):
+        return f"{value.dtype}{list(value.shape)}"
+    return "the Python numbers" if value.dtype == np.float64 else "the seed of random numbers or another Python integer"
+
+
+def differences(arrays: Sequence[Value]) -> list[int]:
     """Indices of the arrays of which two processes hold different bits for the same part.  All processes call it."""
     mine = [_digests(array) for array in arrays]
     everybody = [json.loads(text) for text in processes.rendezvous("values", json.dumps(mine).encode())]
@@ -64,18 +73,20 @@ def differences(arrays: Sequence[jax.Array]) -> list[int]:
     return found
 
 
-def _digests(array: jax.Array) -> dict[str, str]:
+def _digests(array: Value) -> dict[str, str]:
     """By part of the array, of parts that another process may hold too."""
+    if isinstance(array, np.ndarray):
+        return {"": _digest(array)}
     parts = {str(shard.index): shard for shard in array.addressable_shards}
     owners: dict[str, set[int]] = {}
     device: jax.Device
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         owners.setdefault(str(index), set()).add(device.process_index)
-    return {
-        part: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()[:16]
-        for part, shard in parts.items()
-        if len(owners[part]) > 1
-    }
+    return {part: _digest(np.asarray(shard.data)) for part, shard in parts.items() if len(owners[part]) > 1}
+
+
+def _digest(value: np.ndarray) -> str:
+    return hashlib.sha256(value.tobytes()).hexdigest()[:16]
 
 
 def take_from_first(arrays: Sequence[jax.Array]) -> list[jax.Array]:

@@ -197,7 +197,7 @@ def _run() -> None:
             for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if is_new and mesh.compare is not None and mesh.spans_processes():
-                mesh.compare(arrays)
+                mesh.compare([*arrays, floats, ints])
             if is_new:
                 _admit(program, arrays, floats, ints)
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():

@@ -26,7 +26,7 @@ AXIS = "replica"
 active: Mesh | None = None
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
-compare: Callable[[Sequence[jax.Array]], None] | None = None
+compare: Callable[[Sequence[np.ndarray | jax.Array]], None] | None = None
 """Called with the inputs of each new program over a mesh of several processes; raises if a value that each process
 holds whole is not the same on all (`xla_amp.lazy.distributed.same_values`)."""
 ended: Callable[[], Sequence[str]] | None = None

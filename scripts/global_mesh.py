@@ -1,0 +1,255 @@
+#!/usr/bin/env python
+"""Trains a small GPT-2 of transformers over the devices of several processes, in layouts by name, and compares.
+
+Every form must give the losses of one device, equal values where processes hold the same part, one executable a step,
+and 1/N of the parameters on each device.  In a step one row of one process's part overflows in float16.
+
+    python scripts/global_mesh.py                                          # 2 and 4 processes, 8 devices, 30 steps
+    python scripts/global_mesh.py --form FOLDER 2 2 6 '{"data": 2, "model": 2}' fsdp tp    # one form; writes JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import xla_amp
+from xla_amp.errors import XlaAmpError
+from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.tensors import tensor_io
+
+FORMS: tuple[tuple[int, int, dict[str, int], tuple[str, ...]], ...] = (
+    (1, 1, {}, ("none",)),
+    (2, 4, {"data": 8}, ("fsdp",)),
+    (2, 4, {"data": 2, "model": 4}, ("tp", "fsdp+tp")),
+    (2, 4, {"model": 2, "data": 4}, ("tp", "fsdp+tp")),
+    (2, 4, {"data": 2, "sequence": 4}, ("sequence",)),
+    (4, 2, {"data": 8}, ("fsdp",)),
+    (4, 2, {"data": 4, "model": 2}, ("tp", "fsdp+tp")),
+)
+"""Processes, devices of each, the mesh, and recipes."""
+ROWS, TOKENS, WORDS = 8, 16, 65
+"""Of a batch; the vocabulary divides by no number of devices."""
+OVERFLOWS = (2, 17, 18)
+"""Steps in which the last row, which only the last process has, overflows."""
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def model_and_optimizer(layers: int) -> tuple[Any, Callable[[], torch.optim.Optimizer]]:
+    """A GPT-2 of transformers with dropout, and an optimizer for it."""
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
+
+    logging.set_verbosity_error()
+    config = GPT2Config(
+        n_layer=layers, n_embd=64, n_head=4, vocab_size=WORDS, n_positions=TOKENS, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config).train()
+    return model, lambda: xla_amp.syncfree.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(
+    device: torch.device, mesh: Any, recipe: str, steps: int, rank: int, world: int, layers: int, hlo: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What this process sees of some steps of one layout."""
+    torch.manual_seed(rank if hlo else 0)  # `shard` takes what process 0 has
+    model, make = model_and_optimizer(layers)
+    layout = xla_amp.shard(model, mesh, recipe) if mesh else None
+    model.to(device)
+    optimizer, scaler = make(), xla_amp.GradScaler(device, init_scale=2.0**10)
+    torch.manual_seed(5)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(WORDS, (ROWS, TOKENS), generator=generator)
+        weights = torch.ones(ROWS)
+        if step in OVERFLOWS:
+            weights[-1] = 1e30  # its gradients do not fit into float16
+        if layout is None:
+            tokens, weights = tokens.to(device), weights.to(device)
+        else:
+            # The first axis lies across the processes: over any other one all have the whole batch.
+            mine = (
+                slice(ROWS // world * rank, ROWS // world * (rank + 1)) if mesh.axis_names[0] == "data" else slice(ROWS)
+            )
+            tokens = xla_amp.global_batch(tokens[mine], mesh, layout.batch)
+            weights = xla_amp.global_batch(weights[mine], mesh, layout.batch[:1])
+        xla_amp.sync()
+        before = xla_amp.metrics()
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, dtype=torch.float16):
+            logits = model(tokens).logits
+        each = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+        loss = (each * weights).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.detach())
+        xla_amp.sync()
+        after = xla_amp.metrics()
+    program = execute.programs()[-1]
+    parameters = list(model.parameters())
+    state = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
+    xla_amp.sync()
+    result = {
+        "losses": torch.stack(losses).tolist(),
+        "steady": {key: after[key] - before[key] for key in ("executions", "compilations", "host_syncs")},
+        "scale": scaler.get_scale(),
+        "skipped": int(scaler.skipped_steps()),
+        "collectives": collections.Counter(COLLECTIVE.findall(program.optimized_hlo())) if hlo else {},
+        "shares": [share(parameters), share(state)],
+        "parts": [parts_of(tensor) for tensor in (*parameters, *state)],
+        "norm": math.sqrt(sum(float(value.double().square().sum()) for value in whole(model))),
+    }
+    return result, {"model": model, "optimizer": optimizer, "scaler": scaler, "step": steps}
+
+
+def whole(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters on the CPU."""
+    return [value.cpu() for value in list(map(xla_amp.full_tensor, model.parameters()))]
+
+
+def share(tensors: Sequence[torch.Tensor]) -> float:
+    """Part of the elements that the first device of this process holds."""
+    arrays = [tensor_io.array_of(tensor) for tensor in tensors]
+    held: int = sum(array.addressable_shards[0].data.size for array in arrays)
+    return held / sum(array.size for array in arrays)
+
+
+def parts_of(tensor: torch.Tensor) -> dict[str, str]:
+    """Digest by part of a tensor that this process holds; raises if two of its devices differ."""
+    found: dict[str, str] = {}
+    for shard in tensor_io.array_of(tensor).addressable_shards:
+        digest = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+        if found.setdefault(str(shard.index), digest) != digest:
+            raise SystemExit("two devices of one process hold different bits of the same part")
+    return found
+
+
+def refused(call: Callable[[], Any]) -> str:
+    """The error of a call."""
+    try:
+        call()
+    except (XlaAmpError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run(
+    rank: int, world: int, steps: int, axes: dict[str, int], recipes: Sequence[str], folder: str, layers: int
+) -> None:
+    """One process of one form."""
+    device = xla_amp.xla_device()
+    found: dict[str, Any] = {}
+    mesh = xla_amp.make_mesh(axes) if axes else None
+    if mesh is not None:
+        xla_amp.mark_sharding(torch.zeros(mesh.size).to(device), mesh, mesh.axis_names[:1])
+        found["own numbers"] = refused(lambda: (torch.ones(3).to(device) * (rank + 2.5)).cpu())
+    for recipe in recipes:
+        found[recipe], state = train(device, mesh, recipe, steps, rank, world, layers, recipe == recipes[-1])
+    if mesh is not None:
+        weight = state["model"].transformer.h[0].mlp.c_fc.weight
+        other = torch.full((mesh.size, 2), float(rank)).to(device)
+        found["refused"] = {
+            "read": refused(weight.cpu),
+            "own values": refused(lambda: xla_amp.mark_sharding(other, mesh, mesh.axis_names[:1])),
+            "collective": refused(lambda: xla_amp.xla_model.all_reduce("sum", other)),
+        }
+        saving = xla_amp.checkpoint.save_async(state, Path(folder, "checkpoint"))
+        kept = whole(state["model"])
+        with torch.no_grad():
+            weight.add_(1)  # the next step, while the file system writes
+        xla_amp.sync()
+        saving.wait()
+        step = xla_amp.checkpoint.load(state, Path(folder, "checkpoint"))["step"]
+        found["loaded"] = [step, all(map(torch.equal, kept, whole(state["model"])))]
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def form(
+    folder: str, world: int, devices: int, steps: int, axes: dict[str, int], recipes: Sequence[str], layers: int
+) -> None:
+    """Runs the processes of one form, which write to a folder."""
+    flag = f" --xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flag
+    arguments = (world, steps, axes, recipes, folder, layers)
+    if world == 1:
+        run(0, *arguments)
+    else:
+        xla_amp.launch(run, world, args=arguments, timeout=300)
+
+
+def report(world: int, found: Sequence[Any], expected: Mapping[str, Any]) -> bool:
+    """A line for each recipe; True if all is as it should be."""
+    good = True
+    for recipe, first in found[0].items():
+        if "losses" not in first:
+            continue
+        pairs = [(a, b) for a, b in zip(first["losses"], expected["losses"], strict=True) if math.isfinite(b)]
+        finite = [(a, b) for a, b in pairs if b < 1e6]
+        worst = max(abs(a - b) / abs(b) for a, b in finite)
+        differing = unequal([each[recipe] for each in found])
+        good = good and worst < 1e-5 and not differing and first["steady"]["executions"] == 1
+        print(
+            f"{world} processes {recipe:8} losses {worst:.1e}  norm {abs(first['norm'] / expected['norm'] - 1):.1e}  "
+            f"skipped {first['skipped']} ({expected['skipped']})  unequal parts {differing}  "
+            f"executables {first['steady']['executions']}, compiled {first['steady']['compilations']}, "
+            f"syncs {first['steady']['host_syncs']}  memory {first['shares'][0]:.3f}, state {first['shares'][1]:.3f}  "
+            f"{first['collectives']}",
+            flush=True,
+        )
+    return good
+
+
+def unequal(processes: Sequence[Any]) -> int:
+    """Parts of tensors that two processes hold with different bits."""
+    count = 0
+    for tensors in zip(*(process["parts"] for process in processes), strict=True):
+        for part in set().union(*tensors):
+            count += len({each[part] for each in tensors if part in each}) > 1
+    return count
+
+
+def main() -> int:
+    """Runs one form, or all of them and compares."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--form", nargs="+", metavar="WORD", help="folder, processes, devices, steps, axes, recipes")
+    options = parser.parse_args()
+    if options.form:
+        folder, world, devices, steps, axes, *recipes = options.form
+        form(folder, int(world), int(devices), int(steps), json.loads(axes), recipes, options.layers)
+        return 0
+    expected: dict[str, Any] | None = None
+    good = True
+    for world, devices, axes, recipes in FORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            words = [folder, str(world), str(devices), str(options.steps), json.dumps(axes), *recipes]
+            command = [sys.executable, __file__, "--layers", str(options.layers), "--form", *words]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+        if expected is None:
+            expected = found[0]["none"]
+        else:
+            print(f"mesh {axes}, {found[0]['loaded']}", flush=True)
+            good = report(world, found, expected) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Layouts by name: which dimension of which parameter, by names and shapes; what is not possible says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from jax.sharding import AbstractMesh, Mesh
+
+import xla_amp
+from xla_amp.lazy.distributed import layouts
+
+DATA, SQUARE = AbstractMesh((4,), ("data",)), AbstractMesh((4, 2), ("data", "model"))
+
+
+def gpt2(words=128):
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=64, n_head=4, vocab_size=words, n_positions=32, bos_token_id=0)
+    )
+
+
+def specs(model, mesh, recipe):
+    axes = layouts._axes(mesh, recipe)
+    return {each.name: each for each in layouts._placed(model, mesh, layouts.RECIPES[recipe], axes)}
+
+
+def short(found):
+    return {name.removeprefix("transformer.").removeprefix("h.0."): each.spec for name, each in found.items()}
+
+
+def test_fsdp_splits_the_longest_dimension_that_divides():
+    found = short(specs(gpt2(), DATA, "fsdp"))
+    assert found["wte.weight"] == ("data", None)
+    assert found["mlp.c_fc.weight"] == (None, "data")
+    assert found["mlp.c_proj.weight"] == ("data", None)
+    assert found["ln_1.weight"] == (None,)  # small
+
+
+def test_a_vocabulary_that_does_not_divide_is_split_along_the_other_dimension():
+    assert short(specs(gpt2(65), DATA, "fsdp"))["wte.weight"] == (None, "data")
+    found = specs(gpt2(65), SQUARE, "tp")["transformer.wte.weight"]
+    assert found.spec == (None, "model")
+    assert found.why == "65 rows do not divide: its columns are split"
+
+
+def test_tensor_parallel_by_name():
+    """The weights of transformers' Conv1D are (inputs, outputs)."""
+    found = short(specs(gpt2(), SQUARE, "tp"))
+    assert found["wte.weight"] == ("model", None)
+    assert found["attn.c_attn.weight"] == found["mlp.c_fc.weight"] == (None, "model")
+    assert found["attn.c_attn.bias"] == found["mlp.c_fc.bias"] == ("model",)
+    assert found["attn.c_proj.weight"] == found["mlp.c_proj.weight"] == ("model", None)
+    assert found["attn.c_proj.bias"] == found["ln_f.weight"] == (None,)
+    both = short(specs(gpt2(), SQUARE, "fsdp+tp"))
+    assert both["mlp.c_fc.weight"] == ("data", "model")
+    assert both["mlp.c_proj.weight"] == ("model", "data")
+
+
+def test_a_plan_of_transformers_wins():
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=4, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    found = specs(model, SQUARE, "tp")
+    assert found["model.layers.0.self_attn.q_proj.weight"].spec == ("model", None)
+    assert found["model.layers.0.mlp.down_proj.weight"].spec == (None, "model")
+    model._tp_plan = {"model.layers.*.mlp.up_proj": "colwise"}
+    found = specs(model, SQUARE, "tp")
+    assert found["model.layers.0.mlp.up_proj.weight"].spec == ("model", None)
+    assert found["model.layers.0.mlp.down_proj.weight"].spec == (None, None)
+
+
+def test_names_of_torch():
+    found = specs(torch.nn.TransformerEncoderLayer(64, 4, 128), SQUARE, "tp")
+    assert found["self_attn.in_proj_weight"].spec == found["linear1.weight"].spec == ("model", None)
+    assert found["self_attn.out_proj.weight"].spec == found["linear2.weight"].spec == (None, "model")
+    assert found["self_attn.in_proj_bias"].spec == ("model",)
+
+
+def test_sequence_splits_over_both_axes():
+    mesh = AbstractMesh((2, 2), ("data", "sequence"))
+    assert specs(gpt2(), mesh, "sequence")["transformer.wte.weight"].spec == (("data", "sequence"), None)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return xla_amp.make_mesh({"data": 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "recipe", "words"),
+    [
+        (torch.nn.Linear(2, 2), ("data",), "zero", "expected one of 'fsdp', 'tp', 'fsdp.tp', 'sequence'"),
+        (torch.nn.Linear(2, 2), ("data",), "fsdp+tp", r"lacks an axis 'model'; make it with xla_amp.make_mesh"),
+        (torch.nn.Linear(2, 2), ("model",), "tp", "no parameter of Linear has a name and shape to split over the axis"),
+    ],
+)
+def test_what_is_not_possible(model, axes, recipe, words, mesh):
+    with pytest.raises(ValueError, match=words):
+        xla_amp.shard(model, Mesh(mesh.devices, axes), recipe)
+    assert xla_amp.lazy.runtime.mesh.active is None
+    assert model.weight.device.type == "cpu"
