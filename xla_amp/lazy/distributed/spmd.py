@@ -132,9 +132,9 @@ def start(mesh: Mesh) -> None:
     if meshes.replicas:
         execute.flush()  # with the collectives of separate processes
     meshes.use(mesh)
-    meshes.compare = same_values.compare_inputs
     register_optimizer_step_post_hook(_shard_state)
     if meshes.spans_processes():
+        meshes.compare = same_values.compare_inputs
         same_values.one_stream()
     return None
 
@@ -278,9 +278,15 @@ def _partition(call: str, shape: tuple[int, ...], mesh: Mesh, spec: Sequence[Axi
             named.append(axis)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if extent % parts:
+            others = [dim for dim, size in enumerate(shape) if size % parts == 0 and size >= parts]
+            where = (
+                f"split dimension {' or '.join(map(str, others))} of {list(shape)} instead"
+                if others
+                else (f"pad the tensor of shape {list(shape)} (a batch: drop_last=True or xla_amp.pad_to_bucket)")
+            )
             raise ValueError(
-                f"{call}(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; pad the "
-                f"tensor of shape {list(shape)}, or leave that dimension whole"
+                f"{call}(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; {where}, or leave "
+                "that dimension whole"
             )
     return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
 

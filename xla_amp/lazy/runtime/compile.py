@@ -70,6 +70,8 @@ class Program:
     """Inputs of `call` that need another memory layout than JAX's default."""
     digest: bytes | None = None
     """Of its text, for a program that several processes run together (`execute.together`)."""
+    compared: bool = False
+    """Whether its inputs were compared between the processes of one mesh (`mesh.compare`)."""
     size: int = 0
     """Bytes that it takes once compiled (`program_cache`)."""
     used: int = 0

@@ -196,8 +196,6 @@ def _run() -> None:
                 program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
             for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
-            if is_new and mesh.compare is not None and mesh.spans_processes():
-                mesh.compare([*arrays, floats, ints])
             if is_new:
                 _admit(program, arrays, floats, ints)
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
@@ -287,6 +285,9 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
     if program.digest is None:
         return _call(program, donated, kept, floats, ints)
     with together(program):
+        if mesh.compare is not None and not program.compared:
+            program.compared = True
+            mesh.compare([*donated, *kept, floats, ints])
         return _call(program, donated, kept, floats, ints)
 
 
