@@ -279,14 +279,11 @@ def _partition(call: str, shape: tuple[int, ...], mesh: Mesh, spec: Sequence[Axi
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if extent % parts:
             others = [dim for dim, size in enumerate(shape) if size % parts == 0 and size >= parts]
-            where = (
-                f"split dimension {' or '.join(map(str, others))} of {list(shape)} instead"
-                if others
-                else (f"pad the tensor of shape {list(shape)} (a batch: drop_last=True or xla_amp.pad_to_bucket)")
-            )
+            where = f"split dimension {' or '.join(map(str, others))}, " if others else ""
             raise ValueError(
-                f"{call}(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; {where}, or leave "
-                "that dimension whole"
+                f"{call}(spec={spec!r}): an extent of {extent} does not divide over {parts} devices; {where}pad "
+                f"the tensor of shape {list(shape)} (a batch: drop_last=True or xla_amp.pad_to_bucket), or leave that "
+                "dimension whole"
             )
     return PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in spec))
 
