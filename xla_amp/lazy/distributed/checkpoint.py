@@ -97,7 +97,8 @@ def save_async(state: Mapping[str, Any], path: str | os.PathLike[str]) -> Saving
     A checkpoint that is still being written is waited for first; if it failed, its error is raised here.
 
     Args:
-        state, path: as `save`.
+        state: as `save`.
+        path: as `save`.
 
     Returns:
         An object with ``wait()`` and ``done()``.
