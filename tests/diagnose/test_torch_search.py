@@ -144,6 +144,18 @@ def _autocast_inside(x):
         return (x @ x).sum()
 
 
+def test_tokens_are_batches_too():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    tokens = [torch.randint(11, (4, 6)) for _ in range(4)]
+    result = xla_amp.search(step, tokens, budget=BUDGET, target="v6e")
+    assert (result.met, result.policy.decide("linear", "1").cast) == (True, "low")
+
+
 @pytest.mark.parametrize(
     ("step", "data", "arguments", "words"),
     [
