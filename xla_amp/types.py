@@ -119,3 +119,6 @@ Platform: TypeAlias = Literal["cpu", "gpu", "tpu"]
 """XLA platforms."""
 
 PLATFORMS: Final[tuple[Platform, ...]] = get_args(Platform)
+
+LAZY: Final = "jax"
+"""torch's name of the lazy device's type."""

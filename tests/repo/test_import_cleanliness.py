@@ -42,6 +42,11 @@ def test_the_package_loads_no_library_and_prints_nothing():
     assert loaded("import xla_amp", HEAVY) == ""
 
 
+def test_a_module_may_be_the_first_to_load_torch():
+    # torch loads `xla_amp.backends.autoload` in its own import, when this module is not complete.
+    assert after("from xla_amp.backends import base", "print(base.LAZY)") == "jax"
+
+
 def test_lowerings_load_no_torch():
     assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.backends")) == ""
 

@@ -17,6 +17,7 @@ import torch
 
 from xla_amp import config
 from xla_amp.backends import base
+from xla_amp.types import LAZY
 
 PROCESS_GROUP = "xla_amp"
 """The backend of `torch.distributed`."""
@@ -28,13 +29,15 @@ def register() -> None:
     """Registers the lazy device's location in checkpoints and the backend of its process groups.
 
     Starts no device and, unless asked, loads no JAX.
+
+    torch may be imported by a module of this package that is not complete yet, so nothing here reads `base`.
     """
     from torch import distributed, serialization
 
     if not any(tag is _tag for _, tag, _ in serialization._package_registry):
         serialization.register_package(_PRIORITY, _tag, _restore)
         if distributed.is_available():
-            distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", base.LAZY])
+            distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", LAZY])
         if config.huggingface():
             importlib.import_module("xla_amp.integrations.huggingface").enable()
 
@@ -54,12 +57,12 @@ def _start() -> None:
 
 def _tag(storage: Any) -> str | None:
     """The location that `torch.save` writes for a storage."""
-    return f"{base.LAZY}:0" if storage.device.type == base.LAZY else None
+    return f"{LAZY}:0" if storage.device.type == LAZY else None
 
 
 def _restore(storage: Any, location: str) -> Any:
     """`storage`, which is on the CPU, at a location; None for other devices.  Starts the device."""
-    if location.partition(":")[0] != base.LAZY:
+    if location.partition(":")[0] != LAZY:
         return None
     base.require_lazy(f"torch.load to {location!r}", "map_location='cpu'")
     _start()

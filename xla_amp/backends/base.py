@@ -14,9 +14,7 @@ import torch
 
 from xla_amp import config
 from xla_amp.errors import EngineError
-
-LAZY = "jax"
-"""torch's name of the lazy device's type."""
+from xla_amp.types import LAZY as LAZY
 
 DEVICE_TYPES = (LAZY, "xla")
 """The engines' device types, as torch names them."""
