@@ -86,9 +86,9 @@ def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("fully_shard", "DeviceError: torch's DeviceMesh.*xla_amp.mark_sharding"),
-        ("distribute_tensor", "DeviceError: torch's DeviceMesh.*xla_amp.mark_sharding"),
-        ("FSDP", "DeviceError: .*FullyShardedDataParallel.*xla_amp.mark_sharding"),
+        ("fully_shard", "DeviceError: torch's DeviceMesh.*xla_amp.shard"),
+        ("distribute_tensor", "DeviceError: torch's DeviceMesh.*xla_amp.shard"),
+        ("FSDP", "DeviceError: .*FullyShardedDataParallel.*xla_amp.shard"),
         ("find_unused_parameters", "DeviceError: .*use xla_amp.DistributedDataParallel"),
         ("device_ids", r"DeviceError: .*device_ids=\[5\].*leave device_ids out"),
         ("object", "TypeError: .*cannot send a .*function.*JSON.*backend='gloo'"),

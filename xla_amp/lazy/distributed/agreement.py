@@ -4,8 +4,7 @@ A collective of XLA waits until all processes run it: one that runs another prog
 abort.  So a program with collectives is dispatched when everybody has come to it.  Processes form a tree of TCP
 connections: each hears from those below it, tells the one above it, and gets leave to go on from there.  The end of a
 process closes its connections, which the others notice at once; a thread looks after those that are busy elsewhere.
-Connections are made through JAX's coordinator, whose
-key-value store takes ten times as long for an exchange.
+Connections are made through JAX's coordinator, whose key-value store takes ten times as long for an exchange.
 """
 
 from __future__ import annotations
@@ -286,8 +285,9 @@ class Agreement:
 
     def _watch(self) -> None:
         ends = select.poll()
+        hangs_up = getattr(select, "POLLRDHUP", select.POLLHUP)  # the former is Linux's
         for descriptor in self._of:
-            ends.register(descriptor, select.POLLRDHUP)
+            ends.register(descriptor, hangs_up)
         [(descriptor, _), *_] = ends.poll() or [(-1, 0)]
         time.sleep(_NOTICE)
         if descriptor in self._of and not self._over:

@@ -188,7 +188,7 @@ def resize_(original: Callable[..., Any], self: Any, size: int) -> Any:
     raise DeviceError(
         f"cannot resize a storage on {self.device} from {self.nbytes()} to {size} bytes: resize the tensor "
         "(tensor.resize_), or drop every reference to it to free its memory. FullyShardedDataParallel frees memory in "
-        "this way: use xla_amp.mark_sharding in its place"
+        "this way: use xla_amp.shard(model, mesh, 'fsdp') in its place"
     )
 
 

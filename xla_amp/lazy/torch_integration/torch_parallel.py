@@ -13,9 +13,6 @@ from xla_amp import config
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
-SPLIT = "xla_amp.mark_sharding(parameter, xla_amp.make_mesh({...}), (...)) in one process that has all devices"
-"""What splits parameters instead."""
-
 _NEEDS_OURS = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
 
@@ -79,8 +76,8 @@ def device_mesh(original: Callable[..., None]) -> Callable[..., None]:
         if device_type == DEVICE_TYPE:
             raise DeviceError(
                 "torch's DeviceMesh, and so fully_shard, distribute_tensor and tensor parallelism, do not split "
-                f"tensors of the lazy XLA device: use {SPLIT}; for whole replicas in several processes "
-                "DistributedDataParallel"
+                "tensors of the lazy XLA device: use xla_amp.shard(model, xla_amp.make_mesh({'data': 8}), 'fsdp'); for "
+                "whole replicas in several processes DistributedDataParallel"
             )
         original(self, device_type, *args, **kwargs)
 
