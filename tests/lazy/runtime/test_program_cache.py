@@ -163,14 +163,16 @@ def test_sizes_follow_the_executable(device: torch.device) -> None:
     assert program_cache.BASE < small < large / 2
 
 
-def test_what_the_compiler_freed_goes_back_to_the_system(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_large_compilation_freed_goes_back_to_the_system(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trims: list[int] = []
     monkeypatch.setattr(program_cache, "_trim_function", lambda: trims.append)
-    monkeypatch.setattr(program_cache, "_untrimmed", 0)
-    monkeypatch.setattr(program_cache, "_TRIM", 2 * program_cache.BASE)
-    for length, count in ((2, 0), (3, 1), (4, 1), (5, 2)):
-        torch.ones(length, device=device).exp().cpu()
-        assert len(trims) == count
+    torch.ones(2, device=device).exp().cpu()
+    assert not trims
+    monkeypatch.setattr(program_cache, "_LARGE", program_cache.BASE)
+    torch.ones(3, device=device).exp().cpu()
+    assert len(trims) == 1
 
 
 def test_the_report_tells_what_is_kept(device: torch.device) -> None:

@@ -28,8 +28,10 @@ CPU_FACTOR = 20
 """Bytes that XLA:CPU keeps for each byte of the serialized executable (LLVM's objects, the HLO module, thunks)."""
 PER_OPERATION = 80_000
 """Bytes of code for each recorded operation, in the same programs; for those whose size XLA does not tell."""
-_TRIM = 16 << 20
-"""Bytes of compiled and dropped programs after which the C library is asked to return free memory to the system."""
+_TRIM = 64 << 20
+"""Bytes of dropped programs after which the C library is asked to return free memory to the system."""
+_LARGE = 16 << 20
+"""Bytes of a program whose compilation leaves much free memory: it is returned, too."""
 _TRACES = 2048
 """Traces that JAX may keep, of 8 KiB each; beyond that `private_api.drop_traces` drops those of JAX's own functions."""
 _LEAST_INSTRUCTIONS = 1024
@@ -70,7 +72,8 @@ def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.
     program.used = next(_clock)
     cache[key] = program
     _drop_beyond_limit()
-    _trim_after(program.size)
+    if program.size >= _LARGE:
+        _trim()
     private_api.drop_traces(_TRACES)
     _count()
 
@@ -108,8 +111,9 @@ def _newest_first() -> Iterator[tuple[Program, Cache, Key]]:
 
 
 def _drop_beyond_limit() -> None:
+    global _untrimmed
     limit, least = config.program_memory()
-    total = dropped = freed = 0
+    total = dropped = 0
     for position, (program, cache, key) in enumerate(_newest_first()):
         total += program.size
         if total <= limit or position < least:
@@ -118,12 +122,13 @@ def _drop_beyond_limit() -> None:
         for release in program.holders:
             release()
         dropped += 1
-        freed += program.size
+        _untrimmed += program.size
     if not dropped:
         return
     metrics.programs_dropped += dropped
     _drop_instructions()
-    _trim_after(freed)
+    if _untrimmed >= _TRIM:
+        _trim()
 
 
 def _drop_instructions() -> None:
@@ -145,13 +150,10 @@ def _trim_function() -> Callable[[int], int] | None:
     return function
 
 
-def _trim_after(size: int) -> None:
+def _trim() -> None:
     # XLA compiles on several threads, so what it frees is spread over many of malloc's arenas and stays there: 400 MiB
     # after the step of a GPT-2 of two layers.
     global _untrimmed
-    _untrimmed += size
-    if _untrimmed < _TRIM:
-        return
     _untrimmed = 0
     trim = _trim_function()
     if trim is not None:
