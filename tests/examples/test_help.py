@@ -10,6 +10,8 @@ from source_tree import ROOT
 
 MODULES = ("common.py", "small_gpt2.py")
 """What the examples import."""
+ARGPARSE = ("gpt_ddp.py",)
+"""Scripts for CUDA with two lines changed, which use nothing of the other examples."""
 
 
 @pytest.mark.exhaustive
@@ -23,4 +25,4 @@ def test_help_is_no_error() -> None:
     for path, run in zip(paths, runs, strict=True):
         out, error = run.communicate(timeout=280)
         assert run.returncode == 0, (path, error)
-        assert "--[no]json" in out, path
+        assert "--[no]json" in out or path.name in ARGPARSE, path
