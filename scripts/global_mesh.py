@@ -64,7 +64,7 @@ def model_and_optimizer(layers: int) -> tuple[Any, Callable[[], torch.optim.Opti
 
 
 def train(
-    device: torch.device, mesh: Any, recipe: str, steps: int, rank: int, world: int, layers: int, hlo: bool
+    device: torch.device, mesh: Any, recipe: str, steps: int, rank: int, layers: int, hlo: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What this process sees of some steps of one layout."""
     torch.manual_seed(rank if hlo else 0)  # `shard` takes what process 0 has
@@ -83,10 +83,7 @@ def train(
         if layout is None:
             tokens, weights = tokens.to(device), weights.to(device)
         else:
-            # The first axis lies across the processes: over any other one all have the whole batch.
-            mine = (
-                slice(ROWS // world * rank, ROWS // world * (rank + 1)) if mesh.axis_names[0] == "data" else slice(ROWS)
-            )
+            mine = rows_of(mesh, rank)
             tokens = xla_amp.global_batch(tokens[mine], mesh, layout.batch)
             weights = xla_amp.global_batch(weights[mine], mesh, layout.batch[:1])
         xla_amp.sync()
@@ -117,6 +114,15 @@ def train(
         "norm": math.sqrt(sum(float(value.double().square().sum()) for value in whole(model))),
     }
     return result, {"model": model, "optimizer": optimizer, "scaler": scaler}
+
+
+def rows_of(mesh: Any, rank: int) -> slice:
+    """The rows of a batch that the devices of a process have: all without an axis "data"."""
+    if "data" not in mesh.axis_names:
+        return slice(ROWS)
+    axis, each = mesh.axis_names.index("data"), ROWS // mesh.shape["data"]
+    places = [index[axis] for index, device in np.ndenumerate(mesh.devices) if device.process_index == rank]
+    return slice(each * min(places), each * (max(places) + 1))
 
 
 def whole(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -172,7 +178,7 @@ def run(
         xla_amp.mark_sharding(torch.zeros(mesh.size).to(device), mesh, mesh.axis_names[:1])
         found["own numbers"] = refused(lambda: (torch.ones(3).to(device) * (rank + 2.5)).cpu())
     for recipe in recipes:
-        found[recipe], state = train(device, mesh, recipe, steps, rank, world, layers, recipe == recipes[-1])
+        found[recipe], state = train(device, mesh, recipe, steps, rank, layers, recipe == recipes[-1])
     if mesh is not None:
         weight = state["model"].transformer.h[0].mlp.c_fc.weight
         other = torch.full((mesh.size, 2), float(rank)).to(device)

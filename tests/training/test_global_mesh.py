@@ -73,7 +73,7 @@ def test_a_step_is_one_executable(recipe):
 def test_memory_and_collectives(recipe):
     """Of parameters, and of the optimizer's state, which follows them; small ones are whole."""
     for process in together(recipe):
-        assert process[recipe]["shares"] == pytest.approx([SHARES[recipe]] * 2, rel=0.2)
+        assert process[recipe]["shares"] == pytest.approx([SHARES[recipe]] * 2, rel=0.3)
         assert process[recipe]["collectives"].keys() >= {"all-reduce", *(["all-gather"] if "fsdp" in recipe else [])}
 
 
