@@ -324,7 +324,8 @@ def average(
 
     def mean(total: torch.Tensor) -> torch.Tensor:
         low = total.is_floating_point() and total.dtype.itemsize < 4
-        return (total.float() if low else total) / count
+        # Before a division XLA:GPU does not put all gradients into one collective.
+        return (total.float() if low else total) * (1.0 / count)
 
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
