@@ -53,7 +53,7 @@ class Form(Generic[CallT]):
         return self.supports(call)
 
 
-FormT = TypeVar("FormT", bound=Form)  # type: ignore[type-arg]  # a form of any operation
+AnyForm = TypeVar("AnyForm", bound=Form)  # type: ignore[type-arg]  # a form of any operation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ _traced: dict[str, tuple[str, ...]] = {}
 """Kernel in a program of this process -> its marks."""
 
 
-def choose(operation: str, forms: Sequence[FormT], call: CallT) -> FormT:
+def choose(operation: str, forms: Sequence[AnyForm], call: CallT) -> AnyForm:
     """The first of `forms` without an objection to `call`; the last one never has any."""
     left_out: dict[str, str] = {}
     for form in forms:
