@@ -62,13 +62,13 @@ def acquire() -> Token:
         if _holders == 1:
             _handles.append(torch_module.register_module_forward_pre_hook(_enter))
             _handles.append(torch_module.register_module_forward_hook(_leave, always_call=True))
-    running = _running()
+    found = running()
     stack = _thread.stack
-    if len(running) == len(stack) and all(a is b for a, (b, _) in zip(running, stack, strict=True)):
+    if len(found) == len(stack) and all(a is b for a, (b, _) in zip(found, stack, strict=True)):
         return Token(None)
     # The hooks were installed after these modules started, or a BaseException skipped the forward hook.
     _thread.stack = stack = []
-    for module in running:
+    for module in found:
         _enter(module, ())
     return Token(stack)
 
@@ -126,8 +126,8 @@ def _outermost(module: torch.nn.Module) -> str:
 _CALL = torch.nn.Module.__call__.__code__
 
 
-def _running() -> list[torch.nn.Module]:
-    """Modules whose call is on this thread's Python stack, outermost first."""
+def running() -> list[torch.nn.Module]:
+    """Modules whose call is on this thread's Python stack, outermost first; needs no `acquire`."""
     found = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
-from xla_amp.lowering.linalg.float8 import FORMATS, scaled
+from xla_amp.lowering.linalg.float8 import FORMATS
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
 from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, Key, Kind, Sums
-from xla_amp.types import RANGES
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
@@ -179,10 +178,7 @@ class _Collector:
             key = Key(layer, _KIND_OF[format])
             if self.wanted.takes(key):
                 low = lax.stop_gradient(value).astype(eqn.params["low"])
-                row = statistics.sums(low, 0.0)
-                lost = statistics.sums(scaled(low, format, summed, lead, float8.scaling), RANGES[key.kind].zero)
-                flushed = Sums._fields.index("flushed")
-                self._add(key, value, row.at[flushed].set(lost[flushed]))
+                self._add(key, value, statistics.float8_sums(low, format, summed, lead, float8.scaling))
 
     def _add(self, key: Key, value: Any, row: Any) -> None:
         weight = self._weight(value)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from xla_amp.backends import base, devices, dynamo
+from xla_amp.errors import DeviceError
+from xla_amp.pytorch.autocast import float8_products
 from xla_amp.pytorch.recorder import columns, kept_step
 from xla_amp.pytorch.recorder.host import Host
 from xla_amp.pytorch.recorder.recording import Recording
 from xla_amp.pytorch.recorder.running_step import Step
-from xla_amp.recorder.history import KINDS, History, Kind, StepRecord
+from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, History, Kind, StepRecord
 from xla_amp.recorder.run import SAMPLE, BaseMonitor, Options
 from xla_amp.types import Dtype
 
@@ -37,7 +39,7 @@ def monitor(
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[Kind] | None = None,
     sample: int = SAMPLE,
     low: Dtype | None = None,
     save_state: bool = False,
@@ -51,14 +53,17 @@ def monitor(
 
     Args:
         model: in evaluation mode, or without gradients, nothing is recorded.
-        optimizer: its step ends a step.  None: each forward pass in training mode is one, with activations only.
+        optimizer: its step ends a step.  None: each forward pass in training mode is one, with its activations
+            and operands of 8-bit products only.
         scaler: None records no loss scale and finds no skipped step.
         every: steps between two reads of the ring buffer.
         history: sampled steps that the ring buffer and `Monitor.history` hold.
         directory: gets ``history.jsonl`` and the folder of the first bad step (`xla_amp.recorder.bad_step`); None keeps
             no bad step.
         layers: patterns as in rules for modules, ``"*.attn"``; a module that one names and all modules in it.
-        kinds: of ``"activation"``, ``"gradient"``, ``"weight"`` and ``"update"``.
+        kinds: of ``"activation"``, ``"gradient"``, ``"weight"``, ``"update"``, and on the lazy device of
+            ``"float8_e4m3fn"`` and ``"float8_e5m2"``: operands of 8-bit products in that format
+            (`xla_amp.recorder.history`).  None for all that the device has.
         sample: statistics in each `sample`-th step; 1 for every step.  Loss, scale, skips and the norm of the gradients
             are recorded in each.  There are two programs then, one with statistics and one without.
         low: low dtype that underflow and headroom refer to; None is the dtype of the autocast region in which the model
@@ -70,6 +75,7 @@ def monitor(
 
     Raises:
         ValueError: a number is out of its range, or a name of `kinds` or `low` is unknown.
+        DeviceError: `kinds` has 8-bit formats, and the device has no products in 8 bits.
         LayerError: a pattern matches no module.
 
     Example:
@@ -83,12 +89,21 @@ def monitor(
         >>> recorder.read().steps[0].statistics[Key("", "activation")].inf
         0.0
     """
+    device = _device_of(model)
+    known = (*KINDS, *FLOAT8_KINDS) if device.type == base.LAZY else KINDS
+    kinds = known if kinds is None else tuple(kinds)
+    if wrong := [kind for kind in kinds if kind in FLOAT8_KINDS and kind not in known]:
+        raise DeviceError(
+            f"monitor(kinds={kinds!r}): {', '.join(wrong)}: the model is on {device.type!r}, which has no products in "
+            f"8 bits; move it to xla_amp.xla_device() first, or leave them out"
+        )
     options = Options.of(
         every=every,
         history=history,
         directory=directory,
         layers=layers,
         kinds=kinds,
+        known=(*KINDS, *FLOAT8_KINDS),
         sample=sample,
         low=low,
         save_state=save_state,
@@ -114,9 +129,9 @@ class Monitor(BaseMonitor):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"monitor(optimizer={optimizer!r}): expected a torch.optim.Optimizer, or None")
         if optimizer is None:
-            kinds = tuple(kind for kind in options.kinds if kind == "activation")
+            kinds = tuple(kind for kind in options.kinds if kind in ("activation", *FLOAT8_KINDS))
             options = dataclasses.replace(options, kinds=kinds)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device = _device_of(model)
         super().__init__(options, functools.partial(kept_step.process, self._device))
         self.model, self.optimizer = model, optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -198,6 +213,8 @@ class Monitor(BaseMonitor):
             for path, module in self._modules.items():
                 yield module.register_forward_hook(_Hook(self, "_layer", path))
         yield self.model.register_forward_hook(_Hook(self, "_leave"), always_call=True)
+        if set(FLOAT8_KINDS) & set(self._options.kinds):
+            yield float8_products.watch(_Hook(self, "_float8"))
         if self.optimizer is not None:
             yield self.optimizer.register_step_pre_hook(_Hook(self, "_before_step"))
             yield self.optimizer.register_step_post_hook(_Hook(self, "_after_step"))
@@ -211,6 +228,9 @@ class Monitor(BaseMonitor):
 
     def _layer(self, path: str, module: Any, args: Any, output: Any) -> None:
         self._recording.layer(path, output)
+
+    def _float8(self) -> float8_products.Observe | None:
+        return self._recording.float8()
 
     def _leave(self, *_: Any) -> None:
         if self._recording.leave():
@@ -263,6 +283,10 @@ class Monitor(BaseMonitor):
         self._host.take_rows(wait)
 
 
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 class _Hook:
     """A method of a monitor that modules and optimizers call; weak, so that a monitor that nobody holds ends.
 
@@ -273,9 +297,10 @@ class _Hook:
         self._monitor = (lambda: None) if monitor is None else weakref.ref(monitor)
         self._method, self._first = method, first
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and (monitor := self._monitor()) is not None:
-            getattr(monitor, self._method)(*self._first, *args)
+            return getattr(monitor, self._method)(*self._first, *args)
+        return None
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _Hook, (None, self._method, *self._first)
