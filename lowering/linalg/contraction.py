@@ -124,13 +124,13 @@ def accumulate(start: Operand, product: jax.Array, beta: Any, alpha: Any, dtype:
 
 
 @register("mm", takes=(Permuted,))
-def mm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
-    return contract(left, right, ((1,), (0,)), platform=platform)
+def mm(left: Operand, right: Operand, *, platform: str, wide: bool = False) -> jax.Array:
+    return contract(left, right, ((1,), (0,)), platform=platform, wide=wide)
 
 
 @register("bmm", takes=(Permuted,))
-def bmm(left: Operand, right: Operand, *, platform: str) -> jax.Array:
-    return contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform)
+def bmm(left: Operand, right: Operand, *, platform: str, wide: bool = False) -> jax.Array:
+    return contract(left, right, ((2,), (1,)), ((0,), (0,)), platform=platform, wide=wide)
 
 
 @register("mv", takes=(Permuted,))

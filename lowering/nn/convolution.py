@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from xla_amp.lowering import forms
 from xla_amp.lowering.forms import Form
@@ -84,6 +85,23 @@ def _xla_weight_gradient(grad: jax.Array, x: jax.Array, weight_shape: Sequence[i
     weight = jax.ShapeDtypeStruct(tuple(weight_shape), x.dtype)
     transpose = jax.linear_transpose(lambda weight: _xla_convolution(x, weight, geometry), weight)
     grad_weight: jax.Array = transpose(grad)[0]
+    return grad_weight
+
+
+def _wide_weight_gradient(grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry) -> jax.Array:
+    """`_xla_weight_gradient` with a float32 result; `jax.linear_transpose` would give it the dtype of the operands."""
+
+    def transposed(grad: jax.Array, x: jax.Array) -> jax.Array:
+        return _xla_weight_gradient(grad, x, weight_shape, geometry)
+
+    closed = jax.make_jaxpr(transposed)(grad, x)
+    wide = {"preferred_element_type": np.dtype(np.float32)}
+    equations = [
+        each.replace(params={**each.params, **wide}) if each.primitive is lax.conv_general_dilated_p else each
+        for each in closed.jaxpr.eqns
+    ]
+    grad_weight: jax.Array
+    [grad_weight] = jaxpr_as_fun(closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations)))(grad, x)
     return grad_weight
 
 
@@ -168,10 +186,13 @@ def data_gradient(
 
 
 def weight_gradient(
-    grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, platform: str
+    grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, platform: str, wide: bool = False
 ) -> jax.Array:
-    """The gradient of a weight of shape `weight_shape`."""
-    return form_of(x.dtype, weight_shape, geometry, platform).weight_gradient(grad, x, weight_shape, geometry)
+    """The gradient of a weight of shape `weight_shape`; with `wide` that of half operands is float32."""
+    form = form_of(x.dtype, weight_shape, geometry, platform)
+    if wide and form.weight_gradient is _xla_weight_gradient:
+        return _wide_weight_gradient(grad, x, weight_shape, geometry)
+    return form.weight_gradient(grad, x, weight_shape, geometry)  # the others sum in float32
 
 
 def _transposed_extents(x: jax.Array, weight: jax.Array, extra: Sequence[int], geometry: Geometry) -> list[int]:
@@ -233,6 +254,7 @@ def _gradients(
     transposed: bool,
     mask: Sequence[bool],
     platform: str,
+    wide: bool,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     grad_x = grad_weight = grad_bias = None
     if mask[2]:
@@ -244,7 +266,7 @@ def _gradients(
             grad_x = data_gradient(grad, weight, x.shape[2:], geometry, platform)
     if mask[1]:
         result, source = (_pad_to_result(x, weight, grad.shape[2:], geometry), grad) if transposed else (grad, x)
-        grad_weight = weight_gradient(result, source, weight.shape, geometry, platform)
+        grad_weight = weight_gradient(result, source, weight.shape, geometry, platform, wide)
     return grad_x, grad_weight, grad_bias
 
 
@@ -263,9 +285,10 @@ def convolution_backward(
     output_mask: Sequence[bool],
     *,
     platform: str,
+    wide: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     geometry = Geometry.from_torch(stride, padding, dilation, groups, x.ndim - 2)
-    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform)
+    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform, wide)
 
 
 @register("convolution_backward_overrideable", minor=_WEIGHT_LAYOUT)
@@ -282,6 +305,7 @@ def convolution_backward_overrideable(
     output_mask: Sequence[bool],
     *,
     platform: str,
+    wide: bool = False,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     geometry = Geometry.from_torch(stride, padding, dilation, groups, x.ndim - 2)
-    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform)
+    return _gradients(grad, x, weight, geometry, transposed, output_mask, platform, wide)

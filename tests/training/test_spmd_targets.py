@@ -67,9 +67,7 @@ def collectives(hlo):
 @pytest.mark.parametrize("target", TARGETS)
 def test_data_parallel_reduces_gradients_and_nothing_else(compiled, target):
     found = collectives(compiled(target, "data").hlo)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert found["all-reduce", "bf16"] >= WEIGHTS  # under autocast products are low, and so is their sum over devices
-    assert sum(found.values()) <= WEIGHTS + 128 + 32 + 4  # each gradient once, and the loss
+    assert found == {("all-reduce", "f32"): WEIGHTS + 128 + 32 + 2}  # each gradient once, and the loss
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("replicas", "f32"), ("replicas in bfloat16", "bf16")])
@@ -80,7 +78,8 @@ def test_processes_reduce_gradients_in_the_dtype_that_was_asked_for(compiled, ta
     assert len(re.findall(COLLECTIVE, hlo)) == 2  # all gradients in one, and whether anybody overflowed
 
 
-def test_sharded_parameters_are_gathered_and_their_gradients_scattered_on_h100(compiled):
+def test_sharded_parameters_are_gathered_and_activations_scattered_on_h100(compiled):
+    """A batch of 32 is smaller than the weights; test_gradient_sums.py has a large one."""
     found = collectives(compiled("h100", "sharded").hlo)
     assert found["reduce-scatter", "bf16"] > 0
     assert found["all-gather", "bf16"] > 0
@@ -102,4 +101,6 @@ def test_memory_falls_with_the_number_of_devices(compiled, target):
 
 
 def test_tensor_parallel_adds_partial_products_on_h100(compiled):
-    assert {kind for kind, _ in collectives(compiled("h100", "tensor").hlo)} <= {"all-reduce", "all-gather"}
+    found = collectives(compiled("h100", "tensor").hlo)
+    assert {kind for kind, _ in found} <= {"all-reduce", "all-gather"}
+    assert found["all-reduce", "bf16"] == 32 / 4 * 32  # the result of the second layer; weights are added in float32

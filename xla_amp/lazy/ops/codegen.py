@@ -204,6 +204,8 @@ class _Operation:
             supplies = dict(wanted)
             if "platform" in lowering.supplies:
                 supplies["platform"] = context.platform
+            if "wide" in lowering.supplies:
+                supplies["wide"] = context.wide
             if "replicas" in lowering.supplies:
                 supplies["replicas"] = context.replicas
             if "partitioned" in lowering.supplies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from xla_amp.backends.places import Place
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of
+from xla_amp.lazy.graph import weight_gradients
+from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of, rounding_cast
 from xla_amp.lazy.runtime import compile_options, memory_layout, mesh
 from xla_amp.lazy.runtime.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
@@ -103,6 +104,8 @@ class Context:
     platform: str
     replicas: str | None = None
     """Name of the axis over the processes that train together."""
+    wide: bool = False
+    """Whether the operation gives a weight its gradient, of which each device of a mesh has a part."""
 
 
 def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
@@ -151,6 +154,10 @@ def build(
     )
     position = {number: index for index, number in enumerate(computed)}
     kept = tuple(sorted(set(range(len(parameter_specs))).difference(donated)))
+    wide = frozenset[int]()
+    if any(layout.num_devices > 1 for layout in key.shardings.parameters):
+        # XLA puts the sum over devices right after the product, in the dtype of its result.
+        wide = frozenset(weight_gradients.find(steps(key.code)))
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
     if key.shardings.parameters:
@@ -170,7 +177,7 @@ def build(
         for index, array in zip(kept, others, strict=True):
             parameters[index] = array
         return _interpret(
-            key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, places
+            key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, places
         )
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
@@ -239,11 +246,13 @@ def _interpret(
     streams: jax.Array,
     wanted: Sequence[int],
     context: Context,
+    wide: Set[int],
     places: Sequence[Place | None],
 ) -> list[jax.Array]:
     values: list[Any] = []
     next_parameter = next_float = next_int = 0
     found = iter(places)
+    in_wide = dataclasses.replace(context, wide=True)
     for instruction, draw, inputs in steps(code):
         place = next(found, None)
         if instruction.emit is None:
@@ -261,7 +270,7 @@ def _interpret(
             rng,
         )
         with _at(instruction, place):
-            results = emit(instruction, context, *arguments)
+            results = emit(instruction, in_wide if len(values) in wide else context, *arguments)
         next_float += instruction.floats
         next_int += instruction.ints
         values.extend(results)
@@ -291,7 +300,7 @@ def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, i
         inputs = [x if isinstance(x, instruction.takes) else materialize(x) for x in inputs]
         results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
         return [
-            None if spec is None else result if isinstance(result, Deferred) else _conform(result, spec)
+            None if spec is None else result if isinstance(result, Deferred) else _conform(result, spec, context.wide)
             for spec, result in zip(instruction.outs, results, strict=True)
         ]
     except XlaAmpError:
@@ -308,11 +317,11 @@ def failure(instruction: Instruction, inputs: Sequence[Any], error: Exception) -
     return f"the lowering of {instruction.name} failed on ({shapes}): {type(error).__name__}: {error}{where}"
 
 
-def _conform(result: Any, spec: Spec) -> jax.Array:
+def _conform(result: Any, spec: Spec, rounds: bool) -> jax.Array:
     """A lowering's result in the dtype and shape of torch's meta kernel.
 
     None is a result that ``output_mask`` leaves out, as the input gradient of a model's first layer.  torch's meta
-    kernels ignore the mask, so zeros that are never read stand for it.
+    kernels ignore the mask, so zeros that are never read stand for it.  With `rounds` XLA may not omit the rounding.
     """
     if result is None:
         return jnp.zeros(spec.shape, spec.numpy_dtype)
@@ -323,4 +332,6 @@ def _conform(result: Any, spec: Spec) -> jax.Array:
         array = array.reshape(spec.shape)
     if array.dtype == spec.numpy_dtype:
         return array
+    if rounds:
+        return rounding_cast(array, spec.numpy_dtype)
     return array != 0 if spec.numpy_dtype == np.bool_ else array.astype(spec.numpy_dtype)

@@ -1,0 +1,97 @@
+"""Gradients of weights that a mesh adds; test_gradient_sums.py reads what this writes.
+
+    python gradient_sums_program.py programs FOLDER
+    python gradient_sums_program.py numbers
+
+writes ``FOLDER/<platform>.mlir``, the step of a model with sharded weights of all kinds, or prints gradients of which
+each device has a part that a low dtype would round: by the forms for TPUs, run on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import target_program  # first: it sets the count of devices
+
+os.environ["XLA_FLAGS"] += " --xla_allow_excess_precision=false --xla_backend_optimization_level=0"
+
+import jax
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jax.sharding import Mesh
+from torch import nn
+
+import xla_amp
+from xla_amp.lazy.runtime import execute, mesh, pjrt
+
+
+class Model(nn.Module):
+    """A convolution, float32 weights and a bfloat16 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.up = nn.Linear(128, 256)
+        self.low = nn.Linear(256, 128, dtype=torch.bfloat16)
+        self.head = nn.Linear(128, 32)
+
+    def forward(self, x):
+        x = F.relu(self.conv(x)).flatten(1)
+        return self.head(F.relu(self.low(F.relu(self.up(x)))))
+
+
+def step(platform):
+    """The program of the steady step of 4,096 images."""
+    count = target_program.DEVICES[platform]
+    marked, device = Mesh(np.array(jax.devices()[:count]), ("data",)), xla_amp.xla_device()
+    model = Model().to(device)
+    for parameter in model.parameters():
+        if parameter.shape[0] % count == 0:
+            xla_amp.mark_sharding(parameter, marked, ("data",))
+    optimizer = xla_amp.syncfree.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        x, y = torch.randn(4096, 4, 4, 4).to(device), torch.randint(32, (4096,)).to(device)
+        for batch in (x, y):
+            xla_amp.mark_sharding(batch, marked, ("data",))
+        optimizer.zero_grad()
+        with xla_amp.autocast(device, policy="tpu"):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        xla_amp.sync()
+    return target_program.text(next(reversed(execute._programs)), platform)
+
+
+def gradients(devices, dtype):
+    """Of weights that see ones.  The parts are 256.1 and -255.9."""
+    marked, device = Mesh(np.array(jax.devices()[:devices]), ("data",)), xla_amp.xla_device()
+    modules = nn.ModuleList([nn.Conv2d(4, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)]).to(device)
+    conv, linear, low = modules
+    x, factor = torch.ones(16, 4).to(device), torch.tensor([256, 0.1, -256, 0.1] * 4)[:, None].to(device)
+    if devices > 1:
+        for batch in (x, factor):
+            xla_amp.mark_sharding(batch, marked, ("data",))
+    with xla_amp.autocast(device, dtype, policy="tpu"):
+        results = conv(x[:, :, None, None]).flatten(1), linear(x), low(x.to(dtype))
+    sum((result.float() * factor).sum() for result in results).backward()
+    return {name: p.grad.float().cpu().flatten().tolist() for name, p in modules.named_parameters()}
+
+
+if __name__ == "__main__":
+    xla_amp.xla_device()
+    if sys.argv[1] == "programs":
+        for platform in target_program.DEVICES:
+            mesh.active = None
+            Path(sys.argv[2], f"{platform}.mlir").write_text(step(platform))
+    else:
+        pjrt.platform = lambda: "tpu"
+        found = {}
+        for name in ("bfloat16", "float16"):
+            for devices in (1, 8):
+                mesh.active = None
+                found[f"{name} {devices}"] = gradients(devices, getattr(torch, name))
+        print(json.dumps(found))

@@ -1,0 +1,67 @@
+"""On a mesh the devices' parts of the gradients of weights are added in float32, whatever dtype the products have."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from test_spmd_targets import COLLECTIVE, collectives
+
+from xla_amp.stablehlo.tools import targets
+
+PROGRAM = Path(__file__).with_name("gradient_sums_program.py")
+WEIGHTS = 8 * 4 * 9 + 8 + 256 * 128 + 256 + 128 * 256 + 128 + 32 * 128 + 32
+"""Elements of the weights."""
+
+
+def run(*words):
+    done = forked.run(PROGRAM, *words, environment={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1:]
+
+
+@pytest.fixture(scope="module")
+def numbers():
+    return json.loads(run("numbers")[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parts_that_cancel_leave_what_one_device_has(numbers, dtype):
+    """The parts of 8 devices are 256.1 and -255.9.  In bfloat16 these are 256 and -256."""
+    name = str(dtype).removeprefix("torch.")
+    exact = 8 * torch.tensor(0.1, dtype=dtype).item()
+    for weight, values in numbers[f"{name} 8"].items():
+        assert values == numbers[f"{name} 1"][weight]
+        assert values == pytest.approx([exact] * len(values), rel=torch.finfo(dtype).eps), weight
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    if not all(map(targets.available, ("h100", "v5e"))):
+        pytest.skip("the compilers are not installed")
+    folder = tmp_path_factory.mktemp("sums")
+    run("programs", str(folder))
+    pairs = (("h100", "gpu"), ("v5e", "tpu"))
+    with targets.Compilers() as compilers:
+        return {target: compilers.compile((folder / f"{kind}.mlir").read_text(), target).hlo for target, kind in pairs}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_sharded_weights_of_all_kinds_are_reduced_in_float32_on_h100(compiled):
+    found = collectives(compiled["h100"])
+    assert found.pop(("all-gather", "bf16")) == WEIGHTS  # in the forward pass
+    assert found == {("reduce-scatter", "f32"): WEIGHTS / 8, ("all-reduce", "f32"): 2}  # and the loss
+    assert len(re.findall(COLLECTIVE, compiled["h100"])) == 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+def test_sharded_weights_of_all_kinds_are_reduced_in_float32_on_v5e(compiled):
+    """XLA:TPU adds in rings; 8 filters do not divide over 16 chips."""
+    assert {dtype for kind, dtype in collectives(compiled["v5e"]) if kind != "all-gather"} == {"f32"}

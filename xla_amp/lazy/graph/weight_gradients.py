@@ -1,0 +1,82 @@
+"""Which products of a step give weights their gradients.
+
+A trace has no autograd graph.  But the gradient of a weight is a product of a value that is multiplied with the weight,
+too: the data in the forward pass, or the gradient of the result, from which that of the data comes.  It has as many
+elements as the weight.  A weight is an input of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from xla_amp.lazy.graph.trace import Instruction
+
+_SAME_VALUE: Final = frozenset({"_to_copy", "clone", "mark_sharding", "view"})
+"""Operations whose result is their operand in another dtype or form."""
+_PRODUCTS: Final = frozenset({"addmm", "baddbmm", "bmm", "mm", "xla_amp::float8_mm"})
+"""Their last two operands are the factors."""
+_GRADIENTS: Final = frozenset({"bmm", "mm"})
+"""The products that autograd's formulas for `_PRODUCTS` use."""
+_CONVOLUTIONS: Final = frozenset({"convolution_backward", "convolution_backward_overrideable"})
+"""They give the gradient of the weight together with that of the data."""
+
+_SUMS: Final = frozenset(
+    {
+        "embedding_dense_backward",
+        "native_batch_norm_backward",
+        "native_group_norm_backward",
+        "native_layer_norm_backward",
+        "sum",
+        "sum.dim_IntList",
+    }
+)
+"""They sum in float32.  XLA:TPU sums the parts of devices in half, if the result is converted to that right after."""
+
+
+def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]]) -> dict[int, int | None]:
+    """Number of an operation's first result -> number of the weight, for those that give weights their gradients.
+
+    A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
+    computed from a weight (``weight_norm``) does not.
+
+    Args:
+        operations: `compile.steps` of a trace.
+
+    Returns:
+        The weight is None where a convolution has one that is no input of the program.
+    """
+    origin: list[int] = []
+    """Value -> the value that it is another form of."""
+    sizes: list[int] = []
+    inputs: set[int] = set()
+    partners: dict[int, list[int]] = {}
+    """Value -> inputs that it was multiplied with."""
+    found: dict[int, int | None] = {}
+    products: list[tuple[int, int]] = []
+    """(result, factor whose other factor is computed)."""
+    for instruction, _, operands in operations:
+        first, name = len(origin), instruction.name
+        if instruction.emit is None:
+            inputs.add(first)
+        elif name in _CONVOLUTIONS:
+            weight = origin[operands[2]]
+            found[first] = weight if weight in inputs else None
+        elif name in _SUMS:
+            weights = {sizes[weight]: weight for weight in inputs}
+            found.update(
+                (first, weights[out.size]) for out in instruction.outs if out is not None and out.size in weights
+            )
+        elif name in _PRODUCTS:
+            factors = [origin[operand] for operand in operands[-2:]]
+            for value, other in (factors, factors[::-1]):
+                if other in inputs:
+                    partners.setdefault(value, []).append(other)
+                elif name in _GRADIENTS:
+                    products.append((first, value))
+        same = name in _SAME_VALUE and len(operands) == 1
+        origin += [origin[operands[0]] if same else first + i for i in range(len(instruction.outs))]
+        sizes += [0 if out is None else out.size for out in instruction.outs]
+    for result, factor in products:
+        found.update((result, weight) for weight in partners.get(factor, ()) if sizes[weight] == sizes[result])
+    return found
