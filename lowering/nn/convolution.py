@@ -123,7 +123,12 @@ def _taps(name: taps.Form, why: str, supports: Callable[[Convolution], str | Non
 
 
 def _is_depthwise(call: Convolution) -> bool:
-    return call.geometry.groups == call.weight_shape[0] > 1 == call.weight_shape[1]
+    filters, channels = call.weight_shape[:2]
+    return call.geometry.groups > 1 and filters == call.geometry.groups and channels == 1
+
+
+def _has_many_taps(call: Convolution) -> bool:
+    return math.prod(call.weight_shape[2:]) > 1
 
 
 def _is_wide(call: Convolution) -> bool:
@@ -139,9 +144,7 @@ FORMS: Final = (
     _taps(
         "channels_first",
         "one dot of all groups for each tap; no copy for a single tap",
-        lambda call: (
-            "several taps, one group" if call.geometry.groups == 1 < math.prod(call.weight_shape[2:]) else None
-        ),
+        lambda call: "several taps, one group" if call.geometry.groups == 1 and _has_many_taps(call) else None,
     ),
     _taps(
         "channels_last",
