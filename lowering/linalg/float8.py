@@ -91,20 +91,23 @@ def _power(exponent: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
+def _in_range(x: jax.Array, format: Format, axes: Axes | None) -> tuple[jax.Array, jax.Array]:
+    """(`x` times its scales in float32, the exponents of these as `shift` gives them)."""
+    exponents = shift(x, format, axes)
+    return x.astype(jnp.float32) * _power(exponents if axes is None else jnp.expand_dims(exponents, axes)), exponents
+
+
 def quantized(x: jax.Array, format: Format, axes: Axes | None = None) -> tuple[jax.Array, jax.Array]:
     """(`x` scaled and rounded to `format`, the exponents of its scales as `shift` gives them)."""
-    exponents = shift(x, format, axes)
-    scales = _power(exponents if axes is None else jnp.expand_dims(exponents, axes))
-    return lax.convert_element_type(x.astype(jnp.float32) * scales, FORMATS[format].dtype), exponents
+    values, exponents = _in_range(x, format, axes)
+    return lax.convert_element_type(values, FORMATS[format].dtype), exponents
 
 
 def scaled(x: jax.Array, format: Format, contracted: Axes, batch: Axes, scaling: Scaling) -> jax.Array:
     """An operand times its scales, in float32, before it is rounded to `format`; for "block" as blocks."""
-    factor = _Factor(x, contracted, batch)
-    values = factor.blocks() if scaling == "block" else x
+    values = _Factor(x, contracted, batch).blocks() if scaling == "block" else x
     axes = {"tensor": None, "row": contracted, "block": (3,)}[scaling]
-    exponents = shift(values, format, axes)
-    return values.astype(jnp.float32) * _power(exponents if axes is None else jnp.expand_dims(exponents, axes))
+    return _in_range(values, format, axes)[0]
 
 
 def rounded(x: jax.Array, format: Format, *, platform: str) -> jax.Array:
