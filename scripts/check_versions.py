@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from source_tree import ROOT, commit
+
 FOLDER = ROOT / "build" / "versions"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 LIMIT = 2 * 60 * 60
@@ -76,7 +77,7 @@ def environment(row: Row) -> Path:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         kept = [line for line in lines if not re.match(rf"({'|'.join(FOLLOWS)})==", line)]
         (folder / "constraints.txt").write_text("\n".join(kept) + "\n")
-        versions = [f"{package}=={getattr(row, package[:5])}.*" for package in ("torch", "jax")]
+        versions = [f"{package}=={getattr(row, package)}.*" for package in ("torch", "jax")]
         versions.append(f"jaxlib=={row.jax}.*")
         command = [str(python), "-m", "pip", "install", "-q", "-c", str(folder / "constraints.txt")]
         subprocess.run([*command, *versions, "-e", f"{ROOT}[tests]"], check=True, cwd=ROOT)
@@ -128,14 +129,6 @@ def run(row: Row, python: Path, tests: list[str]) -> dict[str, Any]:
         "failed": failed,
         "note": timed_out or ("" if counts(text) else f"no result: {text.strip().splitlines()[-1:]}"),
     }
-
-
-def commit() -> str:
-    """The commit of this tree, or "unknown" in a copy without git."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

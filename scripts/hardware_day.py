@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from source_tree import ROOT, commit
+
 LIMIT = 480
 """Seconds of a part."""
 BUILD = ROOT / "build"
@@ -136,14 +137,6 @@ def machine() -> dict[str, str]:
         raise SystemExit(f"hardware_day: JAX and torch do not start here:\n{done.stderr}")
     found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def commit() -> str:
-    """The commit of this tree, or "unknown" in a copy without git."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def run(part: Part, dry: bool, environment: dict[str, str], folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -76,6 +77,14 @@ class Import:
     line: int
     runtime: bool
     """False under ``if TYPE_CHECKING``: a dependency for the reader, not for the running program."""
+
+
+def commit() -> str:
+    """The commit of this tree, or "unknown" in a copy without git."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    return done.stdout.strip() or "unknown"
 
 
 @functools.cache
