@@ -34,9 +34,9 @@ def specification(target: str) -> Mapping[str, Any]:
     return rows[target]
 
 
-def compute_capability(text: str) -> tuple[int, int] | None:
-    """Of an NVIDIA GPU, by what JAX says of it, ``"9.0"``; None for others, as AMD's ``"gfx90a"``."""
-    parts = text.split(".")
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Of a device of JAX, if it is an NVIDIA GPU (``"9.0"``); None for others, as AMD's (``"gfx90a"``)."""
+    parts = str(getattr(device, "compute_capability", "")).split(".")
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else None
 
 

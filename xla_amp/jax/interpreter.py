@@ -339,11 +339,7 @@ class Interpreter:
                 f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast", cast
             )
         device = jax.devices()[0]
-        place = float8.Device(
-            device.platform,
-            device.device_kind,
-            hardware.compute_capability(str(getattr(device, "compute_capability", ""))),
-        )
+        place = float8.Device(device.platform, device.device_kind, hardware.compute_capability(device))
         if why := float8.unavailable(cast, place):
             return None, why
         if primitive is not lax.dot_general_p:

@@ -79,7 +79,7 @@ def compute_capability() -> tuple[int, int] | None:
     if _absent:
         given = hardware.specification(_absent[1]).get("compute") if _absent[1] in hardware.names() else None
         return (int(given[0]), int(given[1])) if given else None
-    return hardware.compute_capability(str(getattr(jax_device(), "compute_capability", "")))
+    return hardware.compute_capability(jax_device())
 
 
 @functools.cache
