@@ -343,14 +343,11 @@ class Interpreter:
         if why := float8.unavailable(cast, place):
             return None, why
         if primitive is not lax.dot_general_p:
-            return None, "not in 8 bits: it is no plain product"
+            return None, f"{float8.LEFT_OUT}: it is no plain product"
         if params.get("out_sharding") is not None:
-            return None, "not in 8 bits: the program asks for a sharding of its result"
+            return None, f"{float8.LEFT_OUT}: the program asks for a sharding of its result"
         if gradient_of_weight:
-            return (
-                None,
-                "not in 8 bits: its float32 sums are wanted, as of the gradient of a weight",
-            )
+            return None, f"{float8.LEFT_OUT}: its float32 sums are wanted, as of the gradient of a weight"
         weight, told = float8.weight_of(
             (types[0].shape, types[1].shape),
             (self.table.is_outside(operands[0]), self.table.is_outside(operands[1])),

@@ -108,7 +108,7 @@ def make(
             return Told(call, (), why), cast, named
         factors, why = _factors(name, arguments, cast, named)
         if factors is None:
-            return Told(call, (), f"not in 8 bits: {why}"), cast, named
+            return Told(call, (), f"{float8.LEFT_OUT}: {why}"), cast, named
         depth, columns = factors.weight.shape[::-1] if factors.weight_first else factors.weight.shape
         rows = math.prod(factors.data.shape) // max(1, depth)
         target = float8.target_of(place.kind, cast_name)
