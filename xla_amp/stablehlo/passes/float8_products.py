@@ -71,11 +71,10 @@ def choose(module: Any, classifier: Classifier, propagation: Propagation, low: L
     every = [(each, classifier.classify(each)) for each in ir.operations(module.operation)]
     every = [(each, op_class) for each, op_class in every if op_class.structure == "contraction"]
     for _, op_class in every:
-        if op_class.decision is not None and op_class.decision.cast in ("fp8_rowwise", "mxfp8"):
+        cast = op_class.decision and op_class.decision.cast
+        if cast in FLOAT8_CASTS and cast != "fp8":
             raise float8.refused(
-                "in StableHLO programs",
-                "use 'fp8', or put xla_amp.jax.autocast around the JAX function",
-                op_class.decision.cast,
+                "in StableHLO programs", "use 'fp8', or put xla_amp.jax.autocast around the JAX function", cast
             )
     products = [(each, op_class) for each, op_class in every if _is_ruled(op_class)]
     sources = Sources(module)
@@ -93,7 +92,7 @@ def choose(module: Any, classifier: Classifier, propagation: Propagation, low: L
         for each, op_class in products
         if runs_low.get(each, all(element(operand) == _LOW for operand in list(each.operands)[:2]))
     ]
-    gradients = Gradients(module, [each for each, _ in found])
+    gradients = Gradients(sources.calls, [each for each, _ in found])
     chooser = _Chooser(sources, inner, every, target)
     chosen: dict[Any, Choice] = {}
     # Forward products first: they say which of the program's arguments are weights.

@@ -8,10 +8,11 @@ locations: ``transpose(...)``.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.module_paths import written_name
+from xla_amp.stablehlo.passes.module_paths import enclosing, written_name
 from xla_amp.stablehlo.passes.op_table import table_name
 
 _FLOATING: Final = ("f64", "f32", "f16", "bf16")
@@ -41,7 +42,7 @@ class Sources:
 
     def __init__(self, module: Any) -> None:
         self._functions = ir.functions(module)
-        self._calls = _calls_of(module)
+        self.calls: Final = _calls_of(module)
         self._known: dict[Any, Any] = {}
 
     def of(self, value: Any) -> Any:
@@ -86,7 +87,7 @@ class Sources:
             return parent.operands[index]
         if parent.name != "func.func":
             return None
-        calls = self._calls.get(parent.attributes["sym_name"].value, [])
+        calls = self.calls.get(parent.attributes["sym_name"].value, [])
         if not calls:
             return value
         roots = [self.of(call.operands[index]) for call in calls]
@@ -116,12 +117,17 @@ def _calls_of(module: Any) -> dict[str, list[Any]]:
 
 
 class Gradients:
-    """Which products are part of a backward pass."""
+    """Which products are part of a backward pass.
 
-    def __init__(self, module: Any, products: list[Any]) -> None:
-        self._calls = _calls_of(module)
-        calls = (call for found in self._calls.values() for call in found)
-        self._told = any(_NAMES_GRADIENTS.search(str(each.location)) for each in (*products, *calls))
+    Args:
+        calls: of the program's functions, by their names (`Sources.calls`).
+        products: of the program.
+    """
+
+    def __init__(self, calls: Mapping[str, Sequence[Any]], products: Sequence[Any]) -> None:
+        self._calls = calls
+        every = (call for found in calls.values() for call in found)
+        self._told = any(_NAMES_GRADIENTS.search(str(each.location)) for each in (*products, *every))
         self._functions: dict[str, bool | None] = {}
 
     def of(self, operation: Any) -> bool | None:
@@ -134,10 +140,7 @@ class Gradients:
             return False
         if _GRADIENT.search(name):
             return True
-        function = operation
-        while function.name != "func.func":
-            function = getattr(function.parent, "operation", function.parent)
-        called = function.attributes["sym_name"].value
+        called = enclosing(operation)
         if called not in self._functions:
             found = {self._by_name(call) for call in self._calls.get(called, [])} or {False}
             self._functions[called] = found.pop() if len(found) == 1 else None
