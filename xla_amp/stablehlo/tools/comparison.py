@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -242,7 +243,7 @@ def compare(
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
-    runs = _Runs(first, second, arrays)
+    runs = _Pair(first, second, arrays)
     progress.step("running A, B and A in float64")
     inputs_of, outputs_of = _names(a, first)
     before = names.updated(inputs_of, outputs_of)
@@ -287,14 +288,14 @@ def _for_one_device(module: ir.MlirModule, name: str) -> ir.MlirModule:
     return module
 
 
-class _Runs:
+class _Pair:
     def __init__(self, a: ir.MlirModule, b: ir.MlirModule, arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         self.a, self.b = a, b
         self.arrays = list(arrays)
         self.narrow = samples.fitted(arrays, b, "B")
 
     def results(self) -> tuple[list[Any], list[Any], list[Any]]:
-        return _run(self.a, self.arrays), _run(self.b, self.narrow), _run_wide(self.a, self.arrays)
+        return _run(self.a, self.arrays), _run(self.b, self.narrow), _run(self.a, self.arrays, wide=True)
 
     def operations(self) -> tuple[list[OperationError], tuple[int, int]]:
         flat_a, flat_b = widen.inlined(self.a), widen.inlined(self.b)
@@ -306,7 +307,7 @@ class _Runs:
         values = (
             segments.values(flat_a, self.arrays, wanted[0], _run),
             segments.values(flat_b, self.narrow, wanted[1], _run),
-            segments.values(flat_a, self.arrays, wanted[0], _run_wide),
+            segments.values(flat_a, self.arrays, wanted[0], functools.partial(_run, wide=True)),
         )
         found = []
         for number, ((left, right), in_a, in_b, exact) in enumerate(zip(pairs, *values, strict=True)):
@@ -330,32 +331,37 @@ class Runs:
     def __init__(self, module: ir.MlirModule, *, wide: bool = False) -> None:
         self._module = _for_one_device(module, "the program")
         self._wide = wide
-        self._compiled: dict[tuple[tuple[int, ...], ...], tuple[Any, list[Any]]] = {}
+        self._compiled: dict[tuple[tuple[int, ...], ...], Callable[[Sequence[Any]], list[Any]]] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of one call."""
-        import jax
-
         arrays = samples.fitted(inputs, self._module)
-        device = ir.devices("cpu")[0]
         shapes = tuple(array.shape for array in arrays)
         if shapes not in self._compiled:
-            module = ir.refined(self._module, arrays)
-            if self._wide:
-                module = widen.widened(module)
-            kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
-            self._compiled[shapes] = ir.compile_module(widen.for_cpu(module), device), kinds
-        executable, kinds = self._compiled[shapes]
+            self._compiled[shapes] = _compiled(ir.refined(self._module, arrays), self._wide)
+        return self._compiled[shapes](arrays)
+
+
+def _run(module: ir.MlirModule, arrays: Sequence[Any], *, wide: bool = False) -> list[Any]:
+    """Runs a module of static shapes once."""
+    return _compiled(module, wide)(arrays)
+
+
+def _compiled(module: ir.MlirModule, wide: bool) -> Callable[[Sequence[Any]], list[Any]]:
+    """A module of static shapes, compiled for the CPU; it converts its arguments to the dtypes that it takes."""
+    import jax
+
+    if wide:
+        module = widen.widened(module)
+    kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
+    device = ir.devices("cpu")[0]
+    executable = ir.compile_module(widen.for_cpu(module), device)
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
         with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
             return ir.execute(executable, [a.astype(k) for a, k in zip(arrays, kinds, strict=True)], device)
 
-
-def _run(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
-    return Runs(module)(arrays)
-
-
-def _run_wide(module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
-    return Runs(module, wide=True)(arrays)
+    return run
 
 
 def matched(a: Sequence[Site], b: Sequence[Site]) -> Iterator[tuple[int, int]]:
