@@ -51,6 +51,11 @@ class Operation:
     state: State = ""
 
 
+FLOAT8_COLUMNS: Final = (
+    Column("in bf16", "seconds", meaning="Estimate of the product and its gradient of the data in bfloat16"),
+    Column("in 8 bits", "seconds", meaning="The same in 8-bit floats, scaling included"),
+    Column("of that scaling", "seconds", meaning="Finding the scales of the operands and rounding them to 8 bits"),
+)
 COLUMNS: Final = (
     Column("count", "count", sum=True, meaning="Equal operations of one layer, of one line"),
     Column("operation"),
@@ -63,9 +68,7 @@ COLUMNS: Final = (
     Column("not finite", "count", sum=True, meaning="Elements that are finite in the reference only"),
     Column("FLOP", "flops", sum=True, meaning="Floating-point operations of products and convolutions"),
     Column("bytes", "bytes", sum=True, meaning="Bytes of operands and results"),
-    Column("in bf16", "seconds", meaning="Estimate of the product and its gradient of the data in bfloat16"),
-    Column("in 8 bits", "seconds", meaning="The same in 8-bit floats, scaling included"),
-    Column("of that scaling", "seconds", meaning="Finding the scales of the operands and rounding them to 8 bits"),
+    *FLOAT8_COLUMNS,
     Column("cast", meaning="What the policy asks for"),
     Column("layer", meaning="Layer of the policy in which the rule is"),
     Column("rule", meaning="Where the rule is written"),
