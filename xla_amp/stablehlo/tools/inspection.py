@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xla_amp import hardware
-from xla_amp.errors import DeviceError
+from xla_amp.errors import DeviceError, XlaAmpError
 from xla_amp.policy import float8, load
 from xla_amp.report import operations as report_operations
 from xla_amp.report import units
@@ -76,8 +76,9 @@ class Inspection(Shown):
     """Bytes of the constants as stored: one element for a splat."""
     targets: Mapping[str, Compiled | str]
     """Target -> the compiled module, or the compiler's error."""
-    float8: Mapping[str, tuple[OperationDecision, ...]]
-    """Target with 8-bit products -> what the policy ``fp8`` would make of each product, with the estimates."""
+    float8: Mapping[str, tuple[OperationDecision, ...] | str]
+    """Target with 8-bit products -> what the policy ``fp8`` would make of each product, with the estimates; or why it
+    cannot be asked."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
     edges: tuple[Edge, ...]
@@ -127,7 +128,10 @@ class Inspection(Shown):
             "results": self.results,
             "constants": self.constants,
             "targets": targets,
-            "float8": {name: [dataclasses.asdict(each) for each in found] for name, found in self.float8.items()},
+            "float8": {
+                name: found if isinstance(found, str) else [dataclasses.asdict(each) for each in found]
+                for name, found in self.float8.items()
+            },
         }
 
 
@@ -231,9 +235,12 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
     return found
 
 
-def _float8(program: Program, target: str) -> tuple[OperationDecision, ...]:
-    """What the policy ``fp8`` would make of each product."""
-    report = convert(program, load("fp8"), "bfloat16", keep_io=True, target=target).converted.report
+def _float8(program: Program, target: str) -> tuple[OperationDecision, ...] | str:
+    """What the policy ``fp8`` would make of each product, or why the program cannot be converted."""
+    try:
+        report = convert(program, load("fp8"), "bfloat16", keep_io=True, target=target).converted.report
+    except XlaAmpError as error:
+        return str(error)
     return tuple(each for each in report.operations if each.product)
 
 

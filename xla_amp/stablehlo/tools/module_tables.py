@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from xla_amp.policy.float8 import LEFT_OUT
 from xla_amp.report import units
 from xla_amp.report.document import Cell, Column, Row, Table
+from xla_amp.report.operations import FLOAT8_COLUMNS
 from xla_amp.stablehlo.passes.costs import source_line
 from xla_amp.stablehlo.passes.report import OperationDecision
 from xla_amp.stablehlo.tools.targets import Compiled
@@ -83,8 +84,11 @@ def targets(states: States) -> Table:
     return table.without_empty_columns()
 
 
-def float8(target: str, decisions: Sequence[OperationDecision]) -> Table:
-    """What the policy ``fp8`` would make of each product on a target, and why."""
+def float8(target: str, decisions: Sequence[OperationDecision] | str) -> Table:
+    """What the policy ``fp8`` would make of each product on a target, and why; or why it cannot be asked."""
+    title = f"What the policy fp8 would take on {target} (estimates of its roofline)"
+    if isinstance(decisions, str):
+        return Table(title=title, columns=(), rows=(), note=f"The program cannot be converted: {decisions}")
     counted = Counter(dataclasses.replace(each, function="", location=source_line(each.location)) for each in decisions)
     rows = []
     for each, count in counted.items():
@@ -100,9 +104,7 @@ def float8(target: str, decisions: Sequence[OperationDecision]) -> Table:
         Column("operation"),
         Column("module", "scope"),
         Column("shapes"),
-        Column("in bf16", "seconds", meaning="The product and its gradient of the data in bfloat16"),
-        Column("in 8 bits", "seconds", meaning="The same in 8-bit floats, scaling included"),
-        Column("of that scaling", "seconds", meaning="Finding the scales of the operands and rounding them to 8 bits"),
+        *FLOAT8_COLUMNS,
         Column("times faster", "count", meaning="Below 1, 8 bits lose"),
         Column("taken", meaning="What the policy fp8 would take"),
         Column("where", "place"),
@@ -112,7 +114,6 @@ def float8(target: str, decisions: Sequence[OperationDecision]) -> Table:
     note = (
         "Not in 8 bits: " + "; ".join(f"{count} x {why}" for why, count in left_out.most_common()) if left_out else ""
     )
-    title = f"What the policy fp8 would take on {target} (estimates of its roofline)"
     return Table(title=title, columns=columns, rows=tuple(rows), note=note).without_empty_columns()
 
 
