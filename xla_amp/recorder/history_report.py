@@ -90,12 +90,7 @@ def _layers(history: History, found: Sequence[Advice]) -> Table:
     columns = (
         Column("kind"),
         Column("layer", "scope"),
-        Column(
-            "headroom",
-            "count",
-            least=True,
-            meaning=f"Exponents left in {history.low}, newest sampled step",
-        ),
+        Column("headroom", "count", least=True, meaning=f"Exponents left in {history.low}, newest sampled step"),
         Column("headroom over steps", "series", meaning=f"Exponents left in {history.low}"),
         Column("amax", "count", meaning="Largest finite magnitude, newest sampled step"),
         Column("amax over steps", "series"),

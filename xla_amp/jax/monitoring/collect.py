@@ -32,7 +32,6 @@ _MARK: Final = "xla_amp:observe"
 _KIND_OF: Final[Mapping[str, Kind]] = MappingProxyType(
     {format: kind for kind in FLOAT8_KINDS for format, row in FORMATS.items() if row.dtype.name == kind}
 )
-_RECOMPUTED: Final = "rematted_computation"
 
 
 def observe(what: str, tree: Any, *, layer: str = "") -> Any:
@@ -149,14 +148,12 @@ class _Collector:
     def record(self, key: Key, value: Any) -> None:
         """Records a floating-point value."""
         value = lax.stop_gradient(value)
-        row = None
+        weight, row = self._weight(value), None
         if self.wanted.takes(key):
             scale = self.scale if key.kind == "gradient" else 1.0
-            row = statistics.sums(value, self.wanted.zero, scale=scale)
-            self._add(key, value, row)
-            row = self.rows[key][-1]
+            row = self._add(key, weight, statistics.sums(value, self.wanted.zero, scale=scale))
         if key.kind == "gradient":
-            self._norm(value, self._weight(value), row)
+            self._norm(value, weight, row)
 
     def _norm(self, value: Any, weight: float, row: Any) -> None:
         """Adds a gradient, whose sums are `row` if they were computed, to the norm of all."""
@@ -178,11 +175,13 @@ class _Collector:
             key = Key(layer, _KIND_OF[format])
             if self.wanted.takes(key):
                 low = lax.stop_gradient(value).astype(eqn.params["low"])
-                self._add(key, value, statistics.float8_sums(low, format, summed, lead, float8.scaling))
+                self._add(key, self._weight(value), statistics.float8_sums(low, format, summed, lead, float8.scaling))
 
-    def _add(self, key: Key, value: Any, row: Any) -> None:
-        weight = self._weight(value)
-        self.rows.setdefault(key, []).append(row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight]))
+    def _add(self, key: Key, weight: float, row: Any) -> Any:
+        """Adds the sums of a value, and returns them as this device counts them."""
+        row = row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight])
+        self.rows.setdefault(key, []).append(row)
+        return row
 
     def _weight(self, value: Any) -> float:
         """What a value of this device counts: values that devices share count once."""
@@ -260,7 +259,7 @@ def _readers(jaxpr: Any, read: Sequence[bool]) -> dict[Any, list[tuple[str, ...]
 
 def _is_backward(eqn: Any) -> bool:
     stack = compat.name_stack(eqn)
-    return any(compat.is_transpose_scope(scope) or str(scope.name) == _RECOMPUTED for scope in stack)
+    return any(compat.is_transpose_scope(scope) or str(scope.name) == compat.REMATTED for scope in stack)
 
 
 class _Part(NamedTuple):

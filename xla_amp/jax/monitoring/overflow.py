@@ -305,7 +305,7 @@ class _Watch:
         return Place(
             operation=primitive.name,
             phase=compat.phase(),
-            module=".".join(name for name in compat.scopes(None) if name != "rematted_computation"),
+            module=".".join(name for name in compat.scopes(None) if name != compat.REMATTED),
             location=self._location(),
             iteration=", ".join(self._loops),
         )
