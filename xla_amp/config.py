@@ -316,6 +316,11 @@ class Process(NamedTuple):
     store: Store | None
     """The store at ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
+    @property
+    def host(self) -> str:
+        """The coordinator's, without its port and the brackets of an IPv6 address."""
+        return self.coordinator.rpartition(":")[0].strip("[]")
+
 
 def process() -> Process | None:
     """Settings in ``WORLD_SIZE``, ``RANK``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them.

@@ -358,8 +358,7 @@ def connect(process: Process, client: Any, name: Callable[[int], str], *, fanout
 
 def _listen(process: Process) -> tuple[str, socket.socket]:
     """An address for others, "-" for the coordinator's host, and a socket that listens there."""
-    host, _, port = process.coordinator.rpartition(":")
-    host = host.strip("[]")
+    host, port = process.host, process.coordinator.rpartition(":")[2]
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return "-", socket.create_server((host, 0), family=family, backlog=FANOUT)
@@ -379,7 +378,7 @@ def _call(rank: int, process: Process, client: Any) -> Peer:
     found = client.blocking_key_value_get(f"xla_amp/agreement/{rank}", 1000 * process.timeout)
     host, port, secret = found.split()
     if host == "-":
-        host = process.coordinator.rpartition(":")[0].strip("[]")
+        host = process.host
     wire = socket.create_connection((host, int(port)), timeout=process.timeout)
     wire.sendall(bytes.fromhex(secret) + process.rank.to_bytes(4))
     return _peer(rank, wire)

@@ -52,7 +52,7 @@ def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     gloo = torch.distributed.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    local = place is None or agreement.is_loopback(place.coordinator.rpartition(":")[0])
+    local = place is None or agreement.is_loopback(place.host)
     options._devices = [gloo.create_device(hostname="127.0.0.1") if local else gloo.create_default_device()]
     return gloo(store, rank, size, options)
 

@@ -43,7 +43,7 @@ def join() -> None:
     if process is None:
         return
     if private_api.coordinator() is None:
-        if agreement.is_loopback(process.coordinator.rpartition(":")[0]):
+        if agreement.is_loopback(process.host):
             private_api.keep_collectives_local()
         consistency.meet(process)
         _connect(process)
@@ -54,14 +54,13 @@ def join() -> None:
 
 
 def _connect(process: config.Process) -> None:
-    host = process.coordinator.rpartition(":")[0]
     try:
         with private_api.without_preemption_notice():
             jax.distributed.initialize(
                 process.coordinator,
                 process.world_size,
                 process.rank,
-                coordinator_bind_address=process.coordinator if agreement.is_loopback(host) else None,
+                coordinator_bind_address=process.coordinator if agreement.is_loopback(process.host) else None,
                 local_device_ids=None if config.platform() == "cpu" else [process.local_rank],
                 initialization_timeout=process.timeout,
                 heartbeat_timeout_seconds=process.timeout + _HEARTBEAT,
