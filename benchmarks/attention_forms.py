@@ -1,4 +1,4 @@
-"""Time and memory of attention, forward and backward, on this machine: each form of ours, JAX's own, torch's SDPA.
+"""Time and memory of attention, forward and backward, on this machine: our forms, JAX's own and torch's.
 
     python benchmarks/attention_forms.py [--batch 16 --heads 12 --tokens 1024 --features 64] [--rounds 20]
 

@@ -145,7 +145,7 @@ def _traced(call: Attention) -> Iterator[None]:
 
 FORM: Final = AttentionForm(
     name="tokamax",
-    why="never writes the score matrix; JAX names it in place of its own kernel for GPUs",
+    why="never writes the score matrix; JAX recommends it instead of its own kernel for GPUs",
     platforms=("gpu",),
     marks=("mosaic",),
     min_columns=256,

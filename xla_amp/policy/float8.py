@@ -276,6 +276,7 @@ def estimate_of(
     if any(size <= 0 for shape in (left, right, result) for size in shape):
         return None
     data, weight = (left, right) if len(right) == 2 else (right, left)
+    # The three arrays have rows * depth, depth * columns and rows * columns elements: each size occurs twice.
     products = math.isqrt(math.prod(data) * math.prod(weight) * math.prod(result))
     rows, depth, columns = (products // math.prod(each) for each in (weight, result, data))
     if len(weight) != 2 or sorted(weight) != sorted((depth, columns)) or rows * depth != math.prod(data):
