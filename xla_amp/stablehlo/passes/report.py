@@ -205,13 +205,16 @@ def _decision(
     cast = decision.cast if decision else "keep"
     if choice is not None:
         why, after, cast = choice.told, choice.dtypes or after, "fp8" if choice.formats else "low"
+    before = "float32"
+    if kept := _kept(node, low):
+        before = after = kept
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
         module=path,
         location=location(node.operation),
         colour=node.colour,
-        before="float32",
+        before=before,
         after=after,
         result=low if (gives[0] if node.inside else all(gives)) else "float32",
         why=why,
@@ -227,6 +230,15 @@ def _decision(
         seconds_8_bits=estimate and estimate.float8,
         seconds_scaling=estimate and estimate.scaling,
     )
+
+
+def _kept(node: Node, low: LowDtype) -> str:
+    """dtypes of a product's operands if the pass casts none of them: neither float32 nor the low dtype; else empty."""
+    if node.structure != "contraction":
+        return ""
+    kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
+    names = list(dict.fromkeys(ir.numpy_dtype(kind.element).name for kind in kinds if kind))
+    return "" if {"float32", low} & {*names} else ", ".join(names)
 
 
 def location(operation: Any) -> str:
