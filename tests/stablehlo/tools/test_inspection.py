@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from xla_amp.policy import float8
+from xla_amp.report import terminal
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
 
@@ -115,6 +117,22 @@ def test_bytes_of_element_types(element, size):
         f"func.func @main(%x: tensor<6x{element}>) -> tensor<6x{element}> {{ return %x : tensor<6x{element}> }}"
     )
     assert inspection.inspect(module).arguments == 6 * size
+
+
+def test_products_in_8_bits_already_are_told_as_they_are():
+    kind = "tensor<64x64xf8E4M3FN>"
+    dot = f"%0 = stablehlo.dot %x, %x : ({kind}, {kind}) -> tensor<64x64xf32>"
+    text = f"func.func @main(%x: {kind}) -> tensor<64x64xf32> {{ {dot} return %0 : tensor<64x64xf32> }}"
+    [decision] = inspection._float8(io.read(text.encode()), "h100")
+    assert decision.before == decision.after == "float8_e4m3fn"
+    assert "rounds its operands to 8-bit floats itself" in decision.why
+
+
+def test_a_program_that_cannot_be_converted_is_inspected():
+    found = dataclasses.replace(inspection.inspect(ir.parse(MODULE)), float8={"h100": "for a reason"})
+    shown = terminal.text(found.document())
+    assert "the program cannot be converted\n-------------------------------\nfor a reason" in shown
+    assert found.to_dict()["float8"] == {"h100": "for a reason"}
 
 
 def test_targets_are_compiled_for_and_failures_are_told():

@@ -88,7 +88,7 @@ def float8(target: str, decisions: Sequence[OperationDecision] | str) -> Table:
     """What the policy ``fp8`` would make of each product on a target, and why; or why it cannot be asked."""
     title = f"What the policy fp8 would take on {target} (estimates of its roofline)"
     if isinstance(decisions, str):
-        return Table(title=title, columns=(), rows=(), note=f"The program cannot be converted: {decisions}")
+        return Table(title=title, columns=(Column("the program cannot be converted"),), rows=(Row((decisions,)),))
     counted = Counter(dataclasses.replace(each, function="", location=source_line(each.location)) for each in decisions)
     rows = []
     for each, count in counted.items():
@@ -125,7 +125,7 @@ def _why_not(decision: OperationDecision) -> str:
 
 def _estimate(found: Compiled | str) -> tuple[Cell, ...]:
     if isinstance(found, str):
-        return (None, None, None, None, "", found.splitlines()[0] if found else "")
+        return (None, None, None, None, "", " ".join(found.splitlines()[:2]))
     products: Counter[str] = Counter()
     for (left, right, _), count in found.contractions().items():
         products[left if left == right else f"{left} x {right}"] += count
