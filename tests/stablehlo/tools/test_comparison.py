@@ -55,7 +55,7 @@ def module_of(function, *arguments):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_float64_version_gives_what_jax_gives_in_float64(name):
     """The casts of the program are no-ops in the float64 version, as in the JAX function."""
-    wide = comparison._run_wide(module_of(PROGRAMS[name], X, W), [X, W])
+    wide = comparison.Runs(module_of(PROGRAMS[name], X, W), wide=True)([X, W])
     plain = PROGRAMS["dot" if name in ("dot with an algorithm", "casts") else name]
     with jax.enable_x64(True):
         expected = jax.tree.leaves(jax.jit(plain)(X.astype(np.float64), W.astype(np.float64)))
@@ -67,13 +67,13 @@ def test_the_float64_version_gives_what_jax_gives_in_float64(name):
 def test_random_bits_are_the_same_in_float64():
     """Operations on bits keep their types: another width would change the values."""
     module = module_of(lambda key, x: x + jax.random.uniform(key, (4, 8)), KEY, X)
-    (found,) = comparison._run_wide(module, [KEY, X])
+    (found,) = comparison.Runs(module, wide=True)([KEY, X])
     np.testing.assert_allclose(found, X + np.asarray(jax.random.uniform(KEY, (4, 8))), rtol=1e-6)
 
 
 def test_library_calls_stay_and_what_surrounds_them_is_wide():
     module = module_of(lambda x, w: jnp.linalg.cholesky(w @ w.T + 8 * jnp.eye(8)) * 3.0, X, W)
-    (found,) = comparison._run_wide(module, [X, W])
+    (found,) = comparison.Runs(module, wide=True)([X, W])
     expected = 3 * np.linalg.cholesky(W.astype(np.float64) @ W.T + 8 * np.eye(8))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -175,6 +175,15 @@ def test_segments_of_one_operation_give_the_same_errors(monkeypatch, name):
     assert [(each.operation, each.location) for each in apart] == [(each.operation, each.location) for each in whole]
     for one, other in zip(apart, whole, strict=True):
         assert one.b.relative == pytest.approx(other.b.relative, rel=0.5, abs=1e-6)
+
+
+def test_the_reference_stays_in_float64_from_segment_to_segment(monkeypatch):
+    """Otherwise float32 would seem to have the errors of one operation only."""
+    module = module_of(lambda x, w: functools.reduce(lambda h, _: h * 1.1 + h, range(30), x), X, W)
+    whole = comparison.compare(module, module, [X, W]).operations
+    monkeypatch.setattr(segments, "_LENGTH", 1)
+    apart = comparison.compare(module, module, [X, W]).operations
+    assert apart[-1].a.relative == pytest.approx(whole[-1].a.relative, rel=0.2) != 0
 
 
 def test_no_program_of_a_long_comparison_is_long(monkeypatch):
