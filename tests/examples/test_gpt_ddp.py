@@ -14,6 +14,7 @@ EXAMPLE = ROOT / "examples" / "gpt_ddp.py"
 START = ROOT / "tests" / "training" / "process_group_program.py"
 SIZES = ["--json", "--precision", "fp32", "--sequences", "40", "--context", "16", "--layers", "1", "--width", "16"]
 OVERFLOW = ("--overflow-at", "1")
+pytestmark = pytest.mark.exhaustive  # tests/training/test_process_group.py has the parts of it
 
 
 def run(world, *arguments):
@@ -50,7 +51,6 @@ def test_two_processes_have_the_numbers_of_one(first_epoch, alone):
     check(first_epoch[0], alone, alone["losses"][:3])
 
 
-@pytest.mark.exhaustive
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(first_epoch, alone):
     found = run(2, "--epochs", "1", "--checkpoint", first_epoch[1])
     check(found, alone, alone["losses"][3:])

@@ -104,7 +104,9 @@ def plain(text: str) -> str:
     return re.sub(r"\[\[(.*)\], ", r"[(\1), ", text)
 
 
-@pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(MYPY, id="mypy", marks=pytest.mark.exhaustive), pytest.param(PYRIGHT, id="pyright")]
+)
 def test_a_users_program(command, tmp_path):
     shown, refused = check(command, tmp_path, PROGRAM)
     assert {number: plain(text) for number, text in shown.items()} == SHOWN
