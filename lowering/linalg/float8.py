@@ -12,7 +12,9 @@ gpu        tensor,     ``dot_general`` of 8-bit operands with the algorithm ``AN
                        inverse scales; a GPU without 8-bit products refuses it
 gpu        block       the call that `jax.nn.scaled_matmul` is, of which XLA makes cuDNN's
                        ``__cudnn$blockScaledDot`` on a GPU that scales blocks; it expands it for others
-others     all         the product of the same values in the operands' dtype, at its speed
+others     all         the product of the same values in the operands' dtype, at its speed.  "any" is the form for
+                       programs whose platform is not known: XLA:GPU makes 8-bit calls of it with the options of
+                       ``policy/tables/float8.toml``
 =========  ==========  =====================================================================================
 
 A power of two rounds nothing, also in bfloat16, so the only error is that of the format: a relative 2^-4
@@ -24,9 +26,9 @@ does not change the scale: a result is not finite exactly where it would not be 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +60,7 @@ FORMATS: Final[Mapping[Format, _Range]] = MappingProxyType(
 
 _EIGHT_BIT_PRODUCT: Final = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
-_BLOCK_PRODUCT: Final = "__op$block_scaled_dot"
+BLOCK_PRODUCT: Final = "__op$block_scaled_dot"
 """XLA's name of (batch, rows, depth) times (batch, columns, depth), with their scales as further operands."""
 _BLOCK_PRODUCT_CONFIG: Final = (
     '{"scaled_dot_backend_config": '
@@ -110,14 +112,14 @@ def scaled(x: jax.Array, format: Format, contracted: Axes, batch: Axes, scaling:
     return _in_range(values, format, axes)[0]
 
 
-def rounded(x: jax.Array, format: Format, *, platform: str) -> jax.Array:
+def rounded(x: jax.Array, format: Format) -> jax.Array:
     """`x` in its own dtype, bfloat16 or float32, with the values that `format` holds of it.
 
     It is for programs that must run on any platform: XLA:GPU makes 8-bit products of such operands with the options of
     ``policy/tables/float8.toml`` only.
     """
     values, exponent = quantized(x, format)
-    return _kept_apart(values, platform).astype(x.dtype) * _power(-exponent).astype(x.dtype)
+    return _kept_apart(values, "any").astype(x.dtype) * _power(-exponent).astype(x.dtype)
 
 
 def _times_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -146,7 +148,7 @@ def float8_contract(
         contracting, batch: as `contract` takes them.
         formats: of the left and of the right operand.
         scaling: which elements share a scale.
-        platform: "cpu", "gpu" or "tpu".
+        platform: "cpu", "gpu", "tpu" or "any".
 
     Returns:
         As `contract`: bfloat16, on CPU the float32 accumulator.
@@ -224,22 +226,51 @@ def _block_product(x: _Factor, w: _Factor, formats: tuple[Format, Format], platf
         # where this function is the lowering of another primitive.
         result = jax.ShapeDtypeStruct((*values[0].shape[:2], values[1].shape[1]), jnp.bfloat16)
         call = jax.ffi.ffi_call(
-            _BLOCK_PRODUCT, result, custom_call_api_version=1, legacy_backend_config=_BLOCK_PRODUCT_CONFIG
+            BLOCK_PRODUCT, result, custom_call_api_version=1, legacy_backend_config=_BLOCK_PRODUCT_CONFIG
         )
         product: jax.Array = call(values[0], values[1], scales[0], scales[1])
         return product.reshape(shape)
+    return _of_blocks(found, x.value.dtype, platform).reshape(shape)
+
+
+def _of_blocks(factors: Sequence[tuple[jax.Array, jax.Array]], dtype: Any, platform: str) -> jax.Array:
+    """The product of 8-bit values, (batch, rows, blocks, 32), with the exponents of their scales, as one in `dtype`."""
     a, b = (
         (_kept_apart(value, platform).astype(jnp.float32) * _power(-exponents)[..., None])
-        .astype(x.value.dtype)
+        .astype(dtype)
         .reshape(*value.shape[:2], value.shape[2] * BLOCK)
-        for value, exponents in found
+        for value, exponents in factors
     )
-    return contract(a, b, ((2,), (2,)), ((0,), (0,)), platform=platform).reshape(shape)
+    return contract(a, b, ((2,), (2,)), ((0,), (0,)), platform=platform)
+
+
+def expanded_block_product(
+    left: jax.Array, right: jax.Array, left_scales: jax.Array, right_scales: jax.Array
+) -> jax.Array:
+    """What the call `BLOCK_PRODUCT` computes, for platforms that do not have it.
+
+    Args:
+        left: 8-bit floats of (batch, rows, depth).
+        right: of (batch, columns, depth).
+        left_scales: ``float8_e8m0fnu`` of (batch, rows, depth / 32).
+        right_scales: the same for the columns.
+
+    Returns:
+        (batch, rows, columns) in bfloat16.
+    """
+    factors = [
+        (
+            values.reshape(*scales.shape, values.shape[2] // scales.shape[2]),
+            127 - lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32),
+        )
+        for values, scales in ((left, left_scales), (right, right_scales))
+    ]
+    return _of_blocks(factors, jnp.bfloat16, "any")
 
 
 def _kept_apart(values: jax.Array, platform: str) -> jax.Array:
-    """8-bit values with their rounding, which XLA:CPU drops with a pair of conversions."""
-    return lax.optimization_barrier(values) if platform == "cpu" else values
+    """8-bit values with their rounding, which XLA:CPU drops with a pair of conversions; on a GPU it costs nothing."""
+    return lax.optimization_barrier(values) if platform in ("cpu", "any") else values
 
 
 @register("xla_amp::float8_mm", takes=(Permuted,))

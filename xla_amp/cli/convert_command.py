@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from xla_amp import hardware
 from xla_amp.cli import arguments as common
 from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
@@ -58,6 +59,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a rule on top of the policy, e.g. tanh=fp32 or module:*.router=fp32; casts: {', '.join(CASTS)}; may be "
         "repeated",
     )
+    parser.add_argument(
+        "--target",
+        choices=hardware.names(),
+        metavar="TARGET",
+        help=f"what the program is for ({', '.join(hardware.names())}): whether it has products of 8-bit floats, and "
+        "whether they pay; default: a GPU that has those of the policy",
+    )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
@@ -98,6 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
+            "xla-amp convert step.mlir -o low.mlirbc --policy mxfp8 --target b200": "with products of 8-bit floats",
             "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
             "xla-amp convert step.mlir -o low.mlir --inputs samples.npz --target-error 1e-2": "within 1 %",
             "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
@@ -197,6 +206,7 @@ def _convert(
             max_error=arguments.max_error,
             seconds=arguments.budget_seconds,
             strict=arguments.strict,
+            target=arguments.target,
         )
         return within.converted, within.achieved
     converted = autocast.autocast(
@@ -206,6 +216,7 @@ def _convert(
         rules=rules,
         keep_io=arguments.keep_io,
         strict=arguments.strict,
+        target=arguments.target,
         sample_inputs=samples or None,
         **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )

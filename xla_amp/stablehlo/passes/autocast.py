@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
+from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir, progress
 from xla_amp.stablehlo.passes import composites, float8_products
@@ -68,6 +68,7 @@ def autocast(
     sample_inputs: Sequence[Any] | None = None,
     max_error: float | None = None,
     strict: bool = False,
+    target: str | None = None,
 ) -> Converted:
     """Puts a StableHLO module into mixed precision.
 
@@ -88,11 +89,14 @@ def autocast(
         max_error: with `sample_inputs`, the largest accepted error of one operation, relative to its largest result;
             default 1/32.
         strict: a rule of yours without an effect on the module is an error instead of a `RuleWarning`.
+        target: what the program is for, a name of `xla_amp.stablehlo.targets.names()`: whether it has products of 8-bit
+            floats, and whether these pay. Default: a GPU that has those of the policy.
 
     Raises:
+        DeviceError: unknown target.
         ModuleError: the module cannot be read, or is not valid.
         PolicyError: the policy cannot be loaded, or bans an operation; a rule of `rules` or of an override names an
-            operation that StableHLO programs do not contain.
+            operation that StableHLO programs do not contain; the cast ``mxfp8`` for a target that scales no blocks.
         UnsupportedDtypeError: the policy does not offer `dtype`.
 
     Example:
@@ -111,7 +115,7 @@ def autocast(
 
         return calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
 
-    found = convert(program, effective, low, keep_io=keep_io, keep=keep)
+    found = convert(program, effective, low, keep_io=keep_io, keep=keep, target=target)
     warn_of_rules(program, effective, found, strict=strict)
     emit_events(found.converted.report)
     return found.converted
@@ -145,12 +149,12 @@ def convert(
     *,
     keep_io: bool,
     keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]] | None = None,
-    target: str = float8.DEFAULT_TARGET,
+    target: str | None = None,
 ) -> Conversion:
     """Converts a copy of `program`.
 
     `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty; `target`
-    is the GPU of the estimates of 8-bit products.
+    is as of `autocast`.
     """
     progress.step("converting")
     copied = ir.copy(program.module)
@@ -180,10 +184,8 @@ def convert(
         if classifier.composites:
             composites.remove(copied)
         folded += fold_casts(copied)
-        functions = list(float8_products.rewrite(copied, in_8_bits.choices))
+        float8_products.rewrite(copied, in_8_bits.choices)
         merge_identical(copied, classifier, copies)
-        for each in functions:
-            copied.body.append(mlir.Operation.parse(each))
     ir.verify(copied)
     report = Report(policy=policy.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
     return Conversion(Converted(program=program.with_module(copied), report=report), acted)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from xla_amp.report import units
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes.op_table import table_name
 
 _FILE: Final = re.compile(r'"((?:[^"\\]|\\.)+)":(\d+):\d+')
 
@@ -21,7 +22,8 @@ def shapes(operation: Any) -> str:
 def flops(operation: Any) -> int | None:
     """Multiplications and additions of a product or convolution; None for others, and where a size is dynamic."""
     name = str(operation.name).removeprefix("stablehlo.")
-    if name not in ("dot", "dot_general", "convolution"):
+    in_8_bits = table_name(operation).endswith(".product")
+    if name not in ("dot", "dot_general", "convolution") and not in_8_bits:
         return None
     (left, right), (result,) = ([_sizes(each) for each in ends] for ends in _ends(operation))
     if any(size < 0 for size in (*left, *right, *result)):
@@ -29,6 +31,8 @@ def flops(operation: Any) -> int | None:
     if name == "convolution":
         numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.kernel_output_feature_dimension]))
+    if in_8_bits:  # of a weight, so each size is one of two of the three
+        return 2 * math.isqrt(math.prod(left) * math.prod(right) * math.prod(result))
     contracted = [len(left) - 1]
     if name == "dot_general":
         numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])

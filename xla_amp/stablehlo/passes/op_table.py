@@ -34,6 +34,9 @@ Structure: TypeAlias = Literal[
 ]
 """How operands, regions and results correspond; see ``operations.toml``."""
 
+PRODUCT: Final = "xla_amp.product."
+"""Of the names of functions that are a product of 8-bit floats (`float8_products.rewrite`)."""
+
 _TABLE: Final = "operations.toml"
 _DIALECT: Final = "stablehlo."
 
@@ -82,7 +85,7 @@ class Table(NamedTuple):
     rows: Mapping[str, Row]
     unknown: Row
     narrowed: Mapping[str, str]
-    """Operation -> what its class also depends on: body, request, source or target."""
+    """Operation -> what its class also depends on: body, callee, request, source or target."""
 
 
 @functools.cache
@@ -264,4 +267,8 @@ def _target(operation: Any) -> str:
     return target
 
 
-_NARROW: Final = {"body": _body, "request": _request, "source": _source, "target": _target}
+def _callee(operation: Any) -> str:
+    return "product" if operation.attributes["callee"].value.startswith(PRODUCT) else ""
+
+
+_NARROW: Final = {"body": _body, "callee": _callee, "request": _request, "source": _source, "target": _target}

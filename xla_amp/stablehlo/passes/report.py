@@ -204,7 +204,7 @@ def _decision(
     after: str = low if node.low and not node.of_first else "float32"
     cast = decision.cast if decision else "keep"
     if choice is not None:
-        why, after, cast = choice.told, choice.dtypes or after, "fp8" if choice.formats else "low"
+        why, after, cast = choice.told, choice.dtypes or after, choice.cast
     before = "float32"
     if kept := _kept(node, low):
         before = after = kept

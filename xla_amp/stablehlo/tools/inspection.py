@@ -27,7 +27,7 @@ from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs, float8_products
 from xla_amp.stablehlo.passes.autocast import as_program, convert
-from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.stablehlo.passes.op_table import PRODUCT, Structure, table, table_name
 from xla_amp.stablehlo.passes.report import OperationDecision
 from xla_amp.stablehlo.program import Program
 from xla_amp.stablehlo.tools import listing, module_tables
@@ -183,7 +183,7 @@ def inspect(
             pair = _element(operation.operands[0].type), element
             casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
-            left, right = map(float8_products.read_element, list(operation.operands)[:2])
+            left, right = float8_products.read_elements(operation)
             contractions[left, right, element] += 1
     signature = ir.signature(module)
     rows, edges = listing.rows(module, walk(module))
@@ -255,10 +255,14 @@ def _options(module: ir.MlirModule) -> dict[str, str]:
 
 
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
-    """Operations of all functions with the function's name, in program order; without scalar bodies."""
+    """Operations of all functions with the function's name, in program order; without scalar bodies.
+
+    A call of a product of 8-bit floats is one operation.
+    """
     for name, function in ir.functions(module).items():
-        for operation in _inside(function):
-            yield operation, name
+        if not name.startswith(PRODUCT):
+            for operation in _inside(function):
+                yield operation, name
 
 
 def _inside(root: Any) -> Iterator[Any]:
@@ -290,7 +294,7 @@ def device_count(module: ir.MlirModule) -> int:
 
 def short_name(operation: Any) -> str:
     """``stablehlo.dot_general`` -> ``dot_general``; names of other dialects are unchanged."""
-    return str(operation.name).removeprefix("stablehlo.")
+    return float8_products.written(operation).partition(" ")[0]
 
 
 def structure_of(operation: Any) -> Structure:

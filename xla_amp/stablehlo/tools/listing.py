@@ -53,11 +53,11 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
 
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
-    name = str(operation.name).removeprefix("stablehlo.")
+    name = float8_products.written(operation).partition(" ")[0]
     given, made = [_element(value) for value in operation.operands], [_element(value) for value in operation.results]
     product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
     if product:
-        given[:2] = map(float8_products.read_element, list(operation.operands)[:2])
+        given[:2] = float8_products.read_elements(operation)
     computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
     moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
     floating = any(map(units.is_floating, made)) and not moves

@@ -18,7 +18,7 @@ from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path
-from xla_amp.stablehlo.tools import inspection, samples
+from xla_amp.stablehlo.tools import inspection, samples, widen
 
 _MOST: Final = 5
 _NAMES: Final = re.compile(r"%[A-Za-z0-9_#:]+")
@@ -45,7 +45,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     if devices > 1:
         raise ModuleError(f"the module is for {devices} devices; find_overflow runs it on one")
     arrays = samples.fitted(inputs, program)
-    program = ir.refined(program, arrays)
+    program = widen.for_cpu(ir.refined(program, arrays))
     run = _Run(program)
     results = run.function(ir.entry(program), arrays)
     return ProgramOverflowReport(
@@ -81,7 +81,7 @@ class _Run:
         for view in block.operations:
             operation = view.operation
             operands = [values[operand] for operand in operation.operands]
-            name = inspection.short_name(operation).removeprefix("func.")
+            name = str(operation.name).removeprefix("stablehlo.").removeprefix("func.")
             if name == "return":
                 return operands
             for result, value in zip(operation.results, self._results(name, operation, operands, values), strict=True):

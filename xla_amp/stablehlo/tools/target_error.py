@@ -136,6 +136,7 @@ def convert_within(
     max_error: float | None = None,
     seconds: float | None = None,
     strict: bool = False,
+    target: str | None = None,
 ) -> Within:
     """Converts `program` so that the results on all samples are within `target_error`, with the most low products.
 
@@ -152,11 +153,13 @@ def convert_within(
         max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
         seconds: time to search.
         strict: as for `autocast`.
+        target: as for `autocast`.
 
     Raises:
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
-    planned = Planned(program, policy, low, samples, keep_io, math.inf if max_error is None else max_error)
+    limit = math.inf if max_error is None else max_error
+    planned = Planned(program, policy, low, samples, keep_io, limit, target)
     warn_of_rules(program, policy, planned.first, strict=strict)
     few = len(samples) < _FEW
     found = search(
@@ -185,8 +188,10 @@ class Planned:
         samples: Sequence[Sample],
         keep_io: bool = True,
         limit: float = math.inf,
+        target: str | None = None,
     ) -> None:
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
+        self._target = target
         self._samples = list(samples)
         self.original = Original(program, samples)
         self._flagged: dict[int, str] = {}
@@ -240,7 +245,7 @@ class Planned:
         return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
 
     def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
-        return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
+        return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep, target=self._target)
 
     def _look(self, copied: ir.MlirModule, propagation: Propagation, limit: float) -> Callable[[Node], str]:
         # The first conversion: what overflows on the samples, and the products.

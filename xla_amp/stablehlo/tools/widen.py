@@ -23,8 +23,6 @@ NOT_WIDENED: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Operations that keep their types, between casts -> why. Opaque operations of the pass do the same."""
 
-_PRECISION: Final = ("algorithm", "precision_config")
-
 
 class Site(NamedTuple):
     """One floating-point result, of fixed shape, of an operation of the entry function."""
@@ -149,7 +147,9 @@ def _wide(value_type: Any) -> Any:
 
 
 def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program with low operands of products cast to float32 where the result is float32.
+    """The same program in operations that XLA:CPU can run: some products in float32, none in scaled blocks.
+
+    Low operands of products are cast to float32 where the result is float32.
 
     XLA:CPU cannot run some of the others (jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 =
     F32", for instance a transposed sum over batch and tokens).  The values are the same: products of float16 and
@@ -158,6 +158,7 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
     copied = ir.copy(module)
     ir_, stablehlo = ir.mlir(), ir.dialect()
     with copied.context, ir_.Location.unknown():
+        float8_products.expand_blocks(copied)
         functions = ir.functions(copied).values()
         for operation in [each for function in functions for each in ir.operations(function)]:
             if "dot_dimension_numbers" not in operation.attributes:
@@ -248,19 +249,13 @@ def _site(result: Any) -> Site:
         name=inspection.short_name(operation),
         type=f"[{','.join(map(str, shape))}]",
         element=element,
-        attributes=_attributes(operation),
+        attributes=float8_products.written(operation).partition(" ")[2],
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
         location=inspection.source_name(operation),
         bytes=costs.size(result.type),
         module=own_path(operation) or "",
         where=costs.source_line(str(operation.location)),
     )
-
-
-def _attributes(operation: Any) -> str:
-    attributes = operation.attributes
-    names = sorted(name for name in attributes if name not in _PRECISION and "." not in name)
-    return " ".join(f"{name}={attributes[name]}" for name in names)
 
 
 def _source(value: Any) -> tuple[str, str]:
