@@ -83,8 +83,10 @@ def shift(x: jax.Array, format: Format, axes: Axes | None = None) -> jax.Array:
     """
     finite = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype))
     largest = jnp.max(finite, axis=axes, initial=0).astype(jnp.float32)
-    mantissa, exponent = jnp.frexp(largest)
-    fitting = FORMATS[format].exponent - exponent - (mantissa > 0.875).astype(exponent.dtype)
+    # The exponent and mantissa that `jnp.frexp` gives, without its multiplication, which overflows beside a select.
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent, above = (bits >> 23) - 126, (bits & 0x7FFFFF) > 0x600000  # a mantissa above 0.875
+    fitting = FORMATS[format].exponent - exponent - above.astype(jnp.int32)
     return jnp.where(largest > 0, jnp.clip(fitting, -_LARGEST_SHIFT, _LARGEST_SHIFT), 0)
 
 

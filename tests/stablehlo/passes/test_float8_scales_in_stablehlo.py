@@ -89,7 +89,7 @@ def test_an_overflow_is_found_in_it() -> None:
     after = stablehlo.autocast(jax.jit(jnp.dot).lower(*small), rules={"matmul": "mxfp8"})
     flat = [np.asarray(each) for each in small]
     found = stablehlo.find_overflow(after, [np.full_like(flat[0], 3e38), 100 * flat[1]])
-    assert [each.made for each in found.producers] == ["inf"]
+    assert [each.place.operation for each in found.producers] == ["dot_general"]
 
 
 def test_it_survives_every_format_and_another_conversion(converted) -> None:
