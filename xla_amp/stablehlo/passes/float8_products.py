@@ -35,7 +35,7 @@ _LOW: Final = "bf16"
 
 _PREFIX: Final = "xla_amp."
 """Of the names of functions that round an operand."""
-_MEANS: Final = "xla_amp.product"
+_MEANS: Final = "amp.means"
 """Frontend attribute of the call of a product: the operation that it was, as `written` tells it."""
 
 
