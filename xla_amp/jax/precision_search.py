@@ -106,6 +106,8 @@ class JaxProgram:
         self.candidates: tuple[Candidate, ...] = ()
         self.fingerprint = ""
         self._is_loss = False
+        self._options: dict[str, bool | int] = {}
+        """Of XLA, the same for every plan and for float32."""
 
     @property
     def batches(self) -> int:
@@ -120,7 +122,10 @@ class JaxProgram:
         """Finds the candidates."""
         self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, self._function), self._arrays(0)))
         records = self.records(None)
-        self.candidates = plan_search.from_records(records, rates, low=self._low, backward=self._has_gradients())
+        backward = self._has_gradients()
+        self.candidates = plan_search.from_records(records, rates, low=self._low, backward=backward)
+        work = (3 if backward else 1) * math.fsum(record.flops or 0 for record in records)
+        self._options = plan_search.quick_options(jax.default_backend(), work)
         sums = [
             float(np.sum(part, dtype=np.float64)).hex()
             for index in range(self.batches)
@@ -130,7 +135,7 @@ class JaxProgram:
         self.fingerprint = digest(*map(repr, self.candidates), *sums, jax.__version__, jax.default_backend(), self._low)
 
     def _has_gradients(self) -> bool:
-        return "gradients" in self.quantities
+        return self._is_loss and bool(self._differentiated(0))
 
     def _arrays(self, index: int) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(self._rows[index]) if _is_array(leaf)]
@@ -163,10 +168,12 @@ class JaxProgram:
             if owner in self._argnums and jnp.issubdtype(array.dtype, jnp.floating)
         ]
 
-    def _program(self, index: int, plan: Plan | None, region: bool) -> Callable[[list[Any]], dict[str, list[Any]]]:
+    def _program(
+        self, index: int, plan: Plan | None, region: bool, options: Mapping[str, bool | int]
+    ) -> Callable[[list[Any]], dict[str, list[Any]]]:
         leaves, tree = jax.tree.flatten(self._rows[index])
         constants = tuple(None if _is_array(leaf) else id(leaf) for leaf in leaves)
-        key = (tree, constants, plan, region)
+        key = (tree, constants, plan, region, tuple(options))
         if key not in self._compiled:
             low = autocast(self._function, policy=self._policy(plan)) if region else self._function
             call = self._of_arrays(index, low)
@@ -189,14 +196,14 @@ class JaxProgram:
 
             if len(self._compiled) > 8:  # executables of plans that were measured
                 self._compiled.clear()
-            self._compiled[key] = jax.jit(run)
+            self._compiled[key] = jax.jit(run, compiler_options=dict(options))
         return self._compiled[key]
 
     def _run(self, index: int, plan: Plan | None, *, region: bool = True, arrays: Any = None) -> dict[str, list[Any]]:
         given = self._arrays(index) if arrays is None else arrays
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuleWarning)
-            found = jax.device_get(self._program(index, plan, region)(given))
+            found = jax.device_get(self._program(index, plan, region, self._options)(given))
         if not found[next(iter(found))]:
             raise SearchError("the function returns no floating array: there is no error to measure")
         return {name: found[name] for name in ("loss", "gradients", "output") if name in found}
@@ -254,7 +261,7 @@ class JaxProgram:
 
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine, gradients included."""
-        return _median(lambda: self._program(0, plan, True)(self._arrays(0)))
+        return _median(lambda: self._program(0, plan, True, {})(self._arrays(0)))
 
 
 def _median(run: Callable[[], Any]) -> float:

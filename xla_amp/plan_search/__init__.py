@@ -12,6 +12,7 @@ A front gives a `Program`: its `Candidate` list and a function that measures the
 from xla_amp.plan_search.candidates import Candidate as Candidate
 from xla_amp.plan_search.candidates import from_records as from_records
 from xla_amp.plan_search.candidates import seconds as seconds
+from xla_amp.plan_search.compiling import quick_options as quick_options
 from xla_amp.plan_search.measurements import Plan as Plan
 from xla_amp.plan_search.measurements import Program as Program
 from xla_amp.plan_search.planner import CONFIDENCE as CONFIDENCE

@@ -10,7 +10,7 @@ import functools
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -494,8 +494,13 @@ def _is_quantized(operation: Any) -> bool:
     return any(f"!{_QUANTIZED}." in str(value.type) for value in operation.results)
 
 
-def compile_module(module: MlirModule, device: Any = None) -> Any:
+def compile_module(module: MlirModule, device: Any = None, options: Mapping[str, bool | int] | None = None) -> Any:
     """A loaded executable of the module for one device (default: the first of JAX's default platform).
+
+    Args:
+        module: the module.
+        device: of JAX.
+        options: XLA's options by name, on top of its defaults.
 
     Raises:
         ModuleError: XLA rejects the module.
@@ -505,14 +510,15 @@ def compile_module(module: MlirModule, device: Any = None) -> Any:
 
     device = device or devices()[0]
     client = device.client
-    options = xla_client.CompileOptions()
+    chosen = xla_client.CompileOptions()
+    chosen.env_option_overrides = list((options or {}).items())
     placed = _jax.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     data = bytecode(runnable(module))
     if _QUANTIZED.encode() in data and any(_is_quantized(operation) for operation in operations(module.operation)):
         raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
     try:
-        return client.compile_and_load(data, placed, options)
+        return client.compile_and_load(data, placed, chosen)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         raise ModuleError(f"XLA cannot compile the module: {str(error).splitlines()[0]}") from None
 

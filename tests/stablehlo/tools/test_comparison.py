@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from xla_amp.errors import FileError, ModuleError
+from xla_amp.plan_search import compiling
 from xla_amp.stablehlo import autocast, ir
 from xla_amp.stablehlo.tools import comparison, samples, segments, widen
 
@@ -192,15 +193,30 @@ def test_no_program_of_a_long_comparison_is_long(monkeypatch):
     lengths = []
     compiled = ir.compile_module
 
-    def counted(module, device=None):
+    def counted(module, device=None, options=None):
         lengths.append(sum(1 for _ in ir.operations(module.operation)))
-        return compiled(module, device)
+        return compiled(module, device, options)
 
     monkeypatch.setattr(segments, "_LENGTH", 10)
     monkeypatch.setattr(ir, "compile_module", counted)
     assert len(comparison.compare(module, module, [X, W]).operations) == 80
     assert max(lengths[3:]) < 20
     assert len(lengths) == 3 + 3 * 8
+
+
+def test_large_programs_are_compiled_as_usual(monkeypatch):
+    module = module_of(lambda x, w: x @ w @ w, X, W)
+    chosen, compiled = [], ir.compile_module
+    monkeypatch.setattr(
+        ir,
+        "compile_module",
+        lambda module, device, options: chosen.append(options) or compiled(module, device, options),
+    )
+    for least in (work := 2 * 2 * 4 * 8 * 8, work + 1):
+        monkeypatch.setattr(compiling, "QUICK_FLOPS", least)
+        np.testing.assert_allclose(comparison.Runs(module)([X, W])[0], X @ W @ W, rtol=1e-5, atol=1e-5)
+    assert chosen[0] == {}
+    assert chosen[1]["xla_backend_optimization_level"] == 0
 
 
 def test_narrowed_arguments_take_the_same_samples():

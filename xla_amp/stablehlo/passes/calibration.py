@@ -16,7 +16,7 @@ import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir, progress
-from xla_amp.stablehlo.passes import composites
+from xla_amp.stablehlo.passes import composites, costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -149,7 +149,8 @@ def _measure(
     for sample in samples:
         shapes = tuple(array.shape for array in sample)
         if shapes not in executables:
-            executables[shapes] = ir.compile_module(ir.refined(copied, sample))
+            refined, device = ir.refined(copied, sample), ir.devices()[0]
+            executables[shapes] = ir.compile_module(refined, device, costs.quick_options(refined, device))
         executable = executables[shapes]
         vector = ir.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
         for number, row in zip(numbers, vector, strict=True):

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any, Final
 
+from xla_amp.plan_search import compiling
 from xla_amp.report import units
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.op_table import table_name
@@ -38,6 +39,12 @@ def flops(operation: Any) -> int | None:
         numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
         contracted = list(numbers.lhs_contracting_dimensions)
     return int(2 * math.prod(result) * math.prod(left[axis] for axis in contracted))
+
+
+def quick_options(module: ir.MlirModule, device: Any) -> dict[str, bool | int]:
+    """Options of XLA for a module that runs a few times only; loops and functions count once for its work."""
+    work = math.fsum(flops(each) or 0 for each in ir.operations(module.operation))
+    return compiling.quick_options(device.platform, work)
 
 
 def bytes_moved(operation: Any) -> int:

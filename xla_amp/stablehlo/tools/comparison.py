@@ -25,6 +25,7 @@ from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, progress
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.tools import inspection, names, samples, segments, widen
 from xla_amp.stablehlo.tools.widen import Site
@@ -355,7 +356,7 @@ def _compiled(module: ir.MlirModule, wide: bool) -> Callable[[Sequence[Any]], li
         module = widen.widened(module)
     kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
     device = ir.devices("cpu")[0]
-    executable = ir.compile_module(widen.for_cpu(module), device)
+    executable = ir.compile_module(widen.for_cpu(module), device, costs.quick_options(module, device))
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
