@@ -36,16 +36,16 @@ def _workload(fields: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     return workload.flax_model(), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in workload.flax_batch()]
 
 
-_DEEP: dict[str, Any] = {"layers": 2, "width": 768, "heads": 12}
+_WIDE: dict[str, Any] = {"width": 768, "heads": 12}
 PROGRAMS: Mapping[str, Any] = {
     "nearly equal": lambda: (NearlyEqual(width=2048), _shapes((4096, 2048))),
     "log-sum-exp": lambda: (Head(width=1024, classes=32768), _shapes((4096,), (4096,), labels=2)),
     "RoPE": lambda: (Rotary(width=128), _shapes((16, 2048, 128), (2048,))),
     "MoE": lambda: (Mixture(width=1024), _shapes((8192, 1024), (8192,), labels=1)),
-    "GPT-2": lambda: _workload(language(8, 1024, **_DEEP)),
-    "BERT": lambda: _workload(language(16, 512, "BERT", **_DEEP)),
-    "ViT": lambda: _workload(vit(32, **_DEEP)),
-    "ResNet": lambda: _workload(resnet(64, 224, blocks=(1, 1, 1, 1))),
+    "GPT-2": lambda: _workload(language(8, 1024, layers=2, **_WIDE)),
+    "BERT": lambda: _workload(language(16, 512, "BERT", layers=1, **_WIDE)),
+    "ViT": lambda: _workload(vit(32, layers=1, **_WIDE)),
+    "ResNet": lambda: _workload(resnet(64, 224, blocks=(1, 1))),
 }
 """Models with the scopes of the tiny ones, and the shapes of their batches."""
 

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax_models import cross_entropy
-from search_torch import BERT, GPT, LSTM, RESNET, VIT
-from workloads import Workload
+from search_torch import GPT, LSTM
+from workloads import Workload, language, resnet, vit
 
 from xla_amp.stablehlo import io
 from xla_amp.stablehlo.program import Program
@@ -136,12 +136,14 @@ class Row:
     data: Callable[[np.random.Generator], tuple[Any, ...]]
     change: Callable[[Any], None] = lambda params: None
     """Changes the initial parameters."""
+    size: str = ""
+    """Where the program is not as deep as in PyTorch, for tables."""
 
     def make(self, batches: int) -> tuple[Callable[..., Any], list[tuple[Any, ...]]]:
         """``loss(params, *batch)``, and its arguments for each batch."""
         draw = np.random.default_rng(0)
         data = [tuple(map(jnp.asarray, self.data(draw))) for _ in range(batches)]
-        variables = self.model.init(jax.random.key(0), *data[0])
+        variables = jax.jit(self.model.init)(jax.random.key(0), *data[0])
         params = jax.tree.map(np.array, variables["params"])
         self.change(params)
         rest = {name: part for name, part in variables.items() if name != "params"}
@@ -160,14 +162,14 @@ def _labelled(classes: int, *shape: int) -> Callable[[np.random.Generator], Any]
     return lambda draw: (draw.standard_normal(shape, np.float32), draw.integers(classes, size=shape[0], dtype=np.int32))
 
 
-def _of(fields: Mapping[str, Any], change: Callable[[Any], None] = lambda params: None) -> Row:
+def _of(fields: Mapping[str, Any], change: Callable[[Any], None] = lambda params: None, size: str = "") -> Row:
     workload = Workload(name="", **fields)
 
     def data(draw: np.random.Generator) -> Any:
         x, y = workload.data(draw)
         return np.ascontiguousarray(x.transpose(0, 2, 3, 1)) if x.ndim == 4 else x.astype(np.int32), y.astype(np.int32)
 
-    return Row(model=workload.flax_model(), data=data, change=change)
+    return Row(model=workload.flax_model(), data=data, change=change, size=size)
 
 
 def _rotary(draw: np.random.Generator) -> Any:
@@ -198,6 +200,12 @@ def _residual(params: Any) -> None:
             block["BatchNorm_2"]["scale"][:] = 0  # otherwise the gradients of the first step are chaotic
 
 
+# Less deep than in PyTorch: here XLA compiles every plan.
+_SIZE: Mapping[str, Any] = {"layers": 1, "width": 64, "heads": 4}
+BERT = language(2, 32, "BERT", vocabulary=256, context=32, **_SIZE)
+VIT = vit(2, side=64, classes=10, **_SIZE)
+RESNET = resnet(4, 32, width=8, classes=10, blocks=(1, 1))
+
 PROGRAMS: dict[str, Row] = {
     "nearly equal": Row(model=NearlyEqual(), data=_normal(16, 64), change=_nearly),
     "batch norm": Row(model=LargeMeans(), data=_labelled(10, 8, 16, 16, 3), change=_means),
@@ -206,9 +214,9 @@ PROGRAMS: dict[str, Row] = {
     "LSTM": _of(LSTM),
     "MoE": Row(model=Mixture(), data=_labelled(10, 64, 32)),
     "GPT-2": _of(GPT),
-    "ResNet": _of(RESNET, _residual),
-    "ViT": _of(VIT),
-    "BERT": _of(BERT),
+    "ResNet": _of(RESNET, _residual, "two stages"),
+    "ViT": _of(VIT, size="one layer"),
+    "BERT": _of(BERT, size="one layer"),
     "UNet": Row(model=UNet(), data=_noised),
     "overflow": Row(model=Overflow(), data=_normal(16, 32), change=_large),
 }

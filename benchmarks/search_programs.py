@@ -74,6 +74,8 @@ class Front(NamedTuple):
     """Estimated seconds in float32."""
     same: Callable[[Plan, Path], bool]
     """Whether a plan that is written into a folder and read again gives the same casts."""
+    size: str = ""
+    """Where it is not the same program as in PyTorch."""
 
 
 @contextlib.contextmanager
@@ -107,7 +109,8 @@ def jax_front(name: str, target: str) -> Iterator[Front]:
     from xla_amp.jax.precision_search import JaxProgram
 
     low, rates = LOW.get(name, "bfloat16"), plan_search.rates(target)
-    loss, rows = search_jax.PROGRAMS[name].make(SEARCHED + UNSEEN)
+    given = search_jax.PROGRAMS[name]
+    loss, rows = given.make(SEARCHED + UNSEEN)
     program = JaxProgram(loss, rows, {0}, low)
     program.look(rates)
 
@@ -115,7 +118,7 @@ def jax_front(name: str, target: str) -> Iterator[Front]:
         jax.eval_shape(autocast(loss, policy=policy), *rows[0])
 
     same = functools.partial(_same_file, program, low, under)
-    yield Front(program, BUDGETS[name], program.estimate(Plan(), rates), same)
+    yield Front(program, BUDGETS[name], program.estimate(Plan(), rates), same, given.size)
 
 
 def _same_file(program: Any, low: Any, under: Callable[[Any], None], plan: Plan, folder: Path) -> bool:
@@ -139,7 +142,8 @@ def stablehlo_front(name: str, target: str) -> Iterator[Front]:
     from xla_amp.stablehlo.passes.autocast import settings
     from xla_amp.stablehlo.tools import target_error
 
-    module, samples = search_jax.exported(*search_jax.PROGRAMS[name].make(SEARCHED + UNSEEN))
+    given = search_jax.PROGRAMS[name]
+    module, samples = search_jax.exported(*given.make(SEARCHED + UNSEEN))
     program = target_error.Planned(module, *settings("gpu", LOW.get(name, "bfloat16"), None), samples)
 
     def same(plan: Plan, folder: Path) -> bool:
@@ -149,7 +153,7 @@ def stablehlo_front(name: str, target: str) -> Iterator[Front]:
 
     rates = plan_search.rates(target)
     wide = math.fsum(rates.seconds(each.flops, 2 * each.bytes, "float32") for each in program.candidates)
-    yield Front(program, {"results": max(BUDGETS[name].values())}, wide, same)
+    yield Front(program, {"results": max(BUDGETS[name].values())}, wide, same, given.size)
 
 
 FRONTS = {"torch": torch_front, "jax": jax_front, "stablehlo": stablehlo_front}
@@ -165,7 +169,7 @@ class _Searched:
 
 def measure(front: str, name: str, target: str, plans: int) -> dict[str, Any]:
     """Searches one program, and draws `plans` random ones."""
-    with FRONTS[front](name, target) as (program, given, wide, same), tempfile.TemporaryDirectory() as folder:
+    with FRONTS[front](name, target) as (program, given, wide, same, size), tempfile.TemporaryDirectory() as folder:
         useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
         budget = _budget(program, given, useful)
         start = time.perf_counter()
@@ -175,7 +179,7 @@ def measure(front: str, name: str, target: str, plans: int) -> dict[str, Any]:
         best = max([found.seconds, *_random(program, budget, plans)])
         again = same(found.plan, Path(folder))
     return {
-        "program": name,
+        "program": f"{name}, {size}" if size else name,
         "candidates": len(program.candidates),
         "low": len(found.plan),
         "plan": sorted(found.plan),
@@ -234,16 +238,18 @@ def main() -> None:
     options = parser.parse_args()
     name = f"search_{options.front}"
     path = RESULTS / f"{name}.json"
-    rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
     for each in options.programs:
         row = measure(options.front, each, options.target, options.random)
-        rows[each] = {**row, "target": options.target, "random": options.random}
-        print(rows[each], flush=True)
-        if not options.print_only:
-            path.write_text(json.dumps({"stamp": stamp(), "rows": rows}, indent=1) + "\n")
-    if not options.print_only:
-        shown = [rows[each] for each in BUDGETS if each in rows]
-        write_markdown(name, HEADINGS, table(shown), f"Search within a budget, {options.front}, for {options.target}")
+        row = {**row, "target": options.target, "random": options.random}
+        print(row, flush=True)
+        if options.print_only:
+            continue
+        # Read only now: another process may have added a row while this one measured.
+        rows = {**(json.loads(path.read_text())["rows"] if path.exists() else {}), each: row}
+        rows = {program: rows[program] for program in BUDGETS if program in rows}
+        path.write_text(json.dumps({"stamp": stamp(), "rows": rows}, indent=1) + "\n")
+        title = f"Search within a budget, {options.front}, for {options.target}"
+        write_markdown(name, HEADINGS, table(list(rows.values())), title)
 
 
 def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
