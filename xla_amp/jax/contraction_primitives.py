@@ -242,7 +242,7 @@ def _lower(
         )
         return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
-    if platform == "cpu" and primitive is lax.dot_general_p and not _is_laid_out(params.get("out_sharding")):
+    if platform == "cpu" and primitive is lax.dot_general_p and not is_laid_out(params.get("out_sharding")):
         # XLA:CPU folds a transpose of the left operand or of a float32 result into a dot that it cannot run (jaxlib
         # 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"); barriers prevent the folding.
         result = _cpu_dot(lax.optimization_barrier(left), right, params["dimension_numbers"])
@@ -252,7 +252,7 @@ def _lower(
     return _cast(primitive.bind(left, right, *rest, **params), out)
 
 
-def _is_laid_out(sharding: Any) -> bool:
+def is_laid_out(sharding: Any) -> bool:
     """Whether a sharding splits an axis; inside ``shard_map`` transposed contractions have one that does not."""
     return sharding is not None and any(axes is not None for axes in sharding.spec)
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from xla_amp import events, hardware
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, result_axes
+from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, is_laid_out, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
@@ -344,7 +344,7 @@ class Interpreter:
             return None, why
         if primitive is not lax.dot_general_p:
             return None, f"{float8.LEFT_OUT}: it is no plain product"
-        if params.get("out_sharding") is not None:
+        if is_laid_out(params.get("out_sharding")):
             return None, f"{float8.LEFT_OUT}: the program asks for a sharding of its result"
         if gradient_of_weight:
             return None, f"{float8.LEFT_OUT}: its float32 sums are wanted, as of the gradient of a weight"
