@@ -16,6 +16,7 @@ from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
+    from xla_amp.plan_search import XlaEstimates
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
@@ -64,7 +65,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=hardware.names(),
         metavar="TARGET",
         help=f"what the program is for ({', '.join(hardware.names())}): whether it has products of 8-bit floats, and "
-        "whether they pay; default: a GPU that has those of the policy",
+        "whether they pay; default: a GPU that has those of the policy.  With --target-error XLA's compiler for it, if "
+        "installed, also estimates the program before and after, which takes seconds to minutes",
     )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
     group = parser.add_mutually_exclusive_group()
@@ -147,7 +149,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo.tools import inspection, samples
 
     common.check_report(arguments)
-    for option, needed in (("max_error", "inputs"), ("target_error", "inputs"), ("budget_seconds", "target_error")):
+    for option, needed in (
+        ("max_error", "inputs"),
+        ("target_error", "inputs"),
+        ("budget_seconds", "target_error"),
+        ("target", "target_error"),
+    ):
         if getattr(arguments, option) is not None and not getattr(arguments, needed):
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
     program = common.read(arguments.source, arguments.function)
@@ -157,7 +164,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
-        converted, achieved = _convert(arguments, program, given)
+        converted, achieved, xla = _convert(arguments, program, given)
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:
@@ -169,6 +176,8 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     document = _document(arguments, converted, states, program.source, kind)
     if achieved is not None:
         document = _with_error(document, arguments, achieved)
+    if xla is not None:
+        document = dataclasses.replace(document, findings=(*document.findings, xla.finding()))
     page = None if arguments.report is None else report_page.html(document)
     _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
     if page is not None:
@@ -183,13 +192,14 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         **{name: found.to_dict() for name, found in states.items()},
         "operations": converted.report.rows(),
         **({} if achieved is None else {"achieved_error": dataclasses.asdict(achieved)}),
+        **({} if xla is None else {"xla": xla.to_dict()}),
     }
     return common.as_json(plain), 0
 
 
 def _convert(
     arguments: argparse.Namespace, program: Program, given: list[list[Any]]
-) -> tuple[Converted, Achieved | None]:
+) -> tuple[Converted, Achieved | None, XlaEstimates | None]:
     from xla_amp.stablehlo.passes import autocast
     from xla_amp.stablehlo.tools import comparison, target_error
 
@@ -208,7 +218,7 @@ def _convert(
             strict=arguments.strict,
             target=arguments.target,
         )
-        return within.converted, within.achieved
+        return within.converted, within.achieved, within.xla
     converted = autocast.autocast(
         program,
         policy=arguments.policy,
@@ -221,13 +231,13 @@ def _convert(
         **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )
     if not samples:
-        return converted, None
+        return converted, None, None
     try:
         runs = comparison.Runs(converted.module)
-        return converted, target_error.Original(program, samples).measure(runs)
+        return converted, target_error.Original(program, samples).measure(runs), None
     except ModuleError as error:  # no float64 version, for instance of a library's code
         sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
-        return converted, None
+        return converted, None, None
 
 
 def _with_error(document: Document, arguments: argparse.Namespace, achieved: Achieved) -> Document:

@@ -1,6 +1,7 @@
 """The lazy torch device on JAX/PJRT: importing this starts nothing, `device()` does."""
 
 from xla_amp.lazy.distributed import processes
+from xla_amp.lazy.interop.export_for import export_for
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
 from xla_amp.lazy.runtime.metrics import metrics
@@ -18,6 +19,7 @@ __all__ = [
     "compute_capability",
     "device",
     "device_kind",
+    "export_for",
     "get_rng_state",
     "is_started",
     "manual_seed",

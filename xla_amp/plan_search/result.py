@@ -6,12 +6,14 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from xla_amp.errors import writing
 from xla_amp.plan_search import plans
 from xla_amp.plan_search.candidates import Candidate
 from xla_amp.plan_search.measurements import Plan
 from xla_amp.plan_search.planner import Assessment, Found
+from xla_amp.plan_search.xla_estimates import XlaEstimates
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
 from xla_amp.report import units
@@ -43,6 +45,8 @@ class SearchResult(Shown):
     """Estimated seconds of one run in ``float32``, with ``all low``, and of the ``plan``."""
     measured: Mapping[str, float | None]
     """The same, measured on this machine, if it was asked for."""
+    xla: XlaEstimates | None = None
+    """The same as `estimated`, by XLA's compiler for the target; None without a target."""
     facts: Sequence[tuple[str, str]] = ()
 
     @property
@@ -65,6 +69,29 @@ class SearchResult(Shown):
         """The plan as a policy, for ``autocast(policy=result.policy)``."""
         return plans.explained(self.found.plan, self.candidates, self.low, self._why)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
+        found = self.found
+        return {
+            "met": self.met,
+            "complete": self.complete,
+            "low": self.low,
+            "plan": sorted(found.plan),
+            "in_effect": sorted(self.in_effect),
+            "candidates": [each.name for each in self.candidates],
+            "budget": dict(found.budget),
+            "errors": dict(found.errors),
+            "held_out": dict(found.held_out),
+            "bounds": dict(found.bounds),
+            "noise": dict(found.noise),
+            "target": self.target,
+            "estimated": dict(self.estimated),
+            "xla": None if self.xla is None else self.xla.to_dict(),
+            "measured": dict(self.measured),
+            "notes": list(found.notes),
+            **dict(self.facts),
+        }
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the policy file, which every front takes: ``autocast(device, policy="plan.toml")``.
 
@@ -82,6 +109,8 @@ class SearchResult(Shown):
             Finding("Is the error within the budget?", self._answer(), "low" if self.met else "risk", self._batches()),
             Finding("What does it save?", self._saves(), "low" if self.in_effect else "wide", self._slower()),
         ]
+        if self.xla is not None:
+            findings.append(self.xla.finding(self.estimated))
         if found.notes:
             findings.append(
                 Finding("What should you know?", found.notes[0], "could", tuple((n, "") for n in found.notes[1:]))
@@ -134,6 +163,7 @@ class SearchResult(Shown):
             self._answer(),
             *(f"{what}: {shown}" for what, shown in self._batches()),
             self._saves(),
+            *([] if self.xla is None else [f"XLA's compiler: {self.xla.told(self.estimated)}"]),
             *self.found.notes,
         ]
 

@@ -229,7 +229,7 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
             return _compiled(module, targets, own)
     for target in targets:
         try:
-            found[target] = compilers.compile(module, target, _options(module))
+            found[target] = compilers.compile(module, target, options(module))
         except DeviceError as error:
             found[target] = str(error)
     return found
@@ -244,7 +244,7 @@ def _float8(program: Program, target: str) -> tuple[OperationDecision, ...] | st
     return tuple(each for each in report.operations if each.product)
 
 
-def _options(module: ir.MlirModule) -> dict[str, str]:
+def options(module: ir.MlirModule) -> dict[str, str]:
     """The compiler's options that the module carries (`xla_amp.export_for`)."""
     attributes = module.operation.attributes.get(hardware.ATTRIBUTES, ())
     return {

@@ -14,7 +14,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.plan_search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
+from xla_amp import hardware
+from xla_amp.plan_search import (
+    CONFIDENCE,
+    Assessment,
+    Candidate,
+    Found,
+    Plan,
+    XlaEstimates,
+    compiled,
+    rates,
+    search,
+)
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes import calibration, costs
@@ -24,7 +35,7 @@ from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
-from xla_amp.stablehlo.tools import comparison, names
+from xla_amp.stablehlo.tools import comparison, inspection, names
 from xla_amp.types import LowDtype
 
 _QUANTITY: Final = "results"
@@ -118,6 +129,8 @@ class Within:
     converted: Converted
     achieved: Achieved
     found: Found
+    xla: XlaEstimates | None
+    """What XLA's compiler estimates of the program, of everything low and of the result; None without a target."""
 
     @property
     def met(self) -> bool:
@@ -153,9 +166,11 @@ def convert_within(
         max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
         seconds: time to search.
         strict: as for `autocast`.
-        target: as for `autocast`.
+        target: as for `autocast`; also the machine whose peak rates weigh the products, and for which three programs
+            are compiled.  None weighs by an H100 for the policy ``gpu`` and a TPU v6e for others, and compiles nothing.
 
     Raises:
+        DeviceError: unknown target.
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
     limit = math.inf if max_error is None else max_error
@@ -172,9 +187,13 @@ def convert_within(
     )
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)
-    return Within(
-        converted=converted, achieved=planned.original.measure(comparison.Runs(converted.module)), found=found
-    )
+    xla: XlaEstimates | None = None
+    if target is not None:
+        progress.step(f"compiling for {target}", 0)
+        every = frozenset(each.name for each in planned.candidates)
+        xla = compiled(target, {"float32": Plan(), "all low": every, "plan": found.plan}, planned.module)
+    achieved = planned.original.measure(comparison.Runs(converted.module))
+    return Within(converted=converted, achieved=achieved, found=found, xla=xla)
 
 
 class Planned:
@@ -193,6 +212,8 @@ class Planned:
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._target = target
         self._samples = list(samples)
+        known = target is not None and "matrix" in hardware.specification(target)
+        self._rates = rates(target if target is not None and known else _MACHINES.get(policy.name, "v6e"))
         self.original = Original(program, samples)
         self._flagged: dict[int, str] = {}
         """Number of a node -> why the samples keep it in float32."""
@@ -231,6 +252,11 @@ class Planned:
             reasons.update((number, self._why(name, found)) for number in numbers - low)
         return self._convert(lambda _, propagation: _by_number(propagation, reasons)).converted
 
+    def module(self, plan: Plan) -> tuple[ir.MlirModule, Mapping[str, str]]:
+        """The program of a plan, without one the original, and the options of XLA that it carries."""
+        module = self.converted(plan).module if plan else self._program.module
+        return module, inspection.options(module)
+
     def _why(self, name: str, found: Found | None) -> str:
         alone = found and found.alone.get(name)
         if not found or not alone:
@@ -250,7 +276,7 @@ class Planned:
     def _look(self, copied: ir.MlirModule, propagation: Propagation, limit: float) -> Callable[[Node], str]:
         # The first conversion: what overflows on the samples, and the products.
         reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), limit)
-        machine = rates(_MACHINES.get(self._policy.name, "v6e"))
+        machine = self._rates
         for number, node in enumerate(propagation.nodes):
             if why := reasons(node):
                 self._flagged[number] = why
