@@ -265,7 +265,9 @@ def _placed(model: nn.Module, mesh: Mesh, recipe: Recipe, axes: Mapping[str, str
             elif not rest:
                 why = reason or "the table does not name it: whole"
         if rest and value.numel() >= LEAST:
-            dim = _divisible(shape, chosen, math.prod(mesh.shape[axis] for axis in rest))
+            # Of a table that is split by its rows, XLA sends whole float32 rows of all devices' tokens.
+            first = 1 if isinstance(modules[name.rpartition(".")[0]], nn.Embedding) else None
+            dim = _divisible(shape, chosen, math.prod(mesh.shape[axis] for axis in rest), first)
             if dim is not None:
                 chosen[dim] = rest if len(rest) > 1 else rest[0]
                 why = f"{why}, and 1/N of dimension {dim}" if why is not _WHOLE else f"1/N of dimension {dim}"
@@ -274,10 +276,10 @@ def _placed(model: nn.Module, mesh: Mesh, recipe: Recipe, axes: Mapping[str, str
         yield Placed(name, shape, tuple(chosen), why)
 
 
-def _divisible(shape: Sequence[int], taken: Sequence[spmd.Axis], parts: int) -> int | None:
-    """The longest free dimension whose extent divides."""
+def _divisible(shape: Sequence[int], taken: Sequence[spmd.Axis], parts: int, first: int | None) -> int | None:
+    """The free dimension whose extent divides: `first` if it does, otherwise the longest."""
     free = [dim for dim, extent in enumerate(shape) if taken[dim] is None and extent % parts == 0]
-    return max(free, key=lambda dim: shape[dim], default=None)
+    return max(free, key=lambda dim: (dim == first, shape[dim]), default=None)
 
 
 def _plan(model: nn.Module) -> _Plan:

@@ -5,14 +5,17 @@ Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML Computation 
 
 from __future__ import annotations
 
+import collections
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 import torch
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
@@ -45,12 +48,16 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
         dcn: the part of an axis that lies on the network between hosts or TPU slices, by name: ``{"data": 2}`` splits
             ``"data"`` over two of them, and keeps all other axes on the fast interconnect.
 
+    Inside `xla_amp.export_for` the mesh has the given extents and no devices.
+
     Raises:
         DeviceError: their product is another number, or `dcn` does not fit the axes or the hosts.
         EngineError: the process uses torch_xla.
     """
     base.require_lazy("make_mesh()", "torch_xla.distributed.spmd.Mesh")
     devices.engine().device()
+    if pjrt.is_absent():
+        return _absent_mesh(axes, dcn)  # type: ignore[return-value]  # used as a mesh is, while a step is recorded
     platform = pjrt.jax_device().platform
     together = processes.world_size() > 1
     found = jax.devices(platform) if together else jax.local_devices(backend=platform)
@@ -65,19 +72,53 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, dcn: Mapping[str, int] |
     shape = tuple(axes.values())
     if not dcn:
         return Mesh(mesh_utils.create_device_mesh(shape, found, allow_split_physical_axes=True), tuple(axes))
+    return Mesh(_arranged(axes, dcn, found), tuple(axes))
+
+
+def _arranged(axes: Mapping[str, int], dcn: Mapping[str, int], found: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the shape of the mesh; along a part of an axis that `dcn` names the host or slice changes."""
+    outer, inner = _parts(axes, dcn)
+    slices = {getattr(device, "slice_index", None) for device in found}
+    by_host = None in slices or (len(slices) == 1 and found[0].platform != "tpu")
+    groups = collections.Counter(device.process_index if by_host else device.slice_index for device in found)
+    if len(groups) != math.prod(outer) or set(groups.values()) != {math.prod(inner)}:
+        sizes = " and ".join(map(str, sorted(set(groups.values()))))
+        raise DeviceError(
+            f"make_mesh({dict(axes)}, dcn={dict(dcn)}): it has {math.prod(outer)} parts of {math.prod(inner)} devices, "
+            f"and this job has {len(groups)} {'processes' if by_host else 'slices'} of {sizes} devices; expected a "
+            f"dcn= whose product is {len(groups)}"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        inner, outer, found, process_is_granule=by_host, allow_split_physical_axes=True
+    )
+
+
+def _parts(axes: Mapping[str, int], dcn: Mapping[str, int] | None) -> tuple[list[int], list[int]]:
+    """For each axis its extent between hosts or slices, and inside of each."""
+    dcn = dcn or {}
     if any(name not in axes or extent < 1 or axes[name] % extent for name, extent in dcn.items()):
         raise DeviceError(
             f"make_mesh({dict(axes)}, dcn={dict(dcn)}): expected extents that divide those of the axes of that name"
         )
     outer = [dcn.get(name, 1) for name in axes]
-    inner = [extent // part for extent, part in zip(shape, outer, strict=True)]
-    try:
-        layout = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, found, process_is_granule=not hasattr(found[0], "slice_index"), allow_split_physical_axes=True
+    return outer, [extent // part for extent, part in zip(axes.values(), outer, strict=True)]
+
+
+def _absent_mesh(axes: Mapping[str, int] | None, dcn: Mapping[str, int] | None) -> AbstractMesh:
+    """The mesh of a step that is exported for absent hardware: extents without devices."""
+    if not axes:
+        raise DeviceError(
+            'make_mesh() inside export_for(): no devices are here to count; give the extents, make_mesh({"data": 16})'
         )
-    except ValueError as error:
-        raise DeviceError(f"make_mesh({dict(axes)}, dcn={dict(dcn)}): {error}") from error
-    return Mesh(layout, tuple(axes))
+    before = 1
+    for name, part, inside in zip(axes, *_parts(axes, dcn), strict=True):
+        if part > 1 and before > 1:
+            raise DeviceError(
+                f"make_mesh({dict(axes)}, dcn={dict(dcn or {})}) inside export_for(): devices are numbered along the "
+                f"last axis first, so the axis between hosts comes first; put {name!r} before the others"
+            )
+        before *= inside
+    return AbstractMesh(tuple(axes.values()), tuple(axes))
 
 
 def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> torch.Tensor:
@@ -132,11 +173,16 @@ def start(mesh: Mesh) -> None:
     if meshes.replicas:
         execute.flush()  # with the collectives of separate processes
     meshes.use(mesh)
-    register_optimizer_step_post_hook(_shard_state)
+    _watch_optimizers()
     if meshes.spans_processes():
         meshes.compare = same_values.compare_inputs
         same_values.one_stream()
     return None
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_shard_state)
 
 
 _compared: set[tuple[Spec, NamedSharding]] = set()
@@ -157,26 +203,28 @@ def constrain(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> None:
     """Splits a result of the step along its first dimensions; XLA chooses for those that `spec` leaves out."""
     with trace.lock:
         buffer = tensor_io.buffer_of(tensor)
-        whole = tuple(tensor.shape) == buffer.spec.shape and tensor.is_contiguous()
+        whole = tensor.numel() == buffer.spec.size and tensor.is_contiguous()  # a linear layer's result is a view
         if buffer.number >= 0 and whole and not _is_input(buffer):
             free = [PartitionSpec.UNCONSTRAINED] * (tensor.dim() - len(spec))
-            assign(buffer, _constrained(buffer.number, buffer.spec, NamedSharding(mesh, PartitionSpec(*spec, *free))))
+            layout = NamedSharding(mesh, PartitionSpec(*spec, *free))
+            assign(buffer, _constrained(buffer.number, buffer.spec, layout, tuple(tensor.shape)))
 
 
-def _constrained(number: int, value_spec: Spec, layout: NamedSharding) -> int:
-    """The value `number` with a layout, as an operation of the step."""
-    key = (value_spec, layout)
+def _constrained(number: int, value_spec: Spec, layout: NamedSharding, shape: tuple[int, ...] | None = None) -> int:
+    """The value `number` with a layout (of its elements in `shape`), as an operation of the step."""
+    seen = value_spec.shape if shape is None else shape
+    key = (value_spec, layout, seen)
     instruction = _constraints.get(key)
     if instruction is None:
 
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-            return [jax.lax.with_sharding_constraint(inputs[0], layout)]
+            return [jax.lax.with_sharding_constraint(inputs[0].reshape(seen), layout).reshape(value_spec.shape)]
 
         instruction = _constraints[key] = Instruction("mark_sharding", emit, (value_spec,), 1)
     return record(instruction, number)
 
 
-_constraints: dict[tuple[Spec, NamedSharding], Instruction] = instruction_cache()
+_constraints: dict[tuple[Spec, NamedSharding, tuple[int, ...]], Instruction] = instruction_cache()
 
 
 def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
@@ -213,7 +261,8 @@ def global_batch(batch: Any, mesh: Mesh, spec: Sequence[Axis]) -> Any:
         whole, layout = _global_shape(tuple(value.shape), mesh, spec)
         with private_api.x64():
             local = to_numpy(value.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg())
-            array = jax.make_array_from_process_local_data(layout, local, whole)
+            absent = meshes.is_absent()
+            array = meshes.put(local) if absent else jax.make_array_from_process_local_data(layout, local, whole)
         metrics.host_to_device += 1
         result = transfer.wrap(array)
         meshes.set_sharding(tensor_io.buffer_of(result), layout)
@@ -231,6 +280,8 @@ def _global_shape(local: tuple[int, ...], mesh: Mesh, spec: Sequence[Axis]) -> t
 
 def _process_parts(mesh: Mesh, spec: Sequence[Axis], rank: int) -> list[int]:
     """Over how many processes each dimension is split."""
+    if meshes.is_absent():
+        return [1] * rank
     trial = tuple(mesh.size for _ in range(rank))  # divides whatever the spec is
     layout = NamedSharding(mesh, _partition("global_batch", trial, mesh, spec))
     places = [place for place in layout.addressable_devices_indices_map(trial).values() if place is not None]
@@ -296,6 +347,8 @@ def sharding_of(tensor: torch.Tensor) -> PartitionSpec | None:
 
 
 def _shard_state(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not meshes.is_partitioned():
+        return  # the mesh of a step that was exported
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, torch.Tensor) or parameter.device.type != DEVICE_TYPE:
             continue
