@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 import torch
 
 import xla_amp
 from xla_amp import stablehlo
 from xla_amp.errors import CaptureError, DeviceError, StepFailedError
-from xla_amp.lazy.runtime import execute, pjrt
+from xla_amp.lazy.runtime import execute, mesh, pjrt
 
 DEVICE = xla_amp.xla_device()
 
@@ -178,3 +181,77 @@ def test_two_programs_are_refused():
 def test_an_unknown_target_lists_the_known_ones():
     with pytest.raises(DeviceError, match=r"'h300'; expected one of cpu, v5e, .*, b200, gpu, tpu"):
         xla_amp.export_for("h300", make_step)
+
+
+def make_on_mesh(axes, recipe="fsdp", dcn=None, batches=lambda x, mesh: x.to(DEVICE)):
+    def make():
+        mesh = xla_amp.make_mesh(axes, dcn=dcn)
+        model = torch.nn.Sequential()
+        model.up_proj, model.down_proj = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+        xla_amp.shard(model, mesh, recipe)
+        optimizer = xla_amp.syncfree.AdamW(model.parameters())
+        x = batches(torch.ones(32, 64), mesh)
+
+        def step():
+            with xla_amp.autocast(DEVICE, dtype=torch.bfloat16):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+def layouts(program):
+    """Layouts of the arguments by shape."""
+    found = re.findall(
+        r"%arg\d+: tensor<([\dx]*)xf32> \{[^}]*?sdy.sharding = #sdy.sharding<@mesh, \[(.*?)\]>", program.mlir_text
+    )
+    return {shape: set(each) for shape, each in itertools.groupby(sorted(found), lambda pair: pair[0])}
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [lambda x, mesh: x.to(DEVICE), lambda x, mesh: xla_amp.global_batch([x], mesh, ("data",))[0]],
+    ids=["upload", "global_batch"],
+)
+def test_a_mesh_of_devices_that_are_not_here(batches):
+    program = xla_amp.export_for("v5p", make_on_mesh({"data": 16, "model": 2}, "fsdp+tp", {"data": 2}, batches))
+    assert "mhlo.num_partitions = 32 : i32" in program.mlir_text
+    found = layouts(program)
+    assert found["128x64"] == {("128x64", '{"model"}, {"data"}')}  # weight and both moments
+    assert found["32x64"] == {("32x64", '{"data"}, {}')}
+    assert mesh.active is None
+    assert make_step()().isfinite()  # this process trains on its own device as before
+
+
+@pytest.mark.parametrize(
+    ("axes", "dcn", "words"),
+    [
+        (None, None, r"no devices are here to count; give the extents"),
+        ({"model": 2, "data": 4}, {"data": 2}, "put 'data' before the others"),
+        ({"data": 4}, {"data": 3}, "expected extents that divide"),
+    ],
+)
+def test_wrong_meshes_inside(axes, dcn, words):
+    with pytest.raises(DeviceError, match=words):
+        xla_amp.export_for("h100", make_on_mesh(axes, dcn=dcn))
+    assert mesh.active is None
+
+
+def test_a_mesh_from_outside_has_other_devices():
+    outside = xla_amp.make_mesh({"data": 1})
+
+    def make():
+        xla_amp.mark_sharding(torch.ones(2).to(DEVICE), outside, ("data",))
+
+    with pytest.raises(DeviceError, match=r"was made outside of export_for\(\); make it inside of it"):
+        xla_amp.export_for("h100", make)
+    kept = []
+    with pytest.raises(TypeError, match="must return the step"):
+        xla_amp.export_for("h100", lambda: kept.append(xla_amp.make_mesh({"data": 2})))
+    with pytest.raises(DeviceError, match=r"was made inside of export_for\(\); make it outside of it"):
+        xla_amp.mark_sharding(torch.ones(2).to(DEVICE), kept[0], ("data",))

@@ -68,6 +68,10 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
     scaler and batch, moves them to `xla_device()`, and returns the step.  The step is called twice, since the first
     call creates the optimizer's state; the program is that of the second.
 
+    A step of several devices makes its mesh inside, ``make_mesh({"data": 16})``, with any extents: `shard`,
+    `mark_sharding` and `global_batch` (which takes the whole batch there) then lay out the program for them, and
+    XLA partitions it when it is compiled.
+
     Args:
         target: ``"v5e"``, ``"v5p"``, ``"v6e"``, ``"a100"``, ``"h100"``, ``"h200"``, ``"b200"``, ``"cpu"``; or a
             platform: ``"gpu"``, ``"tpu"``.
@@ -111,7 +115,8 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
         )
     if mesh.active is not None:
         raise CaptureError(
-            "export_for() exports a step of one device, and this process has a mesh or several processes"
+            "export_for(): this process has a mesh or is one of several; export in a process without, and make "
+            "the mesh of the absent devices inside make_step()"
         )
     recorder = _Recorder()
     with _absent(platform, target, recorder):
@@ -202,7 +207,7 @@ def _absent(platform: Platform, target: str, recorder: _Recorder) -> Iterator[No
     random = generator.state()
     outer, execute.observer = execute.observer, recorder
     try:
-        with pjrt.absent(platform, target), execute.instead(recorder.run):
+        with pjrt.absent(platform, target), mesh.absent(), execute.instead(recorder.run):
             try:
                 yield
             finally:

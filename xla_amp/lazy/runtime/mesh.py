@@ -7,14 +7,15 @@ sharding, so a training step keeps all shardings.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -23,7 +24,8 @@ from xla_amp.lazy.runtime import pjrt
 
 AXIS = "replica"
 """The only axis of a mesh of processes."""
-active: Mesh | None = None
+active: Mesh | AbstractMesh | None = None
+"""An abstract one has no devices: a step is exported for hardware that is absent (`absent`)."""
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
 compare: Callable[[Sequence[np.ndarray | jax.Array]], None] | None = None
@@ -36,7 +38,24 @@ _CERTAINTY = 1.0
 _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
 
 
-def use(mesh: Mesh) -> None:
+@contextlib.contextmanager
+def absent() -> Iterator[None]:
+    """Inside, this process has no mesh yet, and may take an abstract one; what it had comes back at the end."""
+    global active, _shardings
+    outer = active, _shardings
+    active, _shardings = None, weakref.WeakKeyDictionary()
+    try:
+        yield
+    finally:
+        active, _shardings = outer
+
+
+def is_absent() -> bool:
+    """Whether the devices of the mesh are not here: arrays stay where they are, and only their layouts are noted."""
+    return isinstance(active, AbstractMesh)
+
+
+def use(mesh: Mesh | AbstractMesh) -> None:
     """Makes `mesh` the mesh of this process, which has only one; processes that were replicas form one program.
 
     Raises:
@@ -48,6 +67,12 @@ def use(mesh: Mesh) -> None:
             f"this process lays its values out over {describe(active)} and cannot change to {describe(mesh)}; use one "
             "mesh with all the axes"
         )
+    if isinstance(mesh, AbstractMesh) is not pjrt.is_absent():
+        here, there = ("inside", "outside") if pjrt.is_absent() else ("outside", "inside")
+        raise DeviceError(f"the mesh {describe(mesh)} was made {there} of export_for(); make it {here} of it")
+    if isinstance(mesh, AbstractMesh):
+        active = mesh
+        return
     platform = mesh.devices.flat[0].platform
     if platform != pjrt.jax_device().platform:
         raise DeviceError(
@@ -86,14 +111,14 @@ def is_partitioned() -> bool:
     return active is not None and not replicas
 
 
-def describe(mesh: Mesh) -> str:
+def describe(mesh: Mesh | AbstractMesh) -> str:
     """``{'data': 4, 'model': 2}``."""
     return str(dict(mesh.shape))
 
 
 def spans_processes() -> bool:
     """Whether XLA partitions programs over devices of several processes: all of them must run each program."""
-    return is_partitioned() and not default_placement().is_fully_addressable
+    return is_partitioned() and not is_absent() and not default_placement().is_fully_addressable
 
 
 def put(value: np.ndarray | jax.Array) -> jax.Array:
@@ -104,7 +129,8 @@ def put(value: np.ndarray | jax.Array) -> jax.Array:
     if spans_processes():
         return spread(value, NamedSharding(active, PartitionSpec()))  # type: ignore[arg-type]
     if not replicas:
-        placed: jax.Array = jax.device_put(_local(value), default_placement())
+        where = pjrt.jax_device() if is_absent() else default_placement()
+        placed: jax.Array = jax.device_put(_local(value), where)
         return placed
     local = jax.device_put(value, pjrt.jax_device())
     return jax.make_array_from_single_device_arrays(local.shape, default_placement(), [local])
@@ -136,7 +162,7 @@ def default_placement() -> jax.Device | NamedSharding:
 def set_sharding(buffer: Buffer, sharding: NamedSharding) -> None:
     """Sets the sharding of a buffer, for its present array and later ones."""
     _shardings[buffer] = sharding
-    if isinstance(buffer.array, jax.Array):
+    if isinstance(buffer.array, jax.Array) and not is_absent():
         buffer.array = _moved(buffer.array, sharding)
 
 
@@ -155,6 +181,8 @@ def sharding_of(buffer: Buffer) -> NamedSharding | None:
 
 def move_to_mesh(buffers: Iterable[Buffer]) -> None:
     """Moves arrays from before the mesh to the mesh."""
+    if is_absent():
+        return
     devices = default_placement().device_set  # called with a mesh only
     for buffer in buffers:
         if isinstance(buffer.array, jax.Array) and buffer.array.sharding.device_set != devices:
@@ -162,10 +190,18 @@ def move_to_mesh(buffers: Iterable[Buffer]) -> None:
                 buffer.array = put(buffer.array)
 
 
+def placement_of(buffer: Buffer) -> jax.sharding.Sharding:
+    """The sharding of the buffer's array; on an absent mesh, the one that it would have."""
+    if is_absent():
+        return sharding_of(buffer) or NamedSharding(active, PartitionSpec())  # type: ignore[arg-type]
+    sharding: jax.sharding.Sharding = buffer.array.sharding
+    return sharding
+
+
 def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.sharding.Sharding | None, ...]:
     """The sharding of each target, None if XLA may choose; the first `overwritten` ones keep their sharding."""
     return tuple(
-        sharding_of(buffer) or (buffer.array.sharding if index < overwritten else None)
+        sharding_of(buffer) or (placement_of(buffer) if index < overwritten else None)
         for index, buffer in enumerate(targets)
     )
 

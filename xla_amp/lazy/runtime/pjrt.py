@@ -69,6 +69,11 @@ def platform() -> str:
     return _absent[0] if _absent else _present()
 
 
+def is_absent() -> bool:
+    """Whether steps are recorded for a device that is not here (`absent`)."""
+    return _absent is not None
+
+
 def device_kind() -> str:
     """The device by the name that its driver gives it; of an absent one the name of the target, ``"h200"``."""
     return _absent[1] if _absent else str(jax_device().device_kind)

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from xla_amp.stablehlo import workers
 from xla_amp.stablehlo.tools import hlo_text
 
@@ -85,7 +87,9 @@ def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
         raise ValueError(f"the module is for {devices} devices; this target has {', '.join(target['topologies'])}")
     name = target["topologies"][str(devices)]
     single = {"chips_per_host_bounds": [1, 1, 1]} if devices == 1 else {}
-    compiled = client.compile(module, xla_bridge.make_pjrt_tpu_topology(name, **single), options)
+    topology = xla_bridge.make_pjrt_tpu_topology(name, **single)
+    _assign(options, topology)
+    compiled = client.compile(module, topology, options)
     costs = compiled.cost_analysis()
     seconds = costs.get("optimal_seconds")
     if seconds is None or seconds < 0:
@@ -95,21 +99,37 @@ def _tpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> d
     return _read(compiled, costs, seconds, "XLA's cost analysis")
 
 
+def _assign(options: Any, topology: Any) -> None:
+    """Gives each part of the program a device of the topology, in their order.
+
+    On several hosts XLA:TPU refuses a program without it, and crashes for a v5p.
+    """
+    from jaxlib import _jax
+
+    numbers = np.array([device.id for device in topology._make_compile_only_devices()])
+    options.device_assignment = _jax.DeviceAssignment.create(
+        numbers.reshape(options.num_replicas, options.num_partitions)
+    )
+
+
 def _gpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
     from jax._src import xla_bridge
     from jaxlib import _jax
 
     devices = options.num_replicas * options.num_partitions
-    topology = xla_bridge.make_pjrt_topology(
-        "cuda", "", topology=f"1x1x{devices}", target_config=device_description(target)
-    )
+    hosts = max(1, devices // target["gpus_per_host"])
+    if hosts > 1 and devices % target["gpus_per_host"]:
+        raise ValueError(f"the module is for {devices} devices; this target has {target['gpus_per_host']} on a host")
+    # Partitions joined by a fast network, hosts in each, GPUs in each.
+    shape = f"{hosts}x1x{devices // hosts}"
+    topology = xla_bridge.make_pjrt_topology("cuda", "", topology=shape, target_config=device_description(target))
     with _tables(target, devices) as paths:
         ours = {"xla_gpu_collect_cost_model_stats": "True", **paths}
         options.env_option_overrides = [*ours.items(), *options.env_option_overrides]
         compiled = client.compile(module, topology, options)
     (optimized,) = compiled.hlo_modules()
     costs = _jax.hlo_module_cost_analysis(client, optimized)
-    seconds = hlo_text.kernel_seconds(optimized.to_string(), target["bandwidth"])
+    seconds = hlo_text.kernel_seconds(optimized.to_string(), target["bandwidth"], target["matrix"])
     why = "XLA's cost models, kernel by kernel" if seconds is not None else "XLA wrote no estimate into its result"
     return _read(compiled, costs, seconds, why)
 

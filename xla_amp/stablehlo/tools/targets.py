@@ -73,6 +73,10 @@ class Compiled:
         """Number of matrix products and convolutions in the optimized HLO by (left, right, result) dtype."""
         return hlo_text.contractions(self.hlo)
 
+    def collectives(self) -> dict[hlo_text.Collective, hlo_text.Traffic]:
+        """Collective operations in the optimized HLO by kind, with the bytes that they move for each device."""
+        return hlo_text.collectives(self.hlo)
+
 
 class Compilers:
     """Compiles for any target; keeps the compiler processes running until `close` or the end of the ``with`` block."""
