@@ -123,7 +123,7 @@ def test_of_a_module_of_stablehlo(compilers, tmp_path):
 
 def test_why_there_is_no_estimate(monkeypatch):
     def reads(plan):
-        raise ValueError("the step reads a value")
+        raise ValueError("the step\nreads a value")
 
     plans = {"float32": Plan(), "plan": Plan({"a"})}
     found = compiled(TARGET, plans, reads)

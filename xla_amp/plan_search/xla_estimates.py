@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import textwrap
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -84,4 +85,5 @@ def compiled(
 
 
 def _nothing(why: str) -> XlaEstimates:
-    return XlaEstimates(seconds={}, why=f"none: {why}")
+    # One line, since it is also a comment of the policy file.
+    return XlaEstimates(seconds={}, why=textwrap.shorten(f"none: {why}", 600))
