@@ -176,7 +176,7 @@ def measure(front: str, name: str, target: str, plans: int) -> dict[str, Any]:
         found = plan_search.search(_Searched(program), budget=budget)
         took = time.perf_counter() - start
         unseen = [program.evaluate(found.plan, batch) for batch in range(SEARCHED, SEARCHED + UNSEEN)]
-        best = max([found.seconds, *_random(program, budget, plans)])
+        best = max([found.seconds, *_random(program, budget, plans, found.spread)])
         again = same(found.plan, Path(folder))
     return {
         "program": f"{name}, {size}" if size else name,
@@ -204,7 +204,7 @@ def _budget(program: Any, given: Errors, useful: Plan) -> Errors:
     return {**given, last: min(given[last], float(f"{SHARE * worst:.1e}"))}
 
 
-def _random(program: Any, budget: Errors, plans: int) -> list[float]:
+def _random(program: Any, budget: Errors, plans: int, spread: Errors) -> list[float]:
     """Savings of the random plans that are within the budget by the bound of the search."""
     draw, names = random.Random(0), [each.name for each in program.candidates]
     known = measurements.Measurements(program)
@@ -217,7 +217,7 @@ def _random(program: Any, budget: Errors, plans: int) -> list[float]:
             measured.append(known.errors(plan, batch))
             if any(measured[-1][key] > limit for key, limit in budget.items()):
                 break
-        bounds = {key: measurements.bound([each[key] for each in measured], 0.99) for key in budget}
+        bounds = {key: measurements.bound([each[key] for each in measured], 0.99, spread[key]) for key in budget}
         finite = all(math.isfinite(value) for each in measured for value in each.values())
         if len(measured) == USED and finite and all(bounds[key] <= limit for key, limit in budget.items()):
             found.append(sum(each.seconds for each in program.candidates if each.name in plan))

@@ -91,10 +91,11 @@ def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def bound(values: Sequence[float], confidence: float) -> float:
+def bound(values: Sequence[float], confidence: float, least: float = 0.0) -> float:
     """An upper bound for the error on one more batch, at `confidence`, from the errors on `values`' batches.
 
-    It is the prediction limit of a normal sample, ``mean + t s sqrt(1 + 1/n)``, and at least the largest value.
+    It is the prediction limit of a normal sample, ``mean + t s sqrt(1 + 1/n)``, and at least the largest value.  The
+    deviation ``s`` is at least `least` times the mean.
 
     Example:
         >>> round(bound([1.0, 1.0, 1.0], 0.99), 3), round(bound([0.9, 1.0, 1.1], 0.99), 2)
@@ -103,8 +104,15 @@ def bound(values: Sequence[float], confidence: float) -> float:
     worst = max(values)
     if len(values) < 2 or math.isinf(worst):
         return worst
-    spread = statistics.stdev(values) * math.sqrt(1 + 1 / len(values))
-    return max(worst, statistics.fmean(values) + student(confidence, len(values) - 1) * spread)
+    mean = statistics.fmean(values)
+    spread = max(statistics.stdev(values), least * mean) * math.sqrt(1 + 1 / len(values))
+    return max(worst, mean + student(confidence, len(values) - 1) * spread)
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation relative to the mean; 0 of zeros."""
+    mean = statistics.fmean(values)
+    return statistics.stdev(values) / mean if mean else 0.0
 
 
 def student(confidence: float, freedom: int) -> float:

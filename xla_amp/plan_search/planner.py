@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from xla_amp.errors import SearchError
-from xla_amp.plan_search.measurements import Measurements, Plan, Program, bound
+from xla_amp.plan_search.measurements import Measurements, Plan, Program, bound, spread
 from xla_amp.report import paths
 
 FEW: Final = 24
@@ -82,6 +83,8 @@ class Found:
     """Every plan that was measured, in order."""
     noise: Mapping[str, float]
     notes: Sequence[str]
+    spread: Mapping[str, float]
+    """Median relative spread over batches of the measured plans, by quantity; no plan's counts as less."""
 
 
 class _OutOfTimeError(Exception):
@@ -151,6 +154,8 @@ class _Search:
         self.known: dict[Plan, Assessment] = {}
         self.alone: dict[str, Assessment] = {}
         self.notes: list[str] = []
+        self.spreads: dict[str, list[float]] = {}
+        """Quantity -> the relative spread over batches of each plan."""
 
     def run(self) -> Found:
         zero = self._assess(frozenset(), timed=False)
@@ -186,6 +191,7 @@ class _Search:
             tried=tuple(self.known.values()),
             noise=noise,
             notes=tuple(self.notes),
+            spread={name: self._typical(name) for name in zero.errors},
         )
 
     def _explore(self) -> None:
@@ -193,9 +199,11 @@ class _Search:
         if not useful or self._assess(useful).fits:
             return
         units = self._units(useful)
+        self._judge_again()
         fitting = [unit for unit in units if self._assess(unit).fits]
         plan = self._back_off(fitting)
         self._improve(plan, fitting)
+        self._judge_again()
 
     def _units(self, useful: Plan) -> list[Plan]:
         """Candidates that enter and leave a plan together, each measured alone."""
@@ -346,12 +354,32 @@ class _Search:
             over = any(value > self.budget.get(name, math.inf) for name, value in measured[-1].items())
             if plan and (over or not all(map(math.isfinite, measured[-1].values()))):
                 break
+        found = self.known[plan] = self._judged(plan, measured)
+        if plan and found.complete and math.isfinite(found.load):
+            for name in found.errors:
+                self.spreads.setdefault(name, []).append(spread([each[name] for each in measured]))
+        return found
+
+    def _judge_again(self) -> None:
+        """Judges the plans so far by the spread of all of them, which those before did not know."""
+        for plan, found in self.known.items():
+            if found.complete:
+                self.known[plan] = self._judged(plan, [self.measurements.errors(plan, batch) for batch in self.used])
+        self.alone = {name: self.known[found.plan] for name, found in self.alone.items()}
+
+    def _typical(self, name: str) -> float:
+        """The least spread that counts: of many plans the best is one whose errors differ little, if only by chance."""
+        return statistics.median(self.spreads.get(name, [0.0]))
+
+    def _judged(self, plan: Plan, measured: Sequence[Mapping[str, float]]) -> Assessment:
         errors = {name: max(each[name] for each in measured) for name in measured[0]}
-        bounds = {name: bound([each[name] for each in measured], self.confidence) for name in errors}
+        bounds = {
+            name: bound([each[name] for each in measured], self.confidence, self._typical(name)) for name in errors
+        }
         load = max((bounds[name] / limit for name, limit in self.budget.items() if name in bounds), default=0.0)
         if not all(map(math.isfinite, errors.values())):
             load = math.inf
-        found = Assessment(
+        return Assessment(
             plan=plan,
             seconds=self._saving(plan) if plan else 0.0,
             errors=errors,
@@ -359,5 +387,3 @@ class _Search:
             load=load,
             complete=len(measured) == len(self.used),
         )
-        self.known[plan] = found
-        return found
