@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from xla_amp.stablehlo.tools import targets
@@ -86,11 +85,10 @@ def test_sharded_parameters_are_gathered_and_activations_scattered_on_h100(compi
 
 
 def test_sharded_parameters_are_gathered_on_v5e(compiled):
-    """Where XLA:TPU likes to send parts around in a ring while it multiplies; with JAX 0.11 it reduces and slices."""
+    """Once XLA:TPU knows where each device is, it reduces these small gradients and slices; large ones go in a ring."""
     kinds = {kind for kind, _ in collectives(compiled("v5e", "sharded").hlo)}
     assert "all-gather" in kinds
-    newer = {"all-reduce"} if jax.__version_info__ >= (0, 11) else set()
-    assert kinds & {"reduce-scatter", "collective-permute", *newer}
+    assert kinds & {"reduce-scatter", "collective-permute", "all-reduce"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
