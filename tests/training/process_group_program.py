@@ -159,12 +159,15 @@ def tokens_of(step, rank, part):
 def refusals(rank, world, device):
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.distributed.tensor import distribute_tensor
 
-    layer = nn.Linear(4, 4).to(device)
+    layer, model = nn.Linear(4, 4).to(device), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device)
+    parts, own = list(model.modules()), [dict(vars(part)) for part in model.modules()]
     calls = {
         "fully_shard": lambda: fully_shard(layer),
-        "FSDP": lambda: FullyShardedDataParallel(nn.Linear(4, 4).to(device)),
+        "FSDP": lambda: FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+        "FSDP of the CPU": lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_id=device),
         "distribute_tensor": lambda: distribute_tensor(layer.weight, dist.init_device_mesh("jax", (world,))),
         "find_unused_parameters": lambda: DistributedDataParallel(layer, find_unused_parameters=True),
         "device_ids": lambda: DistributedDataParallel(layer, device_ids=[5]),
@@ -178,6 +181,7 @@ def refusals(rank, world, device):
             found[name] = "nothing"
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    found["untouched"] = parts == list(model.modules()) and own == [vars(part) for part in parts]
     with_pickle = dist.new_group(backend="gloo")
     saved = {"weight": torch.full((2,), 3.0, device=device)}
     folder = Path(sys.argv[1], "distcp")

@@ -89,6 +89,7 @@ def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
         ("fully_shard", "DeviceError: torch's DeviceMesh.*xla_amp.shard"),
         ("distribute_tensor", "DeviceError: torch's DeviceMesh.*xla_amp.shard"),
         ("FSDP", "DeviceError: .*FullyShardedDataParallel.*xla_amp.shard"),
+        ("FSDP of the CPU", "DeviceError: .*FullyShardedDataParallel.*xla_amp.shard"),
         ("find_unused_parameters", "DeviceError: .*use xla_amp.DistributedDataParallel"),
         ("device_ids", r"DeviceError: .*device_ids=\[5\].*leave device_ids out"),
         ("object", "TypeError: .*cannot send a .*function.*JSON.*backend='gloo'"),
@@ -100,6 +101,7 @@ def test_what_does_not_work_is_refused_at_the_call(found, call, said):
         text = process["refusals"][call]
         assert re.search(said, text, re.DOTALL), text
         assert process["refusals"]["loaded"] == [3.0, 3.0]
+        assert process["refusals"]["untouched"]
 
 
 @pytest.mark.parametrize(

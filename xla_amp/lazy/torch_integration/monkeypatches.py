@@ -300,6 +300,14 @@ def _replace_device_mesh_constructor() -> None:
         mesh.__init__ = torch_parallel.device_mesh(mesh.__init__)  # type: ignore[method-assign]
 
 
+def _replace_fully_sharded_constructor() -> None:
+    def change(module: Any) -> None:
+        kind = module.FullyShardedDataParallel
+        kind.__init__ = torch_parallel.fully_sharded(kind.__init__)
+
+    torch_parallel.when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", change)
+
+
 def _replace_object_exchange() -> None:
     if torch.distributed.is_available():
         from torch.distributed import distributed_c10d
@@ -413,6 +421,12 @@ PATCHES = (
         reason="fully_shard, DTensor and tensor parallelism are built on a mesh. They resize storages and use streams, "
         "and fail in the forward pass; without a mesh they are refused at the call.",
         install=_replace_device_mesh_constructor,
+    ),
+    Patch(
+        names=("torch.distributed.fsdp.FullyShardedDataParallel.__init__",),
+        reason="It wraps parts of the module and flattens parameters before it fails, as it resizes storages. Refused "
+        "at the call the module stays as it was. torch imports it on first use, and then it is replaced.",
+        install=_replace_fully_sharded_constructor,
     ),
     Patch(
         names=(
