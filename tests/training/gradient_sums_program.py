@@ -66,18 +66,26 @@ def step(platform):
     return target_program.text(next(reversed(execute._programs)), platform)
 
 
-def gradients(dtype):
-    """Of weights that see ones.  The parts are 256.1 and -255.9."""
+class Beside(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.conv, self.linear, self.low = nn.Conv2d(4, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)
+
+    def forward(self, x):
+        return self.conv(x[:, :, None, None]).flatten(1), self.linear(2 * x), self.low(x.to(self.low.weight.dtype))
+
+
+def gradients(dtype, rules=None):
+    """Of weights that see ones or twos.  The parts are 256.1 and -255.9, or twice that."""
     marked, device = Mesh(np.array(jax.devices()[:8]), ("data",)), xla_amp.xla_device()
-    modules = nn.ModuleList([nn.Conv2d(4, 4, 1), nn.Linear(4, 4), nn.Linear(4, 4, dtype=dtype)]).to(device)
-    conv, linear, low = modules
+    model = Beside(dtype).to(device)
     x, factor = torch.ones(16, 4).to(device), torch.tensor([256, 0.1, -256, 0.1] * 4)[:, None].to(device)
     for batch in (x, factor):
         xla_amp.mark_sharding(batch, marked, ("data",))
-    with xla_amp.autocast(device, dtype, policy="tpu"):
-        results = conv(x[:, :, None, None]).flatten(1), linear(x), low(x.to(dtype))
+    with xla_amp.autocast(device, dtype, policy="tpu", rules=rules):
+        results = model(x)
     sum((result.float() * factor).sum() for result in results).backward()
-    return {name: p.grad.float().cpu().flatten().tolist() for name, p in modules.named_parameters()}
+    return {name: p.grad.float().cpu().flatten().tolist() for name, p in model.named_parameters()}
 
 
 if __name__ == "__main__":
@@ -88,4 +96,7 @@ if __name__ == "__main__":
             Path(sys.argv[2], f"{platform}.mlir").write_text(step(platform))
     else:
         pjrt.platform = lambda: "tpu"
-        print(json.dumps({name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}))
+        found = {name: gradients(getattr(torch, name)) for name in ("bfloat16", "float16")}
+        found["low"] = gradients(torch.bfloat16, {"reduce_gradients": "low"})
+        found["one low"] = gradients(torch.bfloat16, {"*/linear.reduce_gradients": "low"})
+        print(json.dumps(found))

@@ -36,7 +36,14 @@ def test_parts_that_cancel_leave_the_rest(numbers, dtype):
     name = str(dtype).removeprefix("torch.")
     exact = 8 * torch.tensor(0.1, dtype=dtype).item()
     for weight, values in numbers[name].items():
-        assert values == pytest.approx([exact] * len(values), rel=torch.finfo(dtype).eps), weight
+        twice = 2 if weight == "linear.weight" else 1
+        assert values == pytest.approx([twice * exact] * len(values), rel=torch.finfo(dtype).eps), weight
+
+
+def test_a_rule_leaves_the_sums_in_the_dtype_of_the_products(numbers):
+    for weight in ("conv.weight", "linear.weight", "low.weight"):
+        assert set(numbers["low"][weight]) == {0.0}
+        assert numbers["one low"][weight] == (numbers["low"] if "linear" in weight else numbers["bfloat16"])[weight]
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import xla_model as xm
+from xla_amp.pytorch.distributed import xm_collectives
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 from xla_amp.pytorch.recorder.monitor import Monitor, monitor
@@ -404,11 +405,6 @@ def _no_group(group: Any) -> None:
         raise ValueError(f"group={group!r}: on the XLA device all processes reduce together; leave it out")
 
 
-def _average(gradients: list[torch.Tensor]) -> None:
-    if gradients:
-        xm.all_reduce("sum", gradients, scale=1 / xm.xrt_world_size())
-
-
 def _is_watched(trainer: Any) -> bool:
     """Whether a progress bar, or code that is not Lightning's, may read values of one process after each batch."""
     hooks = [
@@ -462,7 +458,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
         """Averages the gradients of manual optimization, in which users clip before they step."""
         module: Any = self.lightning_module
         if not module.automatic_optimization:
-            _average([p.grad for p in module.parameters() if p.grad is not None])
+            xm_collectives.average(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Averages the gradients after the backward pass, steps, and ends the program."""
@@ -524,8 +520,8 @@ class FabricXLAProcessesStrategy(_Together, FabricParallel):
         """Averages the gradients after the backward pass; those that others have averaged stay as they are."""
         super().backward(tensor, module, *args, **kwargs)
         if self.averages:
-            found = {id(p): p.grad for part in self._modules for p in part.parameters() if p.grad is not None}
-            _average(list(found.values()))
+            found = {id(p): p for part in self._modules for p in part.parameters()}
+            xm_collectives.average(list(found.values()))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Steps, and ends the program."""

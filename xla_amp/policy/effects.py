@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+from xla_amp import config
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
@@ -123,8 +124,23 @@ def _visible(vocabulary: Vocabulary) -> frozenset[str]:
     return frozenset(each for name in names for each in op_catalog.meanings(vocabulary, name)).union(others)
 
 
+def _is_gradient_sum(pattern: str) -> bool:
+    if module_patterns.is_module_pattern(pattern):
+        return op_catalog.GRADIENT_SUM in module_patterns.parse(pattern).operations
+    return pattern == op_catalog.GRADIENT_SUM
+
+
+def _is_for_all(layer: RuleLayer) -> bool:
+    """Whether other calls see the layer, too: one for all policies."""
+    return layer.layer in ("override", "environment") or layer.origin == str(config.policy_file())
+
+
 def invisible(pattern: str, vocabulary: Vocabulary) -> str:
     """Why no program in `vocabulary` has an operation that `pattern` reaches; empty if one may have."""
+    if _is_gradient_sum(pattern):
+        if vocabulary == "stablehlo":
+            return "collectives keep their dtypes; change them where the program is made"
+        return "xla_amp.jax.reduce_gradients follows it: give it policy=, or put an override around both"
     if module_patterns.is_module_pattern(pattern) or not _visible(vocabulary).isdisjoint(op_catalog.matching(pattern)):
         return ""
     front = _FRONTS[vocabulary]
@@ -159,6 +175,8 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
                 if pair in effects.followed:
                     continue
                 hidden = invisible(pattern, vocabulary)
+                if vocabulary == "jaxpr" and _is_gradient_sum(pattern) and _is_for_all(layer):
+                    continue
                 hidden = hidden or (no_modules if module_patterns.is_module_pattern(pattern) else "")
                 why = hidden or effects.kept.get(pair)
                 why = why or f"it matched no operation of the program{_hint(pattern, vocabulary, effects.paths)}"
@@ -204,7 +222,8 @@ _reported: set[Reach] = set()
 def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
     """Reports the rules of an override that closes and have had no effect in this process.
 
-    Nothing is reported if no operation has been decided with them: the block ran nothing under autocast.
+    Nothing is reported if no operation has been decided with them: the block ran nothing under autocast.  A rule for
+    the sums of gradients is left out: they may come after the block.
 
     Raises:
         PolicyError: with `strict`, instead of a warning.
@@ -214,12 +233,25 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
     lines = [
         f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation{_instead(pair, layer)}"
         for pair in unused((layer,))
-        if pair not in _reported
+        if pair not in _reported and not _is_gradient_sum(pair.pattern)
     ]
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))
     if lines:
         _warn(_text(lines, "what ran under autocast"))
+
+
+@functools.lru_cache(maxsize=256)
+def report_sums(policy: Policy, device_type: str) -> None:
+    """Warns, once, of rules for the sums of gradients on a device of torch's own."""
+    pairs = [Reach(pattern, rule) for rule in policy.rules for pattern in rule.operations if _is_gradient_sum(pattern)]
+    lines = [
+        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): torch's DistributedDataParallel adds gradients on "
+        f"{device_type!r}; give it a communication hook"
+        for pair in pairs
+    ]
+    if lines:
+        _warn(_text(lines, f"torch's device {device_type!r}"))
 
 
 def report_measured(layer: RuleLayer) -> None:

@@ -26,6 +26,10 @@ Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 CLASS: Final = "class:"
 """Prefix of an operation class in a rule."""
 
+GRADIENT_SUM: Final = "reduce_gradients"
+"""Name in rules of the sum of gradients over devices or processes.  No glob, class or rule for whole modules reaches
+it."""
+
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -191,15 +195,20 @@ def _meant(name: str) -> list[str]:
 
 def unfit(operations: Iterable[str], cast: Cast) -> str:
     """Why `operations`, exact names that one pattern reaches, cannot have the cast; empty if they can."""
+    operations = tuple(operations)
     if cast == "fp32_inside":
         wrong = sorted(set(operations) - catalogue().fp32_inside)
         why = catalogue().fp32_inside_why
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
-    elif cast in FLOAT8_CASTS:
+    elif cast in FLOAT8_CASTS and GRADIENT_SUM not in operations:
         wrong = sorted(set(operations) - _WEIGHTED)
         why = f"it is for products with a weight matrix: {', '.join(sorted(_WEIGHTED))}"
+    elif GRADIENT_SUM in operations and cast not in ("fp32", "low", "keep"):
+        wrong = [GRADIENT_SUM]
+        narrow = "a sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it"
+        why = narrow if cast in FLOAT8_CASTS else "gradients are added in float32, the low dtype or their own ('keep')"
     else:
         return ""
     if not wrong:
@@ -325,7 +334,7 @@ def named(pattern: str) -> tuple[str, ...]:
 
 def catalogued(name: str) -> tuple[str, ...]:
     """Operations of the catalogue that an exact name or a packet means; a namespaced name means itself."""
-    if "::" in packet(name) or (name in catalogue().classes and "." in name):
+    if name == GRADIENT_SUM or "::" in packet(name) or (name in catalogue().classes and "." in name):
         return (name,)
     return () if name in catalogue().no_rule else _by_packet(frozenset()).get(name, ())
 
@@ -336,6 +345,8 @@ def _matching(pattern: str) -> tuple[str, ...]:
         return tuple(sorted(n for n in catalogue().classes if fits(pattern, n) and packet(n) not in excluded))
     if packet(pattern) in excluded:
         return ()
+    if pattern == GRADIENT_SUM:
+        return (pattern,)
     if "::" in pattern:
         # Names of other libraries are not checked; `unused_rules` lists those that never match.
         return (pattern,) if all(pattern.split("::")) else ()
@@ -362,7 +373,7 @@ def unknown(pattern: str) -> str:
     if not is_glob(pattern) and not _may_autocast(pattern):
         return f"operation {pattern!r} never autocasts: only out-of-place forward operations do, e.g. 'add'"
     names = known_operations().union(
-        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo
+        map(packet, known_operations()), catalogued.spellings, catalogued.jaxpr, catalogued.stablehlo, [GRADIENT_SUM]
     )
     if is_glob(pattern):
         return f"unknown operation {pattern!r}: no operation matches it (a glob of *, ? and [...], e.g. 'linalg_*')"

@@ -14,6 +14,9 @@ from xla_amp.types import Cast, Layer, LowDtype, OperationClass
 MEASURED: Final = "precision search"
 """Source of a policy that was measured for one program, so that its rules without an effect are always reported."""
 
+_NO_OPERATION: Final = frozenset({op_catalog.GRADIENT_SUM})
+"""Names in rules that are no operations which a front sees: it asks for them itself."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
@@ -174,11 +177,12 @@ class RuleLayer:
         if self.layer == "builtin":
             return frozenset(name for name in self._exact if not module_patterns.is_module_pattern(name))
         patterns = (pattern for pattern in self._exact if not module_patterns.is_module_pattern(pattern))
-        return frozenset(name for pattern in patterns for name in op_catalog.matching(pattern))
+        return frozenset(name for pattern in patterns for name in op_catalog.matching(pattern)) - _NO_OPERATION
 
     def reach_in_modules(self) -> frozenset[str]:
         """Operations that its rules for modules reach inside these."""
-        return frozenset(n for pair in self._module_patterns for n in module_patterns.operations(pair.pattern))
+        reached = frozenset(n for pair in self._module_patterns for n in module_patterns.operations(pair.pattern))
+        return reached - _NO_OPERATION
 
 
 def _agreed(reached: list[Reach], names: tuple[str, ...], where: str = "") -> tuple[Reach, ...]:

@@ -50,6 +50,8 @@ _open: dict[str, list[Token]] = {}
 """All open regions of the process by device type, newest last."""
 _newest: dict[str, Region] = {}
 """Newest open region by device type, read without the lock."""
+_latest: dict[str, Region] = {}
+"""The region by device type that was opened last, open or closed."""
 
 _push_listeners: tuple[Callable[[str, Region], object], ...] = ()
 _pop_listeners: tuple[Callable[[str, Region], object], ...] = ()
@@ -82,6 +84,8 @@ def push(device_type: str, region: Region) -> Token:
         stack.append(token)
         _open.setdefault(device_type, []).append(token)
         _newest[device_type] = region
+        if region.enabled:
+            _latest[device_type] = region
     return token
 
 
@@ -115,6 +119,14 @@ def current(device_type: str) -> Region | None:
     if stack:
         return stack[-1].region
     return _newest.get(device_type) if _thread.foreign else None
+
+
+def latest(device_type: str) -> Region | None:
+    """The innermost region that is open on this thread, else the one that any thread opened last; None before any.
+
+    For what follows a forward pass outside of its region.
+    """
+    return current(device_type) or _latest.get(device_type)
 
 
 def opened_here(device_type: str) -> Region | None:

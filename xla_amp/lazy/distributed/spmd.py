@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
 
-from xla_amp.backends import base, devices
+from xla_amp.backends import base, devices, module_paths
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes, same_values
@@ -32,6 +32,7 @@ from xla_amp.lazy.runtime import mesh as meshes
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.policy import default_name, gradient_sums
 
 Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""
@@ -160,6 +161,18 @@ def mark_sharding(tensor: torch.Tensor, mesh: Mesh, spec: Sequence[Axis]) -> tor
     return tensor
 
 
+def _in_product_dtype(parameters: Sequence[Buffer]) -> tuple[int, ...]:
+    """Positions of the parameters that a rule ``reduce_gradients = low`` or ``keep`` reaches."""
+    sums = gradient_sums.after_region(DEVICE_TYPE, default_name(pjrt.platform()))
+    if not sums.has_rules:
+        return ()
+    paths: dict[int, str] = {}
+    if sums.by_module:
+        paths = {id(tensor_io.buffer_of(p)): path for p, path in module_paths.parameters(DEVICE_TYPE)}
+    decisions = [(index, sums.decide(paths.get(id(buffer)))) for index, buffer in enumerate(parameters)]
+    return tuple(index for index, each in decisions if each.rule is not None and each.cast != "fp32")
+
+
 def _is_input(buffer: Buffer) -> bool:
     """Whether the trace has read the buffer's array and not written to the buffer."""
     pairs = zip(trace.parameters, trace.parameter_numbers, strict=True)
@@ -174,6 +187,7 @@ def start(mesh: Mesh) -> None:
         execute.flush()  # with the collectives of separate processes
     meshes.use(mesh)
     _watch_optimizers()
+    meshes.in_product_dtype = _in_product_dtype
     if meshes.spans_processes():
         meshes.compare = same_values.compare_inputs
         same_values.one_stream()

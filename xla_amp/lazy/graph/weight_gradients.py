@@ -34,8 +34,8 @@ _SUMS: Final = frozenset(
 """They sum in float32.  XLA:TPU sums the parts of devices in half, if the result is converted to that right after."""
 
 
-def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]]) -> dict[int, int | None]:
-    """Number of an operation's first result -> number of the weight, for those that give weights their gradients.
+def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]]) -> dict[int, frozenset[int]]:
+    """Number of an operation's first result -> numbers of weights, for those that give weights their gradients.
 
     A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
     computed from a weight (``weight_norm``) does not.
@@ -44,7 +44,7 @@ def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]])
         operations: `compile.steps` of a trace.
 
     Returns:
-        The weight is None where a convolution has one that is no input of the program.
+        Several weights where it may be the gradient of any of them; none for a convolution's that is no input.
     """
     origin: list[int] = []
     """Value -> the value that it is another form of."""
@@ -52,7 +52,7 @@ def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]])
     inputs: set[int] = set()
     partners: dict[int, list[int]] = {}
     """Value -> inputs that it was multiplied with."""
-    found: dict[int, int | None] = {}
+    found: dict[int, frozenset[int]] = {}
     products: list[tuple[int, int]] = []
     """(result, factor whose other factor is computed)."""
     for instruction, _, operands in operations:
@@ -60,13 +60,11 @@ def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]])
         if instruction.emit is None:
             inputs.add(first)
         elif name in _CONVOLUTIONS:
-            weight = origin[operands[2]]
-            found[first] = weight if weight in inputs else None
+            found[first] = frozenset({origin[operands[2]]} & inputs)
         elif name in _SUMS:
-            weights = {sizes[weight]: weight for weight in inputs}
-            found.update(
-                (first, weights[out.size]) for out in instruction.outs if out is not None and out.size in weights
-            )
+            results = {out.size for out in instruction.outs if out is not None}
+            if weights := frozenset(number for number in inputs if sizes[number] in results):
+                found[first] = weights
         elif name in _PRODUCTS:
             factors = [origin[operand] for operand in operands[-2:]]
             for value, other in (factors, factors[::-1]):
@@ -78,5 +76,7 @@ def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]])
         origin += [origin[operands[0]] if same else first + i for i in range(len(instruction.outs))]
         sizes += [0 if out is None else out.size for out in instruction.outs]
     for result, factor in products:
-        found.update((result, weight) for weight in partners.get(factor, ()) if sizes[weight] == sizes[result])
+        weights = frozenset(weight for weight in partners.get(factor, ()) if sizes[weight] == sizes[result])
+        if weights and (result not in found or len(weights) < len(found[result])):
+            found[result] = weights  # layers may share the data, but seldom the gradient
     return found

@@ -170,7 +170,9 @@ def _run() -> None:
             # Only an overwritten value has an output of the same sharding, which can reuse its memory.
             spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
             shardings = Shardings(
-                tuple(map(mesh.placement_of, parameters)), mesh.output_shardings(targets, len(overwritten))
+                tuple(map(mesh.placement_of, parameters)),
+                mesh.output_shardings(targets, len(overwritten)),
+                mesh.in_product_dtype(parameters) if mesh.in_product_dtype is not None else (),
             )
         wanted = tuple(buffer.number for buffer in targets)
         key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)

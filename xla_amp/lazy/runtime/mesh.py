@@ -31,6 +31,9 @@ replicas = False
 compare: Callable[[Sequence[np.ndarray | jax.Array]], None] | None = None
 """Called with the inputs of each new program over a mesh of several processes; raises if a value that each process
 holds whole is not the same on all (`xla_amp.lazy.distributed.same_values`)."""
+in_product_dtype: Callable[[Sequence[Buffer]], tuple[int, ...]] | None = None
+"""Returns which inputs of a program are weights whose gradients a rule lets XLA add in the dtype of the products
+(`xla_amp.lazy.distributed.spmd`)."""
 ended: Callable[[], Sequence[str]] | None = None
 """Returns the names of processes that have ended; None for a single process."""
 _CERTAINTY = 1.0

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from xla_amp import config
-from xla_amp.errors import DeviceError
+from xla_amp.errors import DeviceError, PolicyError
+from xla_amp.lazy.runtime import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.policy import default_name, gradient_sums
 
 _NEEDS_OURS = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
@@ -48,9 +50,30 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
             for name in ("device_ids", "output_device"):
                 if name in given:
                     given[name] = _here(name, given[name])
+            if type(self) is torch.nn.parallel.DistributedDataParallel:
+                _check_rules(given["module"])
         original(*bound.args, **bound.kwargs)
 
     return construct
+
+
+def _check_rules(module: torch.nn.Module) -> None:
+    """Raises for a rule that asks for another dtype of the sums than torch's reducer has.
+
+    Raises:
+        PolicyError: see above.
+    """
+    sums = gradient_sums.after_region(DEVICE_TYPE, default_name(pjrt.platform()))
+    if not sums.has_rules:
+        return
+    for name, parameter in module.named_parameters():
+        own, path = str(parameter.dtype).removeprefix("torch."), name.rpartition(".")[0]
+        if parameter.requires_grad and parameter.is_floating_point() and sums.dtype(own, path) != own:
+            raise PolicyError(
+                f"{sums.decide(path).origin}: torch's DistributedDataParallel adds gradients in their own dtype, "
+                f"{own} for {name}; use xla_amp.DistributedDataParallel, which follows the rule, or a communication "
+                "hook without the rule"
+            )
 
 
 def _here(name: str, value: Any) -> Any:

@@ -204,6 +204,7 @@ class autocast:
         region = native.region(self.device, low, self.enabled, self.cache_enabled)
         token = None
         if rules is not None:
+            effects.report_sums(rules, self.device)
             named = str(region.fast_dtype).removeprefix("torch.")
             token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
         region.__enter__()

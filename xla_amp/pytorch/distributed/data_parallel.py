@@ -118,7 +118,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ready = [parameter for parameter in self._in_order if parameter in self._ready]
         self._ready.clear()
         self._reduced.update(ready)
-        xm_collectives.average([parameter.grad for parameter in ready if parameter.grad is not None])
+        xm_collectives.average(ready)
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises: all processes run one program, so each has the same number of batches.
