@@ -30,8 +30,10 @@ from xla_amp.lowering.nn.convolution_taps import Geometry
 from xla_amp.lowering.operand import up
 from xla_amp.lowering.registry import register
 
-_MIN_DOT_CHANNELS = 256
+_MIN_DOT_CHANNELS = 128
 """Channels from which one bfloat16 dot per tap is faster than XLA:CPU's float32 convolution."""
+_MAX_POINTWISE_ROWS = 1024
+"""Elements of a channel up to which a pointwise bfloat16 convolution is faster with channels last."""
 
 
 def _xla_convolution(x: jax.Array, weight: jax.Array, geometry: Geometry) -> jax.Array:
@@ -55,6 +57,8 @@ class Convolution:
     dtype: np.dtype
     weight_shape: tuple[int, ...]
     geometry: Geometry
+    rows: int
+    """Elements of one channel of the result: the batch times the spatial extents."""
     platform: str
 
     @property
@@ -63,7 +67,8 @@ class Convolution:
         filters, channels, *kernel = self.weight_shape
         groups, size = self.geometry.groups, " x ".join(map(str, kernel))
         grouped = f", {groups} groups" if groups > 1 else ""
-        return f"{channels * groups} channels, {filters} filters of {size}{grouped}, {self.dtype}"
+        sizes = f"{channels * groups} channels, {filters} filters of {size}{grouped}"
+        return f"{sizes}, {self.rows} elements a channel, {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,8 +136,13 @@ def _has_many_taps(call: Convolution) -> bool:
     return math.prod(call.weight_shape[2:]) > 1
 
 
-def _is_wide(call: Convolution) -> bool:
-    return call.dtype == jnp.bfloat16 and min(call.weight_shape[:2]) >= _MIN_DOT_CHANNELS
+def _channels_last(call: Convolution) -> str | None:
+    if call.dtype != jnp.bfloat16 or call.geometry.groups > 1:
+        return "not bfloat16, or several groups"
+    if not _has_many_taps(call):
+        return f"over {_MAX_POINTWISE_ROWS} elements a channel" if call.rows > _MAX_POINTWISE_ROWS else None
+    narrow = min(call.weight_shape[:2]) < _MIN_DOT_CHANNELS
+    return f"fewer than {_MIN_DOT_CHANNELS} channels or filters" if narrow else None
 
 
 FORMS: Final = (
@@ -142,14 +152,14 @@ FORMS: Final = (
         lambda call: None if _is_depthwise(call) else "not one channel and one filter in each group",
     ),
     _taps(
+        "channels_last",
+        "one bfloat16 dot for each tap beats a float32 convolution; a large weight is not transposed",
+        _channels_last,
+    ),
+    _taps(
         "channels_first",
         "one dot of all groups for each tap; no copy for a single tap",
         lambda call: "several taps, one group" if call.geometry.groups == 1 and _has_many_taps(call) else None,
-    ),
-    _taps(
-        "channels_last",
-        "one bfloat16 dot for each tap is faster than a float32 convolution",
-        lambda call: None if _is_wide(call) else f"not bfloat16, or fewer than {_MIN_DOT_CHANNELS} channels or filters",
     ),
     ConvolutionForm(
         name="xla, in float32",
@@ -170,29 +180,38 @@ FORMS: Final = (
 """In order of preference: the first without an objection is used; docs/lowering.md has the measurements."""
 
 
-def form_of(dtype: np.dtype, weight_shape: Sequence[int], geometry: Geometry, platform: str) -> ConvolutionForm:
-    """The form in which a convolution and its gradients are computed."""
-    call = Convolution(dtype=np.dtype(dtype), weight_shape=tuple(weight_shape), geometry=geometry, platform=platform)
+def form_of(
+    dtype: np.dtype, weight_shape: Sequence[int], geometry: Geometry, rows: int, platform: str
+) -> ConvolutionForm:
+    """The form in which a convolution and its gradients are computed; the arguments are those of `Convolution`."""
+    shape = tuple(weight_shape)
+    call = Convolution(dtype=np.dtype(dtype), weight_shape=shape, geometry=geometry, rows=rows, platform=platform)
     return forms.choose("convolution", FORMS, call)
+
+
+def _rows(result: jax.Array) -> int:
+    return result.shape[0] * math.prod(result.shape[2:])
 
 
 def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, platform: str) -> jax.Array:
     """The convolution of `x` with `weight`."""
-    return form_of(x.dtype, weight.shape, geometry, platform).forward(x, weight, geometry)
+    rows = x.shape[0] * math.prod(geometry.extents(x.shape[2:], weight.shape[2:]))
+    return form_of(x.dtype, weight.shape, geometry, rows, platform).forward(x, weight, geometry)
 
 
 def data_gradient(
     grad: jax.Array, weight: jax.Array, spatial: Sequence[int], geometry: Geometry, platform: str
 ) -> jax.Array:
     """The gradient of an input with spatial extents `spatial`, or the transposed convolution of `grad` to them."""
-    return form_of(grad.dtype, weight.shape, geometry, platform).data_gradient(grad, weight, spatial, geometry)
+    form = form_of(grad.dtype, weight.shape, geometry, _rows(grad), platform)
+    return form.data_gradient(grad, weight, spatial, geometry)
 
 
 def weight_gradient(
     grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, platform: str, wide: bool = False
 ) -> jax.Array:
     """The gradient of a weight of shape `weight_shape`; with `wide` that of half operands is float32."""
-    form = form_of(x.dtype, weight_shape, geometry, platform)
+    form = form_of(x.dtype, weight_shape, geometry, _rows(grad), platform)
     if wide and form.weight_gradient is _xla_weight_gradient:
         return _wide_weight_gradient(grad, x, weight_shape, geometry)
     return form.weight_gradient(grad, x, weight_shape, geometry)  # the others sum in float32

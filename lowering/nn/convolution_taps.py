@@ -8,7 +8,7 @@ form             layout and product                              used for
 ===============  ==============================================  =========================================
 depthwise        ``(N, C, *)``, elementwise                      one channel and one filter in each group
 channels_first   ``(C, N, *)``, dots with a leading group axis   grouped, and 1x1 (where no copy is made)
-channels_last    ``(N, *, C)``, dots                             one group, many channels
+channels_last    ``(N, *, C)``, dots                             one group, many channels or few elements in each
 ===============  ==============================================  =========================================
 """
 
@@ -205,4 +205,6 @@ def weight_gradient(
             rows = grad.reshape(-1, filters)
             part = contract(rows, window.reshape(-1, channels), ((0,), (0,)), platform="cpu")
         parts.append(part.reshape(filters, channels))
-    return jnp.stack(parts, axis=-1).reshape(filters, channels, *kernel).astype(opmath(x.dtype))
+    # Taps between filters and channels, so that rows of channels are copied: with taps last, one element at a time.
+    whole = jnp.moveaxis(jnp.stack(parts, axis=1), 1, -1)
+    return whole.reshape(filters, channels, *kernel).astype(opmath(x.dtype))
