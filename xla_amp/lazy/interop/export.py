@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
+from xla_amp import events
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError
 from xla_amp.lazy import private_api
@@ -136,6 +137,8 @@ class _Run:
     """How many integers are lifted ones."""
     numbers: list[int]
     """Numbers of the parameters in the trace."""
+    where: str
+    """The user's ``file:line`` that ended it."""
 
 
 class _Recorder:
@@ -169,6 +172,7 @@ class _Recorder:
             ints=self._ints,
             lifted=len(trace.ints),
             numbers=list(trace.parameter_numbers),
+            where=events.user_location(),
         )
         self.runs.append(run)
 
@@ -179,8 +183,8 @@ class _Recorder:
         if not self.runs:
             raise CaptureError("export(): the call recorded nothing on the lazy device; are its tensors there?")
         raise CaptureError(
-            f"export(): the call ran {len(self.runs)} programs; expected one. Take .item(), print and sync() out of "
-            "it, or export its parts"
+            f"export(): the call ran {len(self.runs)} programs; expected one. The first ended at {self.runs[0].where}. "
+            "Take .item(), print, `if tensor:` and sync() out of it, or export its parts"
         )
 
 
