@@ -153,7 +153,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         ("max_error", "inputs"),
         ("target_error", "inputs"),
         ("budget_seconds", "target_error"),
-        ("target", "target_error"),
     ):
         if getattr(arguments, option) is not None and not getattr(arguments, needed):
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
