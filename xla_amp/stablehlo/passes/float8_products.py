@@ -370,6 +370,13 @@ def is_product(operation: Any) -> bool:
     return operation.name in CALLS and operation.attributes["callee"].value.startswith(PRODUCT)
 
 
+def short_name(operation: Any) -> str:
+    """``stablehlo.dot_general`` -> ``dot_general``, also for the call that `rewrite` put in its place."""
+    if is_product(operation):
+        return written(operation).partition(" ")[0]
+    return str(operation.name).removeprefix("stablehlo.")
+
+
 def written(operation: Any) -> str:
     """Name and attributes of an operation without its precision; those of the product that `rewrite` replaced."""
     attributes = operation.attributes

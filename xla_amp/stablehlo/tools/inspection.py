@@ -174,7 +174,7 @@ def inspect(
         if not len(operation.results):
             continue
         element, size = _element(operation.results[0].type), sum(costs.size(each.type) for each in operation.results)
-        name, structure = short_name(operation), structure_of(operation)
+        name, structure = float8_products.short_name(operation), structure_of(operation)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "constant":
@@ -282,7 +282,9 @@ def values(module: ir.MlirModule) -> Iterator[Value]:
     for operation, function in walk(module):
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation))
+            yield Value(
+                float8_products.short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation)
+            )
 
 
 def device_count(module: ir.MlirModule) -> int:
@@ -290,11 +292,6 @@ def device_count(module: ir.MlirModule) -> int:
     attributes = module.operation.attributes
     counts = (attributes.get(name, None) for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
     return math.prod(count.value for count in counts if count is not None)
-
-
-def short_name(operation: Any) -> str:
-    """``stablehlo.dot_general`` -> ``dot_general``; names of other dialects are unchanged."""
-    return float8_products.written(operation).partition(" ")[0]
 
 
 def structure_of(operation: Any) -> Structure:

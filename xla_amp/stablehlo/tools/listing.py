@@ -53,7 +53,7 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
 
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
-    name = float8_products.written(operation).partition(" ")[0]
+    name = float8_products.short_name(operation)
     given, made = [_element(value) for value in operation.operands], [_element(value) for value in operation.results]
     product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
     if product:

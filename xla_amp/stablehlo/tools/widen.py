@@ -90,7 +90,7 @@ def _walk(root: Any) -> Iterator[Any]:
 def _keeps_types(operation: Any) -> bool:
     if not len(operation.results):
         return False  # the terminator of a block
-    return inspection.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
+    return float8_products.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
 
 
 def _retype(operation: Any) -> None:
@@ -246,7 +246,7 @@ def _site(result: Any) -> Site:
     operation, kind = result.owner.operation, ir.tensor_type(result.type)
     shape, element = (kind.shape, kind.element) if kind else ((), "")
     return Site(
-        name=inspection.short_name(operation),
+        name=float8_products.short_name(operation),
         type=f"[{','.join(map(str, shape))}]",
         element=element,
         attributes=float8_products.written(operation).partition(" ")[2],
@@ -268,4 +268,4 @@ def _source(value: Any) -> tuple[str, str]:
     if isinstance(value.owner, ir_.Block):
         return f"argument {ir_.BlockArgument(value).arg_number}", ""
     operation = value.owner.operation
-    return inspection.short_name(operation), inspection.source_name(operation)
+    return float8_products.short_name(operation), inspection.source_name(operation)
