@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -37,9 +36,8 @@ from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()
-_pending: collections.deque[Callable[[], list[Any]]] = collections.deque(maxlen=64)
-"""Return the results, as far as they are referenced, of the last programs that nobody has waited for.  XLA:CPU runs
-those of several threads side by side."""
+_newest: Callable[[], list[Any]] = list
+"""Returns the newest program's results that are still referenced."""
 
 
 class Observer(Protocol):
@@ -93,7 +91,10 @@ def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
-        _finish()
+        with trace.lock:
+            flush()
+            newest = _newest()
+        _wait_for(newest)
         return result
 
     return run
@@ -105,25 +106,18 @@ def sync(wait: bool = False) -> None:
     Args:
         wait: also wait until the device has finished (one host sync).
     """
-    flush()
+    with trace.lock:
+        flush()
+        # Programs run in the order of their data, so the newest values are ready only after the older ones.
+        newest = _newest()
     if wait:
         metrics.host_syncs += 1
         causes.host_waits()
-        _finish()
+        _wait_for(newest)
 
 
-def _finish() -> None:
-    """Runs the trace, and waits for all programs."""
-    with trace.lock:
-        flush()
-        programs = tuple(_pending)
-        values = [value for results in programs for value in results()]
-        _pending.clear()
-    try:
-        jax.block_until_ready([x for x in values if isinstance(x, jax.Array) and not x.is_deleted()])
-    except KeyboardInterrupt:
-        _pending.extendleft(reversed(programs))
-        raise
+def _wait_for(values: list[Any]) -> None:
+    jax.block_until_ready([x for x in values if isinstance(x, jax.Array) and not x.is_deleted()])
 
 
 def programs() -> list[Program]:
@@ -246,7 +240,7 @@ def _run() -> None:
         known = trace.known.get(buffer.number)
         if known is not None and host_copies.is_kept(known):
             host_copies.keep(value, known)
-    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
+    set_newest(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
     if is_new and not pjrt.counts_memory():
         pjrt.live_bytes()
@@ -270,10 +264,10 @@ def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
     return np.array(trace.floats, np.float64), np.array(ints, np.int64), len(streams)
 
 
-def add_pending(results: Callable[[], list[Any]]) -> None:
-    """Adds a function that returns the results of a program that was dispatched, for ``sync(wait=True)``."""
-    if results not in _pending:
-        _pending.append(results)
+def set_newest(newest: Callable[[], list[Any]]) -> None:
+    """Sets the function that returns the newest program's results, for ``sync(wait=True)``."""
+    global _newest
+    _newest = newest
 
 
 def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
