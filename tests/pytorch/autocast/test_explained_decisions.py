@@ -6,6 +6,7 @@ import pytest
 import samples
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import xla_amp
 from xla_amp import policy
@@ -32,6 +33,8 @@ class Watch(TorchDispatchMode):
         self.over = self.over or not converts
         if not self.over:
             self.found.append((args[0].dtype, kwargs["dtype"]))
+        if function is torch.ops.aten.mkldnn_rnn_layer.default and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            args = tree_map_only(torch.Tensor, torch.Tensor.float, args)  # oneDNN has it in float32 only on this CPU
         return function(*args, **(kwargs or {}))
 
 

@@ -147,10 +147,13 @@ def test_statistics_are_those_of_hooks_on_the_cpu(where, remat, parts):
         squares = 0.0
         for key, row in record.statistics.items():
             want = reference_values[key]
-            assert row.amax == pytest.approx(want["amax"], rel=1e-6), key
+            rounding = 0.0
+            if key.kind == "update":  # the difference of two weights, each rounded to float32
+                rounding = 2**-23 * reference_values[Key(key.layer, "weight")]["amax"]
+            assert row.amax == pytest.approx(want["amax"], rel=1e-6, abs=rounding), key
             assert row.rms == pytest.approx(want["rms"], rel=1e-6), key
             assert row.underflow == pytest.approx(want["underflow"], abs=1e-9), key
-            assert row.headroom == pytest.approx(math.log2(65504 / want["amax"]), abs=1e-5)
+            assert row.headroom == pytest.approx(math.log2(65504 / row.amax), abs=1e-5)
             if key.kind == "update":
                 weight = reference_values[Key(key.layer, "weight")]["rms"]
                 assert row.update_ratio == pytest.approx(want["rms"] / weight, rel=1e-6)
