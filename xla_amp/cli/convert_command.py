@@ -149,11 +149,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo.tools import inspection, samples
 
     common.check_report(arguments)
-    for option, needed in (
-        ("max_error", "inputs"),
-        ("target_error", "inputs"),
-        ("budget_seconds", "target_error"),
-    ):
+    for option, needed in (("max_error", "inputs"), ("target_error", "inputs"), ("budget_seconds", "target_error")):
         if getattr(arguments, option) is not None and not getattr(arguments, needed):
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
     program = common.read(arguments.source, arguments.function)
