@@ -1,4 +1,4 @@
-"""GFLOP/s of ResNet-50's convolutions on one core of this CPU, in bfloat16: each form of ours, oneDNN, other ideas.
+"""GFLOP/s of ResNet-50's convolutions on one core of this CPU, in bfloat16: our forms, oneDNN's, and forms tried.
 
     python benchmarks/convolution_forms.py [--batch 8 --side 96] [--rounds 9] [--only 3x3]
 
@@ -32,6 +32,7 @@ from xla_amp.lowering.nn import convolution
 from xla_amp.lowering.nn.convolution_taps import Geometry
 
 MAPS = ("forward", "data gradient", "weight gradient")
+FORMS = ("oneDNN", "ours", "channels_first", "channels_last", "xla, in float32", "one dot", "Winograd", "dot")
 Run = Callable[[], Any]
 
 
@@ -246,16 +247,13 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     found = [layer for layer in layers(options.batch, options.side) if options.only in (None, str(layer).split()[-3])]
-    headings: list[str] = []
     rows: list[tuple[str, ...]] = []
     records: dict[str, Any] = {}
     total: dict[str, float] = {}
     for layer in found:
         best = records[str(layer)] = measure(layer, options.rounds)
-        names = ("oneDNN", "ours", "channels_first", "channels_last", "xla, in float32", "one dot", "Winograd", "dot")
-        headings = ["input, filters / stride", "times", *names]
         cells = []
-        for name in names:
+        for name in FORMS:
             times = best.get(name)
             if times:
                 cells.append(" / ".join(f"{layer.flops / seconds / 1e9:.0f}" for seconds in times.values()))
@@ -265,9 +263,9 @@ def main() -> None:
                 total[name] = total.get(name, 0.0) + layer.count * (best["ours"] | (times or {}))[label]
         rows.append((str(layer), str(layer.count), *cells))
         print(" | ".join(rows[-1]), flush=True)
-    rows.append(("all, ms", "", *(f"{1e3 * total[name]:.0f}" for name in headings[2:])))
+    rows.append(("all, ms", "", *(f"{1e3 * total[name]:.0f}" for name in FORMS)))
     write_json("convolution_forms", {"batch": options.batch, "side": options.side, "layers": records, "total": total})
-    write_markdown("convolution_forms", headings, rows, __doc__.splitlines()[0])
+    write_markdown("convolution_forms", ["input, filters / stride", "times", *FORMS], rows, __doc__.splitlines()[0])
 
 
 if __name__ == "__main__":
