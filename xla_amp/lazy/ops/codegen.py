@@ -199,15 +199,10 @@ class _Operation:
             "common": TO_NUMPY[common] if common is not None else None,
         }
         wanted = {name: value for name, value in constant.items() if name in lowering.supplies}
+        of_context = [name for name in ("platform", "wide", "replicas") if name in lowering.supplies]
 
         def emit(context: Context, inputs: list[Any], floats: list[Any], ints: list[Any], rng: Any) -> Any:
-            supplies = dict(wanted)
-            if "platform" in lowering.supplies:
-                supplies["platform"] = context.platform
-            if "wide" in lowering.supplies:
-                supplies["wide"] = context.wide
-            if "replicas" in lowering.supplies:
-                supplies["replicas"] = context.replicas
+            supplies = wanted | {name: getattr(context, name) for name in of_context}
             if "partitioned" in lowering.supplies:
                 supplies["partitioned"] = mesh.is_partitioned()
             if "compute" in lowering.supplies:
