@@ -33,7 +33,7 @@ def tpus(slices, per_slice=(2, 2, 2)):
 
 
 def gpus(hosts, each=8, slice_index=None):
-    """One process for each GPU; each host is a slice of its own unless one is given."""
+    """A process for each GPU and a slice for each host; with `slice_index`, a process for each host, in one slice."""
     return [
         SimpleNamespace(
             id=number,
