@@ -165,11 +165,8 @@ def test_wrong_flags_are_explained(flags, message):
     assert message in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [pytest.param(["--num-processes=2"], marks=pytest.mark.exhaustive), ["--spmd"]],
-    ids=["processes", "spmd"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("flags", [["--num-processes=2"], ["--spmd"]], ids=["processes", "spmd"])
 def test_several_devices(flags, monkeypatch):
     if "--spmd" in flags:
         monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8")

@@ -39,6 +39,7 @@ def gathered(hlo: str) -> dict[str, int]:
     return dict(found)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_gathered_in_8_bits(written) -> None:
     if not targets.available("h100"):
         pytest.skip("the compiler for h100 is not installed")

@@ -11,6 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 
+pytestmark = pytest.mark.exhaustive
 PROGRAM = Path(__file__).parents[2] / "scripts" / "global_mesh.py"
 FORMS = {
     "fsdp+tp": (2, 2, '{"data": 2, "model": 2}', "fsdp+tp"),
@@ -18,7 +19,6 @@ FORMS = {
     "tp": (4, 1, '{"model": 2, "data": 2}', "tp"),
 }
 """Processes, devices of each, the mesh, the recipe."""
-RECIPES = ["fsdp+tp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp", "tp"))]
 SHARES = {"fsdp+tp": 1 / 4, "fsdp": 1 / 8, "tp": 1 / 2}
 
 
@@ -42,7 +42,7 @@ def alone():
     return run(1, 1, "{}", "none")[0]["none"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMS)
 def test_the_losses_are_those_of_one_device(recipe):
     """In float16, with an overflow in the last row; with dropout, although the seeds differ until they share a mesh."""
     for process in together(recipe):
@@ -52,7 +52,7 @@ def test_the_losses_are_those_of_one_device(recipe):
         assert (found["scale"], found["skipped"]) == (alone()["scale"], alone()["skipped"]) == (512.0, 1)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMS)
 def test_what_several_processes_hold_is_equal_to_the_bit(recipe):
     one, other = (process[recipe]["parts"] for process in together(recipe)[:2])
     shared = 0
@@ -63,13 +63,13 @@ def test_what_several_processes_hold_is_equal_to_the_bit(recipe):
     assert shared > 10
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMS)
 def test_a_step_is_one_executable(recipe):
     for process in together(recipe):
         assert process[recipe]["steady"] == {"executions": 1, "compilations": 0, "host_syncs": 0}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMS)
 def test_memory_and_collectives(recipe):
     """Of parameters, and of the optimizer's state, which follows them; small ones are whole."""
     for process in together(recipe):

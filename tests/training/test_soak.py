@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import forked
+import pytest
 from source_tree import ROOT
 
 from xla_amp import config
 
 
+@pytest.mark.exhaustive
 def test_disturbed_training_equals_undisturbed_training_bit_for_bit() -> None:
     script, environment = ROOT / "scripts" / "soak_training.py", config.child_environment({})
     run = forked.run(script, "--steps", "130", environment=environment, warnings="ignore")
