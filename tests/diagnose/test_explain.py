@@ -117,7 +117,19 @@ def test_it_says_which_form_computes_a_convolution_and_why_no_other():
     (row,) = report.forms()
     assert (row["operation"], row["form"]) == ("convolution", "xla, in float32")
     assert "channels_first: several taps, one group" in row["left_out"]
+    assert row["memory"] == ""
     assert "xla, in float32" in str(report)
+
+
+def test_it_says_how_much_memory_each_form_of_attention_takes():
+    query = torch.ones(1, 2, 96, 8, device=xla_amp.xla_device())
+    with xla_amp.explain() as report:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).cpu()
+    (row,) = report.forms()
+    # Two float32 matrices of 2 x 96 x 96 are 144 KiB; a block is of all 96 rows, and has three.
+    assert row["form"] == "full matrix"
+    assert row["memory"] == "blocked: 240.0 KiB; full matrix: 144.0 KiB"
+    assert report.document().tables[1].rows[0].cells[-1] == row["memory"]
 
 
 def test_operations_that_the_dispatcher_does_not_meet_are_not_listed(device):

@@ -80,13 +80,15 @@ class Report(Shown):
         """Which form computes each kind of attention and convolution in the programs built since the block began.
 
         Only the lazy device chooses; a program that was in the cache is not built again.  Keys: operation, call,
-        platform, form, why, left_out: each form that comes before, and why it cannot compute the call.
+        platform, form, why, left_out: each form that comes before, and why it cannot compute the call, memory:
+        temporary memory of each form for the platform, chosen or not, estimated; "" for a convolution.
         """
         known = set(map(id, self._forms_before))
         return [
             {
                 **{name: getattr(choice, name) for name in ("operation", "call", "platform", "form", "why")},
                 "left_out": "; ".join(f"{name}: {reason}" for name, reason in choice.left_out.items()),
+                "memory": "; ".join(f"{name}: {units.size(cost)}" for name, cost in choice.costs.items()),
             }
             for choice in _chosen_forms()
             if id(choice) not in known
@@ -159,8 +161,9 @@ def _forms_table(forms: list[dict[str, str]]) -> Table:
         Column("form", meaning="the first of the operation's forms without an objection"),
         Column("why"),
         Column("left out", meaning="forms that come before it, and why they cannot compute this call"),
+        Column("memory", meaning="temporary memory of forward and backward in each form for this platform, estimated"),
     )
-    names = ("operation", "call", "form", "why", "left_out")
+    names = ("operation", "call", "form", "why", "left_out", "memory")
     return Table(
         title="Forms of fused operations",
         columns=columns,

@@ -521,6 +521,19 @@ def test_the_choice_says_what_each_form_before_it_objected_to():
     }
 
 
+def test_the_choice_has_the_memory_of_each_form_for_the_platform():
+    sdpa.form_of(example(platform="gpu", causal=False))
+    choice = forms.chosen("scaled_dot_product_attention")[-1]
+    assert choice.form == "cudnn"
+    # A float32 number for each of 8 x 1024 rows is 32 KiB, and one for each of 1024 scores of each row 32 MiB.
+    assert dict(choice.costs) == {
+        "tokamax": 3 * 32 * 1024,
+        "cudnn": 2 * 32 * 1024,
+        "blocked": 3 * (32 << 20) // 8 + 2 * 2 * 4 * 8 * 1024 * 64,  # 128 rows at a time; wide keys and values
+        "full matrix": 2 * (32 << 20),
+    }
+
+
 def test_choices_are_kept_for_the_newest_calls(monkeypatch):
     monkeypatch.setattr(forms, "_chosen", {})
     monkeypatch.setattr(forms, "_KEPT", 2)
