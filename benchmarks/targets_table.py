@@ -3,8 +3,8 @@
     python benchmarks/targets_table.py [--models GPT-2 ResNet-50] [--targets v6e h100] [--layers 12]
 
 Nothing is run or measured: seconds and bytes are XLA's estimates, peak memory is what it allocates.  A step is forward,
-backward and update (AdamW for GPT-2, SGD with momentum for ResNet-50), state in place.  Each row is saved to
-benchmarks/results/targets.json when it is ready; saved rows are compiled again only with `--again`.
+backward and update (SGD with momentum for ResNet-50, AdamW for the others), state in place.  Each row is saved to
+benchmarks/results/targets.json when it is ready, with its date; saved rows are compiled again only with `--again`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import functools
 import json
 import re
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import torch
 from flax_step import step_of
 from results import RESULTS, stamp, write_markdown
-from workloads import Workload, language, resnet
+from workloads import Workload, language, resnet, vit
 
 import xla_amp
 from xla_amp.lazy.interop.export_for import TargetProgram
@@ -35,6 +36,8 @@ from xla_amp.stablehlo.tools import targets
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),
     "GPT-2, batch of 16": lambda options: Workload(name="GPT-2", **language(16, 1024, layers=options.layers)),
+    "BERT": lambda options: Workload(name="BERT", **language(8, 512, "BERT", layers=options.layers)),
+    "ViT": lambda options: Workload(name="ViT", **vit(64, layers=options.layers)),
     "ResNet-50": lambda options: Workload(name="ResNet-50", **resnet(64, 224)),
     # libtpu 0.0.42 crashes on the whole Flax model for a v6e.
     "ResNet-50, first stage": lambda options: Workload(name="ResNet-50", **resnet(64, 224, blocks=(3,))),
@@ -113,6 +116,7 @@ class Row:
     peak_memory: int
     contractions: dict[str, int]
     layers: int
+    date: str
 
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
@@ -135,12 +139,13 @@ def measure(compilers: targets.Compilers, model: str, target: str, variant: str,
         peak_memory=compiled.peak_memory,
         contractions=kinds,
         layers=_layers(model, options),
+        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}",
     )
 
 
 def _layers(model: str, options: argparse.Namespace) -> int:
     """The depth of `model` in `options`; 0 if the model has no such option."""
-    return options.layers if model.startswith("GPT-2") else 0
+    return 0 if model.startswith("ResNet-50") else int(options.layers)
 
 
 HEADINGS = (
@@ -181,7 +186,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--targets", nargs="*", default=["v5e", "v5p", "v6e", "a100", "h100", "h200"])
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS)[:4])
-    parser.add_argument("--layers", type=int, default=12, help="blocks of GPT-2")
+    parser.add_argument("--layers", type=int, default=12, help="blocks of a transformer")
     parser.add_argument("--again", action="store_true", help="compile rows that are there, too")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is started")
     options = parser.parse_args()
