@@ -194,18 +194,33 @@ def test_hooks_run_in_autograds_thread(device: torch.device) -> None:
     assert x.grad.tolist() == [2, 2, 2]
 
 
+def _slow(device: torch.device) -> torch.Tensor:
+    x = torch.ones(600, 600, device=device)
+    for _ in range(100):
+        x = (x @ x).tanh()
+    engine.sync()
+    return x
+
+
+def test_waiting_is_for_programs_of_other_threads_too(device: torch.device) -> None:
+    """XLA:CPU runs programs of one thread in order, and those of several side by side."""
+
+    def other() -> None:
+        values.append(torch.ones(3, device=device) + 1)
+        engine.sync(wait=True)
+
+    for _ in range(2):  # compiled in the first
+        values = [_slow(device)]
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert [array_behind(value).is_ready() for value in values] == [True, True]
+
+
 def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
     """While one thread waits for a slow program, another one records."""
-
-    def slow() -> torch.Tensor:
-        x = torch.ones(600, 600, device=device)
-        for _ in range(100):
-            x = (x @ x).tanh()
-        engine.sync()
-        return x
-
-    slow().sum().item()
-    x = slow()
+    _slow(device).sum().item()
+    x = _slow(device)
     waiting = threading.Thread(target=engine.sync, kwargs={"wait": True})
     waiting.start()
     y = torch.ones(3, device=device) + 1

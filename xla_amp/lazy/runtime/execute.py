@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -36,8 +37,9 @@ from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()
-_newest: Callable[[], list[Any]] = list
-"""Returns the newest program's results that are still referenced."""
+_pending: collections.deque[Callable[[], list[Any]]] = collections.deque(maxlen=64)
+"""Return the results, as far as they are referenced, of the last programs that nobody has waited for.  XLA:CPU runs
+those of several threads side by side."""
 
 
 class Observer(Protocol):
@@ -91,10 +93,7 @@ def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
         result = kernel(*args, **kwargs)
-        with trace.lock:
-            flush()
-            newest = _newest()
-        _wait_for(newest)
+        _finish()
         return result
 
     return run
@@ -106,18 +105,36 @@ def sync(wait: bool = False) -> None:
     Args:
         wait: also wait until the device has finished (one host sync).
     """
-    with trace.lock:
-        flush()
-        # Programs run in the order of their data, so the newest values are ready only after the older ones.
-        newest = _newest()
+    flush()
     if wait:
         metrics.host_syncs += 1
         causes.host_waits()
-        _wait_for(newest)
+        _finish()
 
 
-def _wait_for(values: list[Any]) -> None:
-    jax.block_until_ready([x for x in values if isinstance(x, jax.Array) and not x.is_deleted()])
+def _finish() -> None:
+    """Runs the trace, and waits for all programs."""
+    with trace.lock:
+        flush()
+        programs = tuple(_pending)
+        values = [value for results in programs for value in results()]
+        _pending.clear()
+    try:
+        for value in values:
+            _wait_for(value)
+    except KeyboardInterrupt:
+        _pending.extendleft(reversed(programs))
+        raise
+
+
+def _wait_for(value: Any) -> None:
+    if not isinstance(value, jax.Array) or value.is_deleted():
+        return
+    try:
+        value.block_until_ready()
+    except RuntimeError:
+        if not value.is_deleted():  # otherwise another thread has given it to its next program
+            raise
 
 
 def programs() -> list[Program]:
@@ -240,7 +257,7 @@ def _run() -> None:
         known = trace.known.get(buffer.number)
         if known is not None and host_copies.is_kept(known):
             host_copies.keep(value, known)
-    set_newest(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
+    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
     _forget(targets)
     if is_new and not pjrt.counts_memory():
         pjrt.live_bytes()
@@ -264,10 +281,10 @@ def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
     return np.array(trace.floats, np.float64), np.array(ints, np.int64), len(streams)
 
 
-def set_newest(newest: Callable[[], list[Any]]) -> None:
-    """Sets the function that returns the newest program's results, for ``sync(wait=True)``."""
-    global _newest
-    _newest = newest
+def add_pending(results: Callable[[], list[Any]]) -> None:
+    """Adds a function that returns the results of a program that was dispatched, for ``sync(wait=True)``."""
+    if results not in _pending:
+        _pending.append(results)
 
 
 def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
