@@ -23,8 +23,11 @@ from xla_amp.policy.regions import on_pop as on_pop
 from xla_amp.policy.regions import on_push as on_push
 from xla_amp.policy.regions import pop as pop
 from xla_amp.policy.regions import push as push
+from xla_amp.policy.resolve import OpenRules as OpenRules
 from xla_amp.policy.resolve import on_override as on_override
+from xla_amp.policy.resolve import open_rules as open_rules
 from xla_amp.policy.resolve import overridden as overridden
 from xla_amp.policy.resolve import override as override
+from xla_amp.policy.resolve import reopened as reopened
 from xla_amp.policy.resolve import resolve as resolve
 from xla_amp.policy.resolve import unused_rules as unused_rules

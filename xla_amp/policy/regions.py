@@ -6,9 +6,10 @@ inside itself, an exception leaves nothing behind, and generators may close out 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from xla_amp.errors import PolicyError
 from xla_amp.policy.policy import Policy
@@ -138,3 +139,33 @@ def opened_here(device_type: str) -> Region | None:
 def open_here() -> Mapping[str, Region]:
     """The innermost open region of each device type on this thread."""
     return {device_type: stack[-1].region for device_type, stack in _thread.stacks.items() if stack}
+
+
+def in_force() -> Mapping[str, Region]:
+    """The region that `current` gives for each device type."""
+    return {**(_newest if _thread.foreign else {}), **open_here()}
+
+
+@contextlib.contextmanager
+def reopened(saved: Mapping[str, Region]) -> Iterator[None]:
+    """Makes `saved`, which `in_force` gave, this thread's only regions.  Other threads do not see them.
+
+    `latest` stays as it is, because what runs inside belongs to an earlier part of the program.
+    """
+    before, foreign = _thread.stacks, _thread.foreign
+    opened: list[tuple[str, Region]] = []
+    _thread.stacks, _thread.foreign = {}, False
+    try:
+        for device_type, region in saved.items():
+            for listener in _push_listeners:
+                listener(device_type, region)
+            opened.append((device_type, region))
+            stack: list[Token] = []
+            stack.append(Token(device_type, region, stack))
+            _thread.stacks[device_type] = stack
+        yield
+    finally:
+        _thread.stacks, _thread.foreign = before, foreign
+        for device_type, region in reversed(opened):
+            for listener in _pop_listeners:
+                listener(device_type, region)

@@ -6,10 +6,11 @@ identical object.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -179,7 +180,8 @@ class override:
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not named:
             _no_rules()
-        self._layer = _mapping_layer("override", _items({**given, **named}))
+        self.layer = _mapping_layer("override", _items({**given, **named}))
+        """The rules, for the fronts."""
         self._strict = strict
         self._entries = _Entries()
 
@@ -187,10 +189,10 @@ class override:
         self._entries.tokens.append([])
         self._entries.notified.append([])
         _overrides.stack.append(self)
-        _overrides.open = tuple(entered._layer for entered in _overrides.stack)
+        _overrides.open = tuple(entered.layer for entered in _overrides.stack)
         try:
             for listener in _listeners:
-                listener(self._layer, True)
+                listener(self.layer, True)
                 self._entries.notified[-1].append(listener)
             for device_type, region in regions.open_here().items():
                 changed = dataclasses.replace(region, policy=resolve(region.policy))
@@ -204,16 +206,16 @@ class override:
     ) -> None:
         self._close()
         if kind is None and self not in _overrides.stack:
-            effects.report_unmatched(self._layer, strict=self._strict)
+            effects.report_unmatched(self.layer, strict=self._strict)
 
     def _close(self) -> None:
         for token in reversed(self._entries.tokens.pop()):
             regions.pop(token)
         for listener in self._entries.notified.pop():
-            listener(self._layer, False)
+            listener(self.layer, False)
         stack = _overrides.stack
         del stack[len(stack) - 1 - stack[::-1].index(self)]
-        _overrides.open = tuple(entered._layer for entered in stack)
+        _overrides.open = tuple(entered.layer for entered in stack)
 
 
 class _Entries(threading.local):
@@ -221,6 +223,42 @@ class _Entries(threading.local):
         self.tokens: list[list[regions.Token]] = []
         self.notified: list[list[Callable[[RuleLayer, bool], object]]] = []
         """Listeners that were told of each opening."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OpenRules:
+    """The regions and overrides that are in force on a thread, for what runs again after they were closed."""
+
+    regions: Mapping[str, regions.Region]
+    overrides: tuple[override, ...]
+
+
+def open_rules() -> OpenRules | None:
+    """The regions and overrides in force on this thread; None without any."""
+    of_thread = regions.in_force()
+    if not of_thread and not _overrides.stack:
+        return None
+    return OpenRules(regions=of_thread, overrides=tuple(_overrides.stack))
+
+
+@contextlib.contextmanager
+def reopened(saved: OpenRules) -> Iterator[None]:
+    """Puts this thread's regions and overrides aside, and those of `saved` in their place."""
+    before = _overrides.stack, _overrides.open
+    layers = tuple(entered.layer for entered in saved.overrides)
+    told: list[tuple[Callable[[RuleLayer, bool], object], RuleLayer]] = []
+    try:
+        for layer in layers:
+            for listener in _listeners:
+                listener(layer, True)
+                told.append((listener, layer))
+        _overrides.stack, _overrides.open = list(saved.overrides), layers
+        with regions.reopened(saved.regions):
+            yield
+    finally:
+        _overrides.stack, _overrides.open = before
+        for listener, layer in reversed(told):
+            listener(layer, False)
 
 
 def _target_rules(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:

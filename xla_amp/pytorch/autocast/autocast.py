@@ -29,6 +29,7 @@ from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects
 from xla_amp.policy.policy import MEASURED
 from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
+from xla_amp.pytorch.autocast import recomputation as recomputation
 from xla_amp.types import Cast
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

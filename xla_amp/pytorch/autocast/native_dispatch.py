@@ -36,7 +36,11 @@ KEYS: Mapping[str, str] = MappingProxyType(
 )
 """Device type -> dispatch key.  `table` lists what torch does there.  The device ``tpu`` is torch_tpu's."""
 
-_Holdings = list[tuple[str, tuple[str, ...]] | module_paths.Token]
+Wanted = tuple[str, tuple[str, ...]]
+"""Device type, and operations that need a kernel there."""
+Holding = tuple[str, tuple[str, ...]]
+"""Dispatch key and operations, as `kernel_registry.release` takes them."""
+_Holdings = list[Holding | module_paths.Token]
 
 
 def table(device_type: str) -> Policy:
@@ -130,22 +134,44 @@ _lock = threading.Lock()
 _held: dict[_Identity, list[_Holdings]] = {}
 
 
-def _acquire(device_type: str, operations: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def wanted(rules: policies.OpenRules) -> list[Wanted]:
+    """The kernels that regions and overrides need while they are open."""
+    found = [
+        (device_type, operations)
+        for device_type, region in rules.regions.items()
+        if (operations := _of_region(device_type, region))
+    ]
+    found += [each for entered in rules.overrides for each in _of_override(entered.layer)]
+    return found
+
+
+def hold(wanted: Wanted) -> Holding:
+    """Keeps kernels installed until `kernel_registry.release` gets what this returns."""
+    device_type, operations = wanted
     if device_type in KEYS:
         key = KEYS[device_type]
         return key, kernel_registry.acquire(key, operations, functools.partial(kernel, device_type))
     return xla_dispatch.acquire(device_type, operations)
 
 
+def _of_region(device_type: str, region: policies.Region) -> tuple[str, ...]:
+    if device_type in KEYS:
+        return changed(device_type, region.policy)
+    return tuple(region.policy.ruled_in_modules()) if region.policy.by_module else ()
+
+
+def _of_override(layer: RuleLayer) -> list[Wanted]:
+    operations = tuple(sorted(layer.reach() | layer.reach_in_modules() | _FREQUENT))
+    found = [(device_type, operations) for device_type in device_types()]
+    if in_modules := tuple(sorted(layer.reach_in_modules())):
+        found += [(device_type, in_modules) for device_type in xla_dispatch.in_use()]
+    return found
+
+
 def _before_region(device_type: str, region: policies.Region) -> None:
     held: _Holdings = []
-    operations: tuple[str, ...] = ()
-    if device_type in KEYS:
-        operations = changed(device_type, region.policy)
-    elif region.policy.by_module:
-        operations = tuple(region.policy.ruled_in_modules())
-    if operations:
-        held.append(_acquire(device_type, operations))
+    if operations := _of_region(device_type, region):
+        held.append(hold((device_type, operations)))
     if region.policy.by_module:
         held.append(module_paths.acquire())
     if held:
@@ -162,10 +188,8 @@ def _override(layer: RuleLayer, opens: bool) -> None:
     if not opens:
         _release(identity)
         return
-    operations = tuple(sorted(layer.reach() | layer.reach_in_modules() | _FREQUENT))
-    held: _Holdings = [_acquire(device_type, operations) for device_type in device_types()]
-    if in_modules := tuple(sorted(layer.reach_in_modules())):
-        held += [_acquire(device_type, in_modules) for device_type in xla_dispatch.in_use()]
+    held: _Holdings = [hold(each) for each in _of_override(layer)]
+    if layer.reach_in_modules():
         held.append(module_paths.acquire())
     _keep(identity, held)
 

@@ -1,0 +1,274 @@
+"""`torch.utils.checkpoint` with `backward()` outside of the region: the second pass follows the rules of the first.
+
+Compared with the same program without checkpointing: dtypes of each pass, and gradients to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils import checkpoint as torchs
+from torch.utils.checkpoint import checkpoint
+
+import xla_amp
+from xla_amp import autocast, policy
+from xla_amp.policy import regions
+from xla_amp.pytorch.autocast import kernel_registry, recomputation
+
+LOW, FULL = torch.bfloat16, torch.float32
+RULES = {"tanh": "low", "linear": "fp32", "softmax.int": "low"}
+OTHER = {"tanh": "fp32"}
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_in_torch():
+    before = torchs._CheckpointFrame.__init__, torchs.CheckpointFunction.__dict__["forward"]
+    native = {name for name in kernel_registry._installed if name[0] == "AutocastCPU"}
+    yield
+    assert (torchs._CheckpointFrame.__init__, torchs.CheckpointFunction.__dict__["forward"]) == before
+    assert {name for name in kernel_registry._installed if name[0] == "AutocastCPU"} == native
+    assert not recomputation._kept
+
+
+class Model(torch.nn.Module):
+    """Two blocks, run by `call`; the dtypes that each pass of a block saw are appended to `seen`."""
+
+    def __init__(self, call=lambda function, x: function(x), inside=contextlib.nullcontext) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        self.call, self.inside = call, inside
+        self.seen: dict[str, list[tuple[torch.dtype, ...]]] = {"first": [], "second": []}
+
+    def block(self, name: str, x):
+        with self.inside():
+            y = getattr(self, name)(x)
+            z = torch.tanh(y)
+            probabilities = torch.softmax(z, -1)
+        self.seen[name].append((y.dtype, z.dtype, probabilities.dtype))
+        return probabilities + z * x
+
+    def forward(self, x):
+        for name in ("first", "second"):
+            x = self.call(lambda x, name=name: self.block(name, x), x)
+        return x.float().square().sum()
+
+
+def run(device, around, call=lambda function, x: function(x), inside=contextlib.nullcontext, backward=None):
+    model = Model(call, inside).to(device)
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+    with around():
+        loss = model(x)
+    (backward or torch.Tensor.backward)(loss)
+    gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    return model.seen, [each.cpu() for each in gradients if each is not None]
+
+
+def same(device, around, inside=contextlib.nullcontext, backward=None, reentrant=False) -> tuple[torch.dtype, ...]:
+    """Compares a checkpointed run with a plain one, and returns the dtypes that a block saw."""
+    wanted, exact = run(device, around, inside=inside, backward=backward)
+    seen, gradients = run(
+        device, around, lambda function, x: checkpoint(function, x, use_reentrant=reentrant), inside, backward
+    )
+    for name, (once,) in wanted.items():
+        assert seen[name] == [once, once], name
+    assert len(gradients) == len(exact) == 5
+    for gradient, expected in zip(gradients, exact, strict=True):
+        assert torch.equal(gradient, expected)
+    return wanted["first"][0]
+
+
+both = pytest.mark.parametrize("reentrant", [False, True])
+
+
+@contextlib.contextmanager
+def nested(*contexts):
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Without this torch ends the second pass at the last tensor that it needs, before our function notes dtypes."""
+    monkeypatch.setattr(torchs, "_enable_checkpoint_early_stop", False)
+
+
+@pytest.mark.usefixtures("early")
+@both
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        (lambda device: autocast(device, rules=RULES), (FULL, LOW, LOW)),
+        (lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
+        (lambda device: autocast(device, rules={"module:first": "fp32", "tanh": "fp32"}), (FULL, FULL, FULL)),
+        (lambda device: nested(autocast(device, rules=OTHER), autocast(device, rules=RULES)), (FULL, LOW, LOW)),
+        (lambda device: nested(autocast(device, rules=RULES), autocast(device, enabled=False)), (FULL, FULL, FULL)),
+        (lambda device: nested(autocast(device), policy.override(RULES)), (FULL, LOW, LOW)),
+        (lambda device: nested(policy.override(RULES), autocast(device)), (FULL, LOW, LOW)),
+        (lambda device: nested(policy.override(RULES), torch.autocast(device.type, LOW)), (FULL, LOW, LOW)),
+    ],
+    ids=["rules", "others", "module", "nested", "off", "override inside", "override outside", "torch.autocast"],
+)
+def test_the_rules_around_it(device, around, expected, reentrant):
+    assert same(device, lambda: around(device), reentrant=reentrant) == expected
+
+
+@pytest.mark.usefixtures("early")
+@both
+@pytest.mark.parametrize(
+    ("inside", "expected"),
+    [
+        (lambda device: autocast(device, rules=OTHER), (LOW, FULL, FULL)),
+        (lambda device: autocast(device, enabled=False), (FULL, FULL, FULL)),
+        (lambda device: torch.autocast(device.type, LOW), (FULL, LOW, LOW)),
+        (lambda device: policy.override(OTHER), (FULL, LOW, LOW)),  # the region's own rules win
+        (lambda device: nested(policy.override(OTHER), autocast(device)), (LOW, FULL, FULL)),
+    ],
+    ids=["rules", "off", "torch.autocast", "override", "override of a region"],
+)
+def test_regions_inside_of_it(device, inside, expected, reentrant):
+    found = same(device, lambda: autocast(device, rules=RULES), lambda: inside(device), reentrant=reentrant)
+    assert found == expected
+
+
+@pytest.mark.usefixtures("early")
+@both
+def test_an_override_that_a_region_inside_of_it_follows(device, reentrant):
+    assert same(
+        device, lambda: nested(autocast(device), policy.override(RULES)), lambda: autocast(device), reentrant=reentrant
+    ) == (FULL, LOW, LOW)
+
+
+@pytest.mark.usefixtures("early")
+@both
+def test_a_backward_pass_inside_another_region_or_on_another_thread(device, reentrant):
+    def elsewhere(loss):
+        with autocast(device, rules=OTHER), policy.override(OTHER):
+            loss.backward()
+            assert torch.tanh(torch.ones(2, device=device)).dtype is FULL  # the rules of this place are back
+
+    def on_a_thread(loss):
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    for backward in (elsewhere, on_a_thread):
+        assert same(device, lambda: autocast(device, rules=RULES), backward=backward, reentrant=reentrant) == (
+            *(FULL, LOW, LOW),
+        )
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize("outer", [False, True])
+def test_checkpoints_inside_of_checkpoints(device, outer):
+    def around():
+        return autocast(device, rules=RULES)
+
+    _, exact = run(device, around)
+
+    def twice(function, x):
+        return checkpoint(lambda x: checkpoint(function, x, use_reentrant=False), x, use_reentrant=outer)
+
+    seen, gradients = run(device, around, twice)
+    assert {dtypes for passes in seen.values() for dtypes in passes} == {(FULL, LOW, LOW)}
+    assert len(seen["first"]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
+
+
+def test_two_regions_and_the_last_one_stays_the_last(device):
+    """Each part has the rules of its region; what follows the last region opened still follows that one."""
+    block = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)).to(device)
+    x = torch.rand(4, 8).to(device).requires_grad_()
+
+    def gradient(call):
+        x.grad = None
+        with autocast(device, rules=RULES):
+            y = call(block, x)
+        with autocast(device, rules=OTHER):
+            loss = call(block, y).float().square().sum()
+        last = regions.latest(device.type)
+        loss.backward()
+        assert regions.latest(device.type) is last
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    exact = gradient(lambda block, x: block(x))
+    assert torch.equal(gradient(lambda block, x: checkpoint(block, x, use_reentrant=False)), exact)
+
+
+def test_a_second_pass_that_raises_restores_the_rules(device):
+    fails = [False]
+
+    def block(x):
+        if fails[0]:
+            raise ArithmeticError
+        return torch.tanh(x)
+
+    x = torch.rand(4, 4).to(device).requires_grad_()
+    with autocast(device, rules=RULES):
+        loss = checkpoint(block, torch.nn.Linear(4, 4).to(device)(x).softmax(-1), use_reentrant=False).sum()
+    fails[0] = True
+    with autocast(device, rules=OTHER):
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        assert torch.tanh(x).dtype is FULL
+    assert regions.current(device.type) is None
+    # The kernels that the failed pass holds are released by the next one.
+    same(device, lambda: autocast(device, rules=RULES))
+
+
+def test_kernels_are_installed_once_in_a_backward_pass(monkeypatch):
+    """Those of a rule for modules take 30 ms, and a model has many checkpointed parts."""
+    made = []
+    install = kernel_registry._install
+    monkeypatch.setattr(
+        kernel_registry, "_install", lambda key, name, *rest: made.append(name) or install(key, name, *rest)
+    )
+    model = Model(lambda function, x: checkpoint(function, x, use_reentrant=False))
+    with autocast("cpu", rules={"module:first": "fp32"}):
+        loss = model(torch.rand(4, 16, requires_grad=True))
+    forward, made[:] = list(made), []
+    loss.backward()
+    assert sorted(made) == sorted(forward)
+
+
+def test_what_is_saved_is_released_with_the_graph():
+    class Part:
+        def __call__(self, x):
+            return torch.tanh(x)
+
+    part = Part()
+    released = weakref.ref(part)
+    x = torch.rand(4, requires_grad=True)
+    with autocast("cpu", rules=RULES):
+        y = checkpoint(part, x, use_reentrant=True).sum()
+    y.backward()
+    del part, y
+    assert released() is None
+
+
+def test_8_bit_products_stay_8_bits():
+    device = xla_amp.xla_device()
+    layer = torch.nn.Linear(64, 64, bias=False).to(device)
+    x = torch.rand(32, 64).to(device).requires_grad_()
+    gradients = []
+    for call in (lambda x: layer(x), lambda x: checkpoint(layer, x, use_reentrant=False)):
+        x.grad = layer.weight.grad = None
+        with autocast(device, rules={"linear": "fp8"}):
+            loss = call(torch.tanh(x)).float().square().sum()
+        loss.backward()
+        gradients.append((x.grad.cpu(), layer.weight.grad.cpu()))
+    (a, b), (c, d) = gradients
+    assert torch.equal(a, c)
+    assert torch.equal(b, d)
