@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -81,3 +83,76 @@ def test_a_report_tells_the_exponent_of_the_scale_and_other_runs_have_no_such_ro
             assert (row.amax, row.underflow, int(row.headroom)) == (3.0, 0.0, 7)  # 3 * 2**7 = 384, below 448
     with pytest.raises(ValueError, match=r"unknown \['float8_e3m4'\]; expected some of .*'float8_e5m2'"):
         monitor(step, kinds=["float8_e3m4"])
+
+
+def _layers(form):
+    """Three layers of 8-bit products, written in one of several ways: (weights, x) -> y."""
+
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(autocast(lambda x: x @ w, rules={"matmul": "fp8"})(x))
+
+    def each(run):
+        def all_layers(weights, x):
+            for w in weights:
+                x = run(x, w)
+            return x
+
+        return all_layers
+
+    def scanned(run):
+        return lambda weights, x: jax.lax.scan(lambda x, w: (run(x, w), None), x, weights)[0]
+
+    again = jax.checkpoint(layer)
+    return {
+        "plain": each(layer),
+        "checkpoint": each(again),
+        "nested checkpoints": jax.checkpoint(each(again)),
+        "saved products": each(jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)),
+        "jit": each(jax.jit(layer)),
+        "scan": scanned(layer),
+        "scan of checkpoints": scanned(again),
+        "checkpoint of a scan": jax.checkpoint(scanned(again)),
+        "cond": each(lambda x, w: jax.lax.cond(x[0, 0] < 2, layer, lambda x, w: x, x, w)),
+    }[form]
+
+
+@functools.cache
+def _rows(form):
+    weights, x, g = values(0, 3, WIDTH, WIDTH) * 4, values(1, ROWS, WIDTH), values(2, ROWS, WIDTH)
+
+    @jax.jit
+    def step(weights, x, g):
+        return jax.value_and_grad(lambda w, x: jnp.sum(_layers(form)(w, x) * g), argnums=(0, 1))(weights, x)
+
+    watched = monitor(step, sample=1, kinds=["float8_e4m3fn", "float8_e5m2"])
+    results = watched(weights, x, g)
+    (record,) = watched.read().steps
+    for found, expected in zip(jax.tree.leaves(results), jax.tree.leaves(step(weights, x, g)), strict=True):
+        assert np.array_equal(found, expected)
+    return record.statistics
+
+
+_IN_ALL = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "checkpoint",
+        "scan of checkpoints",
+        *(
+            pytest.param(each, marks=_IN_ALL)
+            for each in ("nested checkpoints", "saved products", "jit", "scan", "checkpoint of a scan", "cond")
+        ),
+    ],
+)
+def test_backward_products_inside_of_other_programs_are_counted_once(form):
+    plain, found = _rows("plain"), _rows(form)
+    assert {key.kind for key in plain} == {"float8_e4m3fn", "float8_e5m2"}
+    assert found.keys() == plain.keys()
+    for key, row in plain.items():
+        assert row.underflow > 0
+        assert found[key].underflow == pytest.approx(row.underflow, rel=1e-6), key
+        assert found[key].amax == row.amax
+        assert found[key].rms == pytest.approx(row.rms, rel=1e-6)

@@ -125,6 +125,8 @@ class _Collector:
         """The loss scale, once it was observed."""
         self.axes: dict[str, int] = {}
         """Axes of the shard_map around, with their sizes."""
+        self.in_backward = False
+        """Whether the jaxpr is part of a backward pass: then only operands of its 8-bit products are recorded."""
 
     def found(self) -> Found:
         """What has been recorded, joined."""
@@ -214,13 +216,14 @@ class _Collector:
 
         for eqn in jaxpr.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
-            backward = _is_backward(eqn)
+            backward = self.in_backward or _is_backward(eqn)
             scopes = compat.scopes(eqn)
             with compat.equation_context(eqn):
                 flags = [bool(readers.get(var)) for var in eqn.outvars]
                 outs = self._results(eqn, operands, scopes, flags, backward)
                 layer = ".".join((*self.path, *scopes))
-                self._record_float8(eqn, operands, layer)
+                if not _is_again(eqn):  # the forward pass has recorded it
+                    self._record_float8(eqn, operands, layer)
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
                     if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
@@ -234,9 +237,11 @@ class _Collector:
         self, eqn: Any, operands: list[Any], scopes: tuple[str, ...], flags: list[bool], backward: bool
     ) -> list[Any]:
         info = PRIMITIVES.get(eqn.primitive.name)
-        rule = None if backward else _RULES.get(info.kind if info else None)
+        rule = _RULES.get(info.kind if info else None)
+        if rule is not None and backward and (_is_again(eqn) or not _has_float8(eqn)):
+            rule = None
         if rule is not None:
-            outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags))
+            outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags, backward))
             if outs is not None:
                 return outs
         return compat.bind(eqn.primitive, operands, eqn.params)
@@ -262,6 +267,17 @@ def _is_backward(eqn: Any) -> bool:
     return any(compat.is_transpose_scope(scope) or str(scope.name) == compat.REMATTED for scope in stack)
 
 
+def _is_again(eqn: Any) -> bool:
+    """Whether `jax.checkpoint` computes the equation again."""
+    return any(compat.REMATTED in str(scope.name).split("/") for scope in compat.name_stack(eqn))
+
+
+def _has_float8(eqn: Any) -> bool:
+    """Whether the jaxprs of an equation have 8-bit products."""
+    inner = (each for jaxpr in compat.sub_jaxprs(eqn.params) for each in jaxpr.eqns)
+    return any(each.params.get("float8") is not None or _has_float8(each) for each in inner)
+
+
 class _Part(NamedTuple):
     """An equation that contains jaxprs."""
 
@@ -271,11 +287,14 @@ class _Part(NamedTuple):
     path: tuple[str, ...]
     read: list[bool]
     """Which of its results the forward pass reads."""
+    backward: bool
+    """Whether it is part of a backward pass."""
 
     def inner(self) -> _Collector:
         """A collector for a jaxpr of the equation."""
         inner = _Collector(self.collector.wanted, self.path)
         inner.scale, inner.axes = self.collector.scale, self.collector.axes
+        inner.in_backward = self.backward
         return inner
 
     def traced(self, jaxpr: Any, avals: Sequence[Any], read: Sequence[bool]) -> tuple[Any, list[Key], list[str]]:
