@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from results import RESULTS, stamp, write_markdown
+from timing import machine
 
 import xla_amp
 from xla_amp import plan_search
@@ -217,14 +218,18 @@ def _random(program: Any, budget: Errors, plans: int, spread: Errors) -> list[fl
             measured.append(known.errors(plan, batch))
             if any(measured[-1][key] > limit for key, limit in budget.items()):
                 break
-        bounds = {key: measurements.bound([each[key] for each in measured], 0.99, spread[key]) for key in budget}
+        errors = {key: [each[key] for each in measured] for key in budget}
+        bounds = {key: measurements.bound(errors[key], plan_search.CONFIDENCE, spread[key]) for key in budget}
         finite = all(math.isfinite(value) for each in measured for value in each.values())
         if len(measured) == USED and finite and all(bounds[key] <= limit for key, limit in budget.items()):
             found.append(sum(each.seconds for each in program.candidates if each.name in plan))
     return found
 
 
-HEADINGS = ("program", "low", "plans", "budget", "achieved", "unseen", "time", "all low", "to best", "casts again")
+HEADINGS = (
+    *("program", "low", "plans", "budget", "achieved", "unseen", "time", "all low", "to best", "casts again"),
+    "machine",
+)
 
 
 def main() -> None:
@@ -240,7 +245,7 @@ def main() -> None:
     path = RESULTS / f"{name}.json"
     for each in options.programs:
         row = measure(options.front, each, options.target, options.random)
-        row = {**row, "target": options.target, "random": options.random}
+        row = {**row, "target": options.target, "random": options.random, "machine": machine()}
         print(row, flush=True)
         if options.print_only:
             continue
@@ -262,7 +267,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         (
             row["program"], f"{row['low']} of {row['candidates']}", str(row["measured"]), errors(row["budget"]),
             errors(row["errors"]), errors(row["unseen"]), f"{row['time']:.2f}", f"{row['all_low_time']:.2f}",
-            f"{row['to_best']:.3f}", "same" if row["same"] else "others",
+            f"{row['to_best']:.3f}", "same" if row["same"] else "others", row["machine"],
         )
         for row in rows
     ]  # fmt: skip

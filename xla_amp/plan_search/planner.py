@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
@@ -26,7 +25,7 @@ from xla_amp.report import paths
 FEW: Final = 24
 """Up to this many candidates are measured one by one; more are grouped by kind of layer first."""
 SMALL: Final = 0.25
-"""A group whose error is at most this share of the budget is not split."""
+"""A group whose error is at most this share of the budget is not split, and its spread says nothing about others."""
 EXCHANGES: Final = 4
 """Exchanges that step 4 tries, per candidate."""
 CONFIDENCE: Final = 0.99
@@ -84,7 +83,7 @@ class Found:
     noise: Mapping[str, float]
     notes: Sequence[str]
     spread: Mapping[str, float]
-    """Median relative spread over batches of the measured plans, by quantity; no plan's counts as less."""
+    """Quantity -> upper quartile of the relative spreads over batches of plans near the budget; none counts as less."""
 
 
 class _OutOfTimeError(Exception):
@@ -155,7 +154,7 @@ class _Search:
         self.alone: dict[str, Assessment] = {}
         self.notes: list[str] = []
         self.spreads: dict[str, list[float]] = {}
-        """Quantity -> the relative spread over batches of each plan."""
+        """Quantity -> the relative spread over batches of each plan that takes more than `SMALL` of the budget."""
 
     def run(self) -> Found:
         zero = self._assess(frozenset(), timed=False)
@@ -355,7 +354,8 @@ class _Search:
             if plan and (over or not all(map(math.isfinite, measured[-1].values()))):
                 break
         found = self.known[plan] = self._judged(plan, measured)
-        if plan and found.complete and math.isfinite(found.load):
+        # What errs little often errs the same on every batch, which says nothing about plans near the budget.
+        if plan and found.complete and SMALL < found.load < math.inf:
             for name in found.errors:
                 self.spreads.setdefault(name, []).append(spread([each[name] for each in measured]))
         return found
@@ -369,7 +369,8 @@ class _Search:
 
     def _typical(self, name: str) -> float:
         """The least spread that counts: of many plans the best is one whose errors differ little, if only by chance."""
-        return statistics.median(self.spreads.get(name, [0.0]))
+        spreads = sorted(self.spreads.get(name, [0.0]))
+        return spreads[len(spreads) * 3 // 4]
 
     def _judged(self, plan: Plan, measured: Sequence[Mapping[str, float]]) -> Assessment:
         errors = {name: max(each[name] for each in measured) for name in measured[0]}
