@@ -267,7 +267,8 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         (
             row["program"], f"{row['low']} of {row['candidates']}", str(row["measured"]), errors(row["budget"]),
             errors(row["errors"]), errors(row["unseen"]), f"{row['time']:.2f}", f"{row['all_low_time']:.2f}",
-            f"{row['to_best']:.3f}", "same" if row["same"] else "others", row["machine"],
+            f"{row['to_best']:.3f}", "same" if row["same"] else "others",
+            row["machine"].partition("(")[2].partition(")")[0],
         )
         for row in rows
     ]  # fmt: skip
