@@ -192,9 +192,12 @@ def refusals(rank, world, device):
     return found
 
 
-def main(rank, world, port):
+def main(rank, world, port, body=None):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if body is not None:
+        body()
+        return
     if len(sys.argv) > 3:  # a script, with its arguments
         sys.argv = sys.argv[3:]
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -208,14 +211,14 @@ def main(rank, world, port):
     dist.destroy_process_group()
 
 
-def start(world):
-    """As torchrun does, but forks, which is cheap while nothing of XLA has started."""
+def start(world, body=None):
+    """As torchrun does, but forks, which is cheap while nothing of XLA has started; `body` is another program."""
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         port = first.getsockname()[1]
         second.bind(("127.0.0.1", port + 1))  # the coordinator's
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=main, args=(rank, world, port)) for rank in range(world)]
+    processes = [context.Process(target=main, args=(rank, world, port, body)) for rank in range(world)]
     for process in processes:
         process.start()
     for process in processes:

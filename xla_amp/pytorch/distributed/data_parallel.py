@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_map
 
-from xla_amp.backends import base
+from xla_amp.backends import base, devices
 from xla_amp.pytorch.distributed import xm_collectives
 
 _ACTING = (
@@ -67,6 +68,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Parameters whose gradients wait for the end of the backward pass."""
         self._reduced: set[nn.Parameter] = set()
         """Those that were reduced since the newest forward pass."""
+        synchronize = given.get("init_sync", True)
+        given["init_sync"] = False  # done below, in one program
         super().__init__(*bound.args[1:], **bound.kwargs)
         world = base.processes().world_size()
         if torch.distributed.get_world_size(self.process_group) != world:
@@ -75,6 +78,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         self._allow_unused = any(unused)
         self.find_unused_parameters, self.static_graph = unused
+        if synchronize:
+            sent: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
+            if given.get("forward_sync_buffers") is not None or self.broadcast_buffers:
+                sent += module.named_buffers()
+            _broadcast_now([x for name, x in sent if name not in self.parameters_to_ignore])
 
     def _ddp_init_helper(self, parameters: list[nn.Parameter], *args: Any, **kwargs: Any) -> None:
         """Registers hooks in place of torch's reducer."""
@@ -96,7 +104,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         self._reduced.clear()
         if self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
+            self._sync_buffers()
         if torch.is_grad_enabled():
             self._expects = self.require_backward_grad_sync
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -104,6 +112,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             inputs, kwargs = tree_map(self._moved, (inputs, kwargs))
         with self._inside_ddp_forward():
             return self.module(*inputs, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """Copies the buffers from rank 0: in a training step as an operation of its program."""
+        if hasattr(self, "buffer_hook"):
+            super()._sync_buffers()  # type: ignore[no-untyped-call]
+            return
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        in_step = self.training and torch.is_grad_enabled()
+        broadcast = xm_collectives.collective_broadcast if in_step else _broadcast_now
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):  # type: ignore[attr-defined]
+            broadcast(self.modules_buffers)
 
     def _moved(self, value: Any) -> Any:
         return value.to(self.device) if isinstance(value, torch.Tensor) else value
@@ -141,3 +160,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "DistributedDataParallel.register_comm_hook(): xla_amp.DistributedDataParallel has no buckets; use torch's "
             "class, or xla_model.reduce_gradients(optimizer, dtype=torch.bfloat16)"
         )
+
+
+def _broadcast_now(tensors: Sequence[torch.Tensor]) -> None:
+    """Copies rank 0's values in a program for itself, so that each process may read what it likes before and after."""
+    devices.engine().sync()
+    xm_collectives.collective_broadcast(tensors)
+    devices.engine().sync()

@@ -1,0 +1,167 @@
+"""Two processes: sums of gradients by the rule `reduce_gradients`, and buffers of `xla_amp.DistributedDataParallel`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import process_group_program
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import xla_amp
+from xla_amp import policy
+from xla_amp import xla_model as xm
+from xla_amp.errors import RecompileWarning
+from xla_amp.jax import reduce_gradients
+
+RULES = (None, "fp32", "low", "keep")
+GRADIENTS = {"wide": (2048.0, 1.0), "narrow": (60000.0, 60000.0)}
+"""Gradients of both processes.  The first sum, 2049, is 2048 in float16; the second overflows in it."""
+STEPS = 4
+MODES = ("plain", "accumulated", "captured", "accumulated in a group of gloo")
+
+
+class Sums(nn.Module):
+    """A weight of float32 and one of float16, which is the low dtype, whose gradients are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.float16))
+
+    def forward(self, wide, narrow):
+        return (self.wide * wide).sum(), (self.narrow * narrow).sum()
+
+
+def sums_of(device, rank, rule, reduce):
+    """The gradients of both weights after `reduce`, which gets the model, the optimizer and the losses."""
+    rules = {} if rule is None else {"reduce_gradients": rule}
+    model = Sums().to(device)
+    if reduce == "DistributedDataParallel":
+        model = xla_amp.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    given = [torch.tensor([GRADIENTS[name][rank]]) for name in ("wide", "narrow")]
+    with xla_amp.autocast(device, dtype=torch.float16, rules=rules):
+        losses = model(given[0].to(device), given[1].half().to(device))
+    torch.autograd.backward(losses)
+    if reduce == "xm.reduce_gradients":
+        xm.reduce_gradients(optimizer)
+    if reduce == "xm.optimizer_step":
+        xm.optimizer_step(optimizer)
+        found = [-parameter.detach().float() for parameter in model.parameters()]
+    else:
+        found = [parameter.grad.float() for parameter in model.parameters()]
+    wide = xm.all_reduce("sum", given[0].to(device))  # not of gradients: the rule does not reach it
+    xla_amp.sync()
+    return {"wide": found[0].item(), "narrow": found[1].item(), "all_reduce": wide.item()}
+
+
+def sums_in_jax(rank, rule):
+    """`xla_amp.jax.reduce_gradients` under `jax.shard_map`, over both processes."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    each = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    dtypes = {"wide": np.float32, "narrow": np.float16}
+    mine = {name: np.array([GRADIENTS[name][rank]], dtype) for name, dtype in dtypes.items()}
+    gradients = {name: jax.make_array_from_process_local_data(each, value, (2,)) for name, value in mine.items()}
+    with contextlib.nullcontext() if rule is None else policy.override(reduce_gradients=rule):
+        mean = jax.jit(
+            jax.shard_map(
+                lambda tree: reduce_gradients(tree, "data", policy="gpu"),
+                mesh=mesh,
+                in_specs=jax.P("data"),
+                out_specs=jax.P(),
+                check_vma=False,
+            )
+        )(gradients)
+    return {name: float(np.asarray(value.addressable_data(0))[0]) for name, value in mean.items()}
+
+
+class Buffers(nn.Module):
+    """Batch normalization, a count, and a buffer of 16 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+        self.register_buffer("largest", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.tensor([True, False]))
+
+    def forward(self, x):
+        if self.training:
+            self.largest.copy_(x[:3, 0])
+        return self.layers(x)
+
+
+def rows(step, rank, part):
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(100 * step + 10 * rank + part))
+
+
+def trained(kind, device, rank, mode, counts=None):
+    """The state after some steps on rows of this process, and what rank 0 alone reads of an evaluation."""
+    torch.manual_seed(rank)  # rank 0's weights and buffers count
+    options = {"process_group": dist.new_group(backend="gloo")} if "gloo" in mode else {}
+    model = kind(Buffers().to(device), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        if "accumulated" in mode:
+            with model.no_sync():
+                model(y).square().mean().backward()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    run = xla_amp.compile(step) if mode == "captured" and counts is not None else step
+    for index in range(STEPS):
+        batch = [rows(index, rank, part).to(device) for part in (0, 1)]
+        before = xla_amp.metrics()
+        run(*batch)
+        xla_amp.sync()
+        after = xla_amp.metrics()
+        if counts is not None:
+            counts.append({name: after[name] - before[name] for name in ("executions", "compilations", "host_syncs")})
+    model.eval()
+    evaluate = xla_amp.compile(model) if mode == "captured" and counts is not None else model
+    with torch.no_grad():
+        evaluated = [evaluate(rows(STEPS, part, 0).to(device)).sum() for part in range(3)][-1]
+    read = [evaluated.item()] if rank == 0 else []
+    xla_amp.sync()
+    return {name: value.cpu().double().tolist() for name, value in model.module.state_dict().items()}, read
+
+
+def both_trained(device, rank, mode):
+    """On the device and, with torch's own class, on the CPU."""
+    counts = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        got = trained(xla_amp.DistributedDataParallel, device, rank, mode, counts)
+    expected = trained(nn.parallel.DistributedDataParallel, torch.device("cpu"), rank, mode)
+    texts = [str(each.message) for each in told if issubclass(each.category, RecompileWarning)]
+    return {"got": got, "expected": expected, "counts": counts, "warnings": texts}
+
+
+def run(rank, device):
+    reductions = ("DistributedDataParallel", "xm.reduce_gradients", "xm.optimizer_step")
+    found = {
+        "sums": {
+            **{call: {str(rule): sums_of(device, rank, rule, call) for rule in RULES} for call in reductions},
+            "jax": {str(rule): sums_in_jax(rank, rule) for rule in RULES},
+        },
+        "buffers": {mode: both_trained(device, rank, mode) for mode in MODES},
+    }
+    Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(found))
+
+
+def main():
+    dist.init_process_group("xla_amp")
+    run(dist.get_rank(), torch.device("jax"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    process_group_program.start(2, main)

@@ -1,0 +1,55 @@
+"""Two real processes that hold replicas: gradients are added as the rule says, and buffers are sent in the step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from replicas_program import MODES, RULES
+
+PROGRAM = Path(__file__).with_name("replicas_program.py")
+CALLS = ("DistributedDataParallel", "xm.reduce_gradients", "xm.optimizer_step", "jax")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both processes saw."""
+    folder = tmp_path_factory.mktemp("replicas")
+    done = forked.run(PROGRAM, folder, environment={**os.environ, "XLA_AMP_TIMEOUT": "120"})
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_are_added_as_the_rule_says(found, call, rule):
+    """2048 + 1 is 2048 in float16, and 60000 + 60000 is inf; halves of the sums are exact in float32."""
+    wide = 1024.0 if rule == "low" else 1024.5
+    narrow = math.inf if rule in ("low", "keep") else 60000.0
+    for process in found:
+        got = process["sums"][call][str(rule)]
+        assert (got["wide"], got["narrow"]) == (wide, narrow)
+        assert got.get("all_reduce", 2049.0) == 2049.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_are_sent_in_the_step(found, mode):
+    """Against torch's class on the CPU: the same weights and buffers, in one executable a step."""
+    for rank, process in enumerate(found):
+        result = process["buffers"][mode]
+        (got, read), (expected, read_there) = result["got"], result["expected"]
+        assert list(got) == list(expected)
+        for name, value in got.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(expected[name]), rtol=0, atol=1e-6)
+        assert len(read) == len(read_there) == (rank == 0)
+        assert read == pytest.approx(read_there, abs=1e-5)
+        steady = [each for each in result["counts"][2:] if each["compilations"] == 0]
+        assert steady
+        assert [each["executions"] for each in result["counts"]] == [1] * len(result["counts"])
+        assert all(each == {"executions": 1, "compilations": 0, "host_syncs": 0} for each in steady)
+        assert not result["warnings"]
