@@ -156,3 +156,8 @@ def test_the_distributed_data_parallel_of_torch_refuses_a_rule_that_it_cannot_fo
     model, _ = trained()
     with policy.override(reduce_gradients="low"), pytest.raises(PolicyError, match="adds gradients in their own dtype"):
         nn.parallel.DistributedDataParallel(model)
+    told = "adds gradients of torch.bfloat16 in torch.bfloat16; use xla_amp.DistributedDataParallel"
+    with pytest.warns(UserWarning, match=told), pytest.raises(ValueError, match="process group"):
+        nn.parallel.DistributedDataParallel(model)
+    with policy.override(reduce_gradients="keep"), pytest.raises(ValueError, match="process group"):
+        nn.parallel.DistributedDataParallel(model)  # warnings are errors

@@ -6,6 +6,7 @@ import functools
 import importlib.machinery
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from xla_amp.policy import default_name, gradient_sums
 
 _NEEDS_OURS = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
@@ -58,13 +60,20 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_rules(module: torch.nn.Module) -> None:
-    """Raises for a rule that asks for another dtype of the sums than torch's reducer has.
+    """Raises for a rule that asks for another dtype of the sums than torch's reducer has; warns of 16 bits.
 
     Raises:
         PolicyError: see above.
     """
     sums = gradient_sums.after_region(DEVICE_TYPE, default_name(pjrt.platform()))
     if not sums.has_rules:
+        low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
+        if low is not None:
+            warnings.warn(
+                f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; use "
+                "xla_amp.DistributedDataParallel, which adds them in float32, or the rule reduce_gradients = keep",
+                stacklevel=3,
+            )
         return
     for name, parameter in module.named_parameters():
         own, path = str(parameter.dtype).removeprefix("torch."), name.rpartition(".")[0]
