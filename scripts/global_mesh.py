@@ -184,6 +184,7 @@ def run(
         other = torch.full((mesh.size, 2), float(rank)).to(device)
         found["refused"] = {
             "read": refused(weight.cpu),
+            "own numbers again": refused(lambda: (torch.ones(3).to(device) * (rank + 2.5)).cpu()),
             "own values": refused(lambda: xla_amp.mark_sharding(other, mesh, mesh.axis_names[:1])),
             "collective": refused(lambda: xla_amp.xla_model.all_reduce("sum", other)),
         }

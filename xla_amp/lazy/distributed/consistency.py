@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from xla_amp import config, events
@@ -243,18 +244,24 @@ def admit(program: Program, arguments: Sequence[Any]) -> None:
 class together:
     """Waits until all processes are at `program`, which has a digest; inside it is dispatched.
 
+    On a mesh of several processes the Python numbers of the program are compared, too: XLA takes them to be equal.
+
     Raises:
-        EngineError: another process is at another program, has ended, or did not come within the timeout.
+        EngineError: another process is at another program, or has other numbers on a mesh, has ended, or did not come
+            within the timeout.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, numbers: Sequence[np.ndarray]) -> None:
         self._program = program
+        self._numbers = numbers if mesh.spans_processes() else ()
 
     def __enter__(self) -> None:
         digest = self._program.digest
         assert digest is not None  # noqa: S101  (`admit`)
+        if self._numbers:
+            digest = hashlib.sha256(digest + b"".join(each.tobytes() for each in self._numbers)).digest()
         for each in _agreement:
-            each.agree(digest, lambda: _describe(self._program), _compare_programs, _line)
+            each.agree(digest, lambda: _describe(self._program, self._numbers), _compare_programs, _line)
 
     def __exit__(self, kind: object, *_: object) -> None:
         _note_end()
@@ -286,7 +293,7 @@ def _line(place: tuple[str, int] | None = None) -> str:
     return f"{file}:{line}" + (f": {source}" if source else "") if file else "in a backward pass"
 
 
-def _describe(program: Program) -> bytes:
+def _describe(program: Program, numbers: Sequence[np.ndarray]) -> bytes:
     """The program as text for a process that has another."""
     rows = list(steps(program.key.code))
     found = {
@@ -296,6 +303,7 @@ def _describe(program: Program) -> bytes:
         ],
         "lines": [instruction.location for instruction, _, _ in rows],
         "results": len(program.outputs),
+        "numbers": [repr(number) for each in numbers for number in each.tolist()],
         "autocast": _autocast(),
         "begin": "the start" if _ended_at is None else _line(_ended_at),
         "end": _line(),
@@ -343,6 +351,12 @@ def _difference(first: int, here: Mapping[str, Any], second: int, there: Mapping
         found.append(f"operation {min(lengths)} is {_operation(longer, min(lengths))}, only on process {rank}")
     elif here["results"] != there["results"]:
         found.append(f"{here['results']} values are kept on process {first}, {there['results']} on process {second}")
+    elif here["numbers"] != there["numbers"]:
+        one, other = next((a, b) for a, b in zip(here["numbers"], there["numbers"], strict=True) if a != b)
+        found.append(
+            f"a Python number that they read, or the seed of random numbers, is {one} on process {first}, {other} on "
+            f"process {second}, and processes of one mesh have one value"
+        )
     same = "the operations are the same and something in them differs, such as a constant, or an earlier program failed"
     return "; ".join(found) or same
 

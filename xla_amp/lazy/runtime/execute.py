@@ -60,8 +60,10 @@ expected: tuple[int, frozenset[Family]] = -1, frozenset()
 iterations (`loops`)."""
 admit: Callable[[Program, Sequence[Any]], None] | None = None
 """Called with each new program and its arguments before the first run."""
-together: Callable[[Program], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-"""Around the dispatch of a program that several processes run together, which has a digest; raises to reject it."""
+together: Callable[[Program, Sequence[np.ndarray]], contextlib.AbstractContextManager[object]]
+together = lambda program, numbers: contextlib.nullcontext()  # noqa: E731
+"""Around the dispatch of a program that several processes run together, which has a digest, on its lifted numbers;
+raises to reject it."""
 
 
 before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
@@ -303,7 +305,7 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
     program_cache.touch(program)
     if program.digest is None:
         return _call(program, donated, kept, floats, ints)
-    with together(program):
+    with together(program, (floats, ints)):
         if mesh.compare is not None and not program.compared:
             program.compared = True
             mesh.compare([*donated, *kept, floats, ints])
