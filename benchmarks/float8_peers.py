@@ -31,7 +31,9 @@ from xla_amp import stablehlo
 from xla_amp.errors import DeviceError
 from xla_amp.stablehlo.tools import targets
 
-CALL = 'custom_call_target="__cublas$lt$matmul$f8"'
+CALLS = tuple(f'custom_call_target="{name}"' for name in ("__cublas$lt$matmul$f8", "__cudnn$blockScaledDot"))
+BLOCKS = "b200"
+"""A GPU that scales blocks, for the rows of ``mxfp8``."""
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": "False"}
 STEPS = 20
 """After so many steps on the same batch the history of delayed scaling knows the magnitudes."""
@@ -123,8 +125,8 @@ def compiled_module(compilers: targets.Compilers, module: Any, target: str) -> d
     default = compilers.compile(module, target)
     without = compilers.compile(module, target, WITHOUT_TRITON)
     return {
-        "calls": default.hlo.count(CALL),
-        "calls_without_triton": without.hlo.count(CALL),
+        "calls": sum(map(default.hlo.count, CALLS)),
+        "calls_without_triton": sum(map(without.hlo.count, CALLS)),
         "temporary": default.temporary_memory,
         "moved": default.bytes_accessed or 0,
     }
@@ -132,16 +134,19 @@ def compiled_module(compilers: targets.Compilers, module: Any, target: str) -> d
 
 def ours(problem: Problem, compilers: targets.Compilers, target: str) -> Iterator[Row]:
     """This package."""
-    for name, scales, rules in (
-        ("xla_amp, bfloat16", "", {"matmul": "low"}),
-        ("xla_amp, fp8", "of the tensor, current", {"matmul": "fp8"}),
-        ("xla_amp, fp8_rowwise", "of rows, current", {"matmul": "fp8_rowwise"}),
+    for cast, scales, machine in (
+        ("low", "", target),
+        ("fp8", "of the tensor, current", target),
+        ("fp8_rowwise", "of rows, current", target),
+        ("mxfp8", "of 32 elements, current", BLOCKS),
     ):
-        step = jax.jit(jax.grad(xla_amp.jax.autocast(loss, policy="fp8", rules=rules)))
+        step = jax.jit(jax.grad(xla_amp.jax.autocast(loss, policy="fp8", rules={"matmul": cast})))
         arguments = (problem.weights, problem.x)
         found = [np.asarray(each) for each in step(*arguments)]
         note = "gradients of weights in bfloat16" if scales else ""
-        about = compiled(compilers, step, arguments, target)
+        note += f"; compiled for a {machine}" if machine != target else ""
+        about = compiled(compilers, step, arguments, machine)
+        name = f"xla_amp, {'bfloat16' if cast == 'low' else cast}"
         yield Row(name=name, scales=scales, error=problem.error(found), note=note, **about)
     program = jax.export.export(jax.jit(jax.grad(loss)))(*arguments)
     converted = stablehlo.autocast(program, policy="fp8", rules={"matmul": "fp8"})
