@@ -117,6 +117,7 @@ class Row:
     contractions: dict[str, int]
     layers: int
     date: str
+    """When it was compiled, UTC."""
 
 
 def measure(compilers: targets.Compilers, model: str, target: str, variant: str, options: argparse.Namespace) -> Row:
@@ -150,7 +151,7 @@ def _layers(model: str, options: argparse.Namespace) -> int:
 
 HEADINGS = (
     *("model", "target", "variant", "est. ms", "GB accessed", "peak GiB", "time", "bytes", "memory"),
-    "contractions",
+    *("contractions", "compiled"),
 )
 
 
@@ -175,6 +176,7 @@ def table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 f"{row['peak_memory'] / 2**30:.2f}",
                 *(ratio(name) for name in ("seconds", "bytes_accessed", "peak_memory")),
                 ", ".join(f"{count} x {kinds}" for kinds, count in row["contractions"].items()),
+                row["date"],
             )
         )
     return lines
