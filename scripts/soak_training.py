@@ -31,6 +31,8 @@ EVALUATE = 25
 CHECKPOINT = 100
 RAISE = 20
 INTERRUPT = 4
+ATTEMPTS = 5
+"""How often a step is interrupted at most: one that takes longer than every time drawn must end, too."""
 
 
 class Training:
@@ -121,10 +123,12 @@ def disturbed(steps: int, seed: int) -> tuple[Training, collections.Counter[str]
     """Trains with everything in between; returns the training and what happened how often."""
     chance = random.Random(seed)
     counts: collections.Counter[str] = collections.Counter()
+    attempts: collections.Counter[int] = collections.Counter()
     training, number = Training(), 0
     while number < steps:
+        attempts[number] += 1
         try:
-            if number % INTERRUPT == 0:
+            if number % INTERRUPT == 0 and attempts[number] <= ATTEMPTS:
                 signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-4.5, -2))
             try:
                 if number % RAISE == 7:
