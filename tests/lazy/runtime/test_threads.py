@@ -230,6 +230,19 @@ def test_waiting_does_not_hold_the_tape(device: torch.device) -> None:
     assert y.tolist() == [2, 2, 2]
 
 
+def test_two_threads_wait_at_the_same_time(device: torch.device) -> None:
+    _slow(device).sum().item()
+    x = _slow(device)
+    ready: list[bool] = []
+
+    def wait() -> None:
+        engine.sync(wait=True)
+        ready.append(array_behind(x).is_ready())
+
+    together(wait, wait)
+    assert ready == [True, True]
+
+
 def test_seeds_of_threads_do_not_tear(device: torch.device) -> None:
     def work() -> None:
         for _ in range(30):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 import numpy as np
@@ -37,9 +36,10 @@ from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()
-_pending: collections.deque[Callable[[], list[Any]]] = collections.deque(maxlen=64)
-"""Return the results, as far as they are referenced, of the last programs that nobody has waited for.  XLA:CPU runs
-those of several threads side by side."""
+_pending: dict[Callable[[], list[Any]], object] = {}
+"""Functions that return the results, as far as they are referenced, of the last programs that nobody has waited for,
+each with a mark of its dispatch.  XLA:CPU runs those of several threads side by side."""
+_MOST_PENDING: Final = 64
 
 
 class Observer(Protocol):
@@ -118,15 +118,20 @@ def _finish() -> None:
     """Runs the trace, and waits for all programs."""
     with trace.lock:
         flush()
-        programs = tuple(_pending)
+        programs = dict(_pending)
         values = [value for results in programs for value in results()]
-        _pending.clear()
-    try:
-        for value in values:
+    failure: Exception | None = None
+    for value in values:
+        try:
             _wait_for(value)
-    except KeyboardInterrupt:
-        _pending.extendleft(reversed(programs))
-        raise
+        except Exception as error:
+            failure = failure or error
+    with trace.lock:
+        for results, mark in programs.items():
+            if _pending.get(results) is mark:  # otherwise it was dispatched again meanwhile
+                del _pending[results]
+    if failure is not None:
+        raise failure
 
 
 def _wait_for(value: Any) -> None:
@@ -285,8 +290,10 @@ def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
 
 def add_pending(results: Callable[[], list[Any]]) -> None:
     """Adds a function that returns the results of a program that was dispatched, for ``sync(wait=True)``."""
-    if results not in _pending:
-        _pending.append(results)
+    _pending.pop(results, None)
+    _pending[results] = object()
+    if len(_pending) > _MOST_PENDING:
+        del _pending[next(iter(_pending))]
 
 
 def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
