@@ -12,7 +12,8 @@ import pytest
 from xla_amp.jax import autocast
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", [0, 1])
 def test_a_sample_of_all_functions(first):
     names = dict(list(jax_sweep.functions(jax_sweep.MODULES))[first::24])
     calls = {name: jax_sweep.call(name, function) for name, function in names.items()}

@@ -13,7 +13,7 @@ TOLERANCE = {False: 1e-4, True: 2e-2}
 """Relative difference of a loss: float32, bfloat16 autocast (torch.autocast's own CPU rules differ in a few places)."""
 
 
-COMPILED_LONG = ("ConvNeXt", "Whisper", "DeBERTa-v2", "Swin")
+COMPILED_LONG = ("ConvNeXt", "Whisper", "DeBERTa-v2", "Swin", "T5", "Mixtral", "Mamba", "RoBERTa")
 """Four to ten seconds each; ResNet has convolutions, ViT patches, BERT an encoder, BART a decoder beside it."""
 
 

@@ -68,7 +68,8 @@ def test_of_a_function_of_jax(compilers):
     check(found, compilers.compile(text, TARGET).seconds)
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("xla", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["cpu", "xla"])
 def test_of_a_model_of_torch_which_stays_as_it_is(compilers, where):
     class Net(torch.nn.Module):
         def __init__(self):

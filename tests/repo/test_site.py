@@ -27,6 +27,7 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_pages_load_nothing_from_elsewhere(site: Path):
     loaded = re.compile(r"<(?:script|img|iframe)[^>]* src=\"?https?://|<link[^>]* href=\"?https?://")
     pages = list(site.rglob("*.html"))
@@ -34,12 +35,14 @@ def test_pages_load_nothing_from_elsewhere(site: Path):
     assert [page.name for page in pages if loaded.search(page.read_text())] == []
 
 
+@pytest.mark.exhaustive
 def test_the_search_needs_no_server(site: Path):
     assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
     assert '<script src="../javascripts/iframe-worker.js">' in (site / "reference" / "xla_amp.html").read_text()
     assert (site / "javascripts" / "iframe-worker.js").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", docs_hooks.PACKAGES)
 def test_the_reference_has_every_public_name(package: str, site: Path):
     module = importlib.import_module(package)
@@ -59,6 +62,7 @@ def test_the_reference_has_every_public_module():
     assert integrations <= documented
 
 
+@pytest.mark.exhaustive
 def test_signatures_are_those_of_the_code(site: Path):
     page = re.sub(r"<[^>]+>", "", (site / "reference" / "xla_amp.html").read_text())
     assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2\s*\)", page)

@@ -52,6 +52,7 @@ def test_weights_are_gathered_in_8_bits(written) -> None:
             assert collectives(hlo)["all-reduce", "bf16"] < 64, front
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("front", FRONTS)
 def test_values_are_those_of_one_device(written, front: str) -> None:
     result, *gradients = written[1][front]

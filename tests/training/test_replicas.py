@@ -12,6 +12,8 @@ import pytest
 import torch
 from replicas_program import MODES, RULES
 
+pytestmark = pytest.mark.exhaustive
+
 PROGRAM = Path(__file__).with_name("replicas_program.py")
 CALLS = ("DistributedDataParallel", "xm.reduce_gradients", "xm.optimizer_step", "jax")
 

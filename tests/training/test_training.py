@@ -45,7 +45,13 @@ def fp32_losses(network: str, optimizer_name: str, device: Any, library: Any, st
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("library", [torch.optim, xla_amp.syncfree], ids=["torch.optim", "syncfree"])
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(torch.optim, id="torch.optim", marks=pytest.mark.exhaustive),
+        pytest.param(xla_amp.syncfree, id="syncfree"),
+    ],
+)
 def test_twenty_fp32_steps_match_torch_on_the_cpu(network: str, optimizer: str, library: Any) -> None:
     ours = fp32_losses(network, optimizer, xla_amp.xla_device(), library)
     reference = fp32_losses(network, optimizer, "cpu", torch.optim)
