@@ -90,6 +90,22 @@ def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> Non
             pass  # no operation ran
 
 
+@pytest.mark.parametrize("name", ["cpu", "lazy"])
+def test_a_rule_that_equals_the_devices_own_cast_has_matched(name: str) -> None:
+    """torch's own kernel would do the same and tell nobody."""
+    x = torch.ones(2, 2, device=device(name))
+    with xla_amp.autocast(x.device, dtype=torch.bfloat16, rules={"mm": "low", "relu": "fp32"}, strict=True):
+        assert torch.relu(torch.mm(x, x)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", ["cpu", "lazy"])
+def test_a_rule_for_an_operation_that_did_not_run_is_reported(name: str) -> None:
+    x = torch.ones(2, 2, device=device(name))
+    missing = pytest.raises(PolicyError, match="mylib::never_run = fp32")
+    with missing, xla_amp.autocast(x.device, rules={"mylib::never_run": "fp32"}, strict=True):
+        torch.mm(x, x)
+
+
 def test_strict_judges_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AMP_RULES", "module:*.not_there_either=fp32")
     with pytest.raises(PolicyError, match="not_there_either"), xla_amp.autocast("cpu", strict=True):

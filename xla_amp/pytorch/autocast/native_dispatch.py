@@ -112,19 +112,25 @@ def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
 
 @functools.lru_cache(maxsize=256)
 def changed(device_type: str, policy: Policy) -> tuple[str, ...]:
-    """Operations whose rule in `policy` differs from what torch does on the device."""
+    """Operations whose rule in `policy` differs from what torch does on the device, and those of a region's `rules`.
+
+    A rule of `rules` that equals torch's cast changes nothing; its kernel sees that it has matched.
+    """
     native = table(device_type)
     if policy is native:
         return ()
     candidates = policy.ruled() | native.ruled()
     different = {name for name in candidates if policy.outside(name) != native.outside(name)}
-    if any(layer.layer == "override" for layer in policy.layers):
-        different |= _FREQUENT  # also for an override that was opened before this module was imported
+    for layer in policy.layers:
+        if layer.layer == "context":
+            different |= layer.reach()
+        if layer.layer in ("context", "override"):
+            different |= _FREQUENT  # also for an override that was opened before this module was imported
     return tuple(sorted(different | policy.ruled_in_modules()))
 
 
 _FREQUENT = frozenset({"addmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"})
-"""Operations that get a kernel under any override: where one of them runs, rules that match nothing are reported."""
+"""They get a kernel under any override or `rules`: where one of them runs, rules that match nothing are reported."""
 
 
 # Regions and overrides open and close on many threads, not always in order, so what each holds is stored by identity.
