@@ -54,7 +54,6 @@ LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
         }
     ),
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
-    "xla_amp.plan_search.xla_estimates": frozenset({"xla_amp.stablehlo.tools.targets"}),
     "xla_amp.lazy.torch_integration.monkeypatches": frozenset({"xla_amp.pytorch.optim.skip_step"}),
 }
 

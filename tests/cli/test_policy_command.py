@@ -119,40 +119,13 @@ def test_check_of_a_malformed_file_is_one_line_that_names_place_and_fix(run, tmp
     assert pytest.importorskip("re").search(fix, out), out
 
 
-def test_diff(run, tmp_path):
-    status, out, _ = run("diff", "xpu", "cuda")
-    assert status == 1
-    assert out.splitlines()[0].split() == ["operation", "xpu", "cuda"]
-    assert [line.split() for line in out.splitlines()[2:]] == [
-        ["_cudnn_rnn", "keep", "low"],
-        ["cudnn_convolution", "keep", "low"],
-        ["cudnn_convolution_transpose", "keep", "low"],
-    ]
-    assert run("diff", "tpu", "tpu") == (0, "the same casts for every operation\n", "")
-    file = tmp_path / "mine.toml"
-    file.write_text(GOOD)
-    status, out, _ = run("diff", "tpu", str(file), "--json")
-    assert status == 1
-    assert json.loads(out) == {
-        "low": {"a": "bfloat16", "b": "bfloat16"},
-        "operations": {"softmax.int": {"a": "fp32", "b": "low"}},
-    }
-    assert "(low dtype)" in run("diff", "tpu", "gpu")[1]
-    file.write_text(GOOD.replace("softmax", "module:*.head"))
-    assert run("diff", "tpu", str(file))[:2] == (
-        1,
-        "the same casts for every operation outside modules; rules for modules differ\n",
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["show", "tup"], "xla-amp: unknown policy 'tup'; nearest: tpu"),
         (["show", "missing.toml"], "xla-amp: policy file 'missing.toml' cannot be read"),
         (["show", "tpu", "--operation", "sofmax"], "nearest: softmax"),
-        (["diff", "tpu", "tup"], "nearest: tpu"),
-        (["diff", "tpu"], "the following arguments are required: B"),
+        (["diff", "tpu", "gpu"], "invalid choice: 'diff'"),
         ([], "the following arguments are required: ACTION"),
         (["show", "tpu", "--jason"], "unrecognized arguments"),
     ],

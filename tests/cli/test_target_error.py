@@ -13,7 +13,7 @@ from xla_amp.errors import ModuleError, RuleWarning
 from xla_amp.report import units
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes.autocast import settings
-from xla_amp.stablehlo.tools import comparison, target_error, targets
+from xla_amp.stablehlo.tools import comparison, target_error
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))
@@ -70,14 +70,6 @@ def test_a_target_error_is_met_with_a_product_left_low(run, tmp_path, samples):
     assert all(row["why"].startswith("target error: with nothing else in bfloat16") for row in rows if row["after"] == "float32")  # fmt: skip # noqa: E501
     if len(samples) == 2:
         assert error_of(tmp_path / "low.mlir", X[::-1], W) < 1e-2
-
-
-def test_the_report_has_the_estimates_of_the_targets_compiler_or_why_there_is_none(run, monkeypatch):
-    monkeypatch.setattr(targets, "available", lambda target: False)
-    words = ("--inputs", "s.npz", "--target-error", "1e-2", "--target", "h100")
-    why = "none: the compiler for h100 is not installed: pip install 'xla-amp[targets]'"
-    assert json.loads(run(*words, "--json")[1])["xla"] == {"seconds": {}, "why": why}
-    assert f"What does XLA's compiler for the target estimate?\n  {why}" in run(*words)[1]
 
 
 def test_a_target_that_cannot_be_met_writes_nothing_and_has_its_own_status(run, tmp_path):

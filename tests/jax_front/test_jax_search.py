@@ -43,7 +43,6 @@ def test_both_nearly_equal_products_in_scopes_stay_in_float32(found):
     casts = [found.policy.decide("matmul", name).cast for name in names]
     assert casts == ["low", "fp32", "fp32", "low"]
     assert found.estimated["all low"] < found.estimated["plan"] < found.estimated["float32"]
-    assert "not asked for: compile_for_target=True compiles three programs" in str(found)
 
 
 def test_new_arguments_are_within_the_budget_and_the_file_gives_the_same_casts(found, tmp_path):

@@ -72,8 +72,8 @@ def test_a_malformed_rule_has_one_message(
         policy.load(file)
     said = [str(in_python.value), str(in_a_file.value)]
     assert f"{file}:2 (rule 1)" in said[1]
-    for arguments in (["--policy", str(file)], ["--override", f"{name}={cast}"]):
-        if arguments == ["--override", "=fp32"] or "," in arguments[1]:
+    for arguments in (["--policy", str(file)], ["--rule", f"{name}={cast}"]):
+        if arguments == ["--rule", "=fp32"] or "," in arguments[1]:
             continue  # refused by the parser: below
         assert main(["convert", str(module), "-o", str(out), *arguments]) == 2
         said.append(capsys.readouterr().err)
@@ -93,10 +93,10 @@ def test_a_malformed_rule_has_one_message(
         (["mm=low", "mm=fp32"], "--rule names 'mm' twice, = low and = fp32; keep one"),
     ],
 )
-def test_malformed_overrides_of_the_command(
+def test_malformed_rules_of_the_command(
     arguments: list[str], message: str, module: pathlib.Path, tmp_path: pathlib.Path, capsys: Any
 ) -> None:
-    given = [word for each in arguments for word in ("--override", each)]
+    given = [word for each in arguments for word in ("--rule", each)]
     try:
         code: Any = main(["convert", str(module), "-o", str(tmp_path / "out.mlir"), *given])
     except SystemExit as stop:
@@ -201,7 +201,7 @@ def test_the_command_prints_one_line_for_a_rule_without_effect(
     elif by == "environment":
         monkeypatch.setenv("XLA_AMP_RULES", "cosh=fp32")
     else:
-        arguments += ["--override", "cosh=fp32"]
+        arguments += ["--rule", "cosh=fp32"]
     assert main(arguments) == 0
     said = capsys.readouterr().err
     assert said.count("cosh = fp32") == said.count("no effect") == 1

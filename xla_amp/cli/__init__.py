@@ -28,7 +28,6 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "overflow": "xla_amp.cli.overflow_command",
         "policy": "xla_amp.cli.policy_command",
         "replay": "xla_amp.cli.replay_command",
-        "completion": "xla_amp.cli.completion_command",
     }
 )
 """Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: arguments -> (text, exit status).
@@ -45,7 +44,7 @@ _LONGEST: Final = 1000
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
-    top.set_defaults(top=top, on_cpu=False, quiet=False, output=None)
+    top.set_defaults(on_cpu=False, quiet=False, output=None)
     common.epilog(
         top,
         {

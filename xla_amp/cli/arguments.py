@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.program import Program
 
-FILE: Final = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""The value by which shtab completes an argument with file names."""
-
-
 STANDARD: Final = Path("-")
 """Standard input, or standard output."""
 
@@ -30,7 +26,7 @@ def program(parser: argparse.ArgumentParser, name: str, metavar: str) -> None:
         "MLIR text or bytecode, a portable artifact, a jax.export blob, HLO (text, .hlo.pb or the folder of an XLA "
         "dump), or - for standard input"
     )
-    parser.add_argument(name, metavar=metavar, type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
+    parser.add_argument(name, metavar=metavar, type=Path, help=what)
     parser.set_defaults(on_cpu=True)
 
 
@@ -90,8 +86,7 @@ _STATUSES: Final = {
 
 def report(parser: argparse.ArgumentParser) -> None:
     """``--report``."""
-    what = "also write the report as one HTML page"
-    parser.add_argument("--report", metavar="HTML", type=Path, help=what).complete = FILE  # type: ignore[attr-defined]
+    parser.add_argument("--report", metavar="HTML", type=Path, help="also write the report as one HTML page")
 
 
 def check_report(arguments: argparse.Namespace) -> None:

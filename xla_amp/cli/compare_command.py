@@ -18,8 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``compare``."""
     common.program(parser, "a", "A")
     common.program(parser, "b", "B")
-    sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
-    sample.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
     parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
     parser.add_argument(
         "--tolerance",

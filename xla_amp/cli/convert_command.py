@@ -16,7 +16,6 @@ from xla_amp.policy import BUILTIN
 from xla_amp.types import CASTS, LowDtype
 
 if TYPE_CHECKING:
-    from xla_amp.plan_search import XlaEstimates
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
@@ -34,7 +33,7 @@ FORMATS = ("text", "bytecode", "artifact", "export")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``convert``."""
     common.program(parser, "source", "IN")
-    out = parser.add_argument(
+    parser.add_argument(
         "-o",
         "--output",
         metavar="OUT",
@@ -42,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="file to write; - for standard output, and then the report goes to standard error",
     )
-    out.complete = common.FILE  # type: ignore[attr-defined]
     parser.add_argument(
         "--format", choices=FORMATS, help="format of OUT; default: by its suffix, otherwise the format of IN"
     )
@@ -51,7 +49,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=get_args(LowDtype), help="low dtype; default: the policy's")
     parser.add_argument(
         "--rule",
-        "--override",
         action="append",
         dest="rules",
         default=[],
@@ -65,21 +62,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=hardware.names(),
         metavar="TARGET",
         help=f"what the program is for ({', '.join(hardware.names())}): whether it has products of 8-bit floats, and "
-        "whether they pay; default: a GPU that has those of the policy.  With --target-error XLA's compiler for it, if "
-        "installed, also estimates the program before and after, which takes seconds to minutes",
+        "whether they pay; default: a GPU that has those of the policy",
     )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--keep-io", dest="keep_io", action="store_true", default=True, help="keep the signature (default)"
-    )
-    group.add_argument(
+    parser.add_argument(
         "--narrow-parameters",
         dest="keep_io",
         action="store_false",
         help="use the low dtype for arguments that only low operations read and for results computed low",
     )
-    sample = parser.add_argument(
+    parser.add_argument(
         "--inputs",
         action="append",
         default=[],
@@ -87,7 +79,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NPZ",
         help="sample inputs: operations that overflow or lose too much on them stay float32; may be repeated",
     )
-    sample.complete = common.FILE  # type: ignore[attr-defined]
     parser.add_argument(
         "--max-error", type=common.positive, help="with --inputs: largest accepted error of one operation"
     )
@@ -159,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     given = [samples.fitted(samples.read_samples(path), program.module, str(path)) for path in arguments.inputs]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuleWarning)
-        converted, achieved, xla = _convert(arguments, program, given)
+        converted, achieved = _convert(arguments, program, given)
     for each in caught:
         sys.stderr.write(f"xla-amp: warning: {each.message}\n")
     if achieved is not None and arguments.target_error is not None and achieved.error > arguments.target_error:
@@ -171,8 +162,6 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     document = _document(arguments, converted, states, program.source, kind)
     if achieved is not None:
         document = _with_error(document, arguments, achieved)
-    if xla is not None:
-        document = dataclasses.replace(document, findings=(*document.findings, xla.finding()))
     page = None if arguments.report is None else report_page.html(document)
     _write(converted.program, arguments.output, kind)  # last: everything else that may fail has been done
     if page is not None:
@@ -187,14 +176,13 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         **{name: found.to_dict() for name, found in states.items()},
         "operations": converted.report.rows(),
         **({} if achieved is None else {"achieved_error": dataclasses.asdict(achieved)}),
-        **({} if xla is None else {"xla": xla.to_dict()}),
     }
     return common.as_json(plain), 0
 
 
 def _convert(
     arguments: argparse.Namespace, program: Program, given: list[list[Any]]
-) -> tuple[Converted, Achieved | None, XlaEstimates | None]:
+) -> tuple[Converted, Achieved | None]:
     from xla_amp.stablehlo.passes import autocast
     from xla_amp.stablehlo.tools import comparison, target_error
 
@@ -213,7 +201,7 @@ def _convert(
             strict=arguments.strict,
             target=arguments.target,
         )
-        return within.converted, within.achieved, within.xla
+        return within.converted, within.achieved
     converted = autocast.autocast(
         program,
         policy=arguments.policy,
@@ -226,13 +214,13 @@ def _convert(
         **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )
     if not samples:
-        return converted, None, None
+        return converted, None
     try:
         runs = comparison.Runs(converted.module)
-        return converted, target_error.Original(program, samples).measure(runs), None
+        return converted, target_error.Original(program, samples).measure(runs)
     except ModuleError as error:  # no float64 version, for instance of a library's code
         sys.stderr.write(f"xla-amp: warning: the achieved error was not measured: {error}\n")
-        return converted, None, None
+        return converted, None
 
 
 def _with_error(document: Document, arguments: argparse.Namespace, achieved: Achieved) -> Document:

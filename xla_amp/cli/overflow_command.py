@@ -14,8 +14,7 @@ HELP = "which operation of a program makes the first inf or NaN"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``overflow``."""
     common.program(parser, "program", "PROGRAM")
-    sample = parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
-    sample.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
     parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
     common.function(parser)
     common.report(parser)

@@ -1,4 +1,4 @@
-"""Show, check and compare policies: built-in ones by name, custom ones by the path of a TOML file."""
+"""Show and check policies: built-in ones by name, custom ones by the path of a TOML file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
 from xla_amp.policy.load import read_file, rules_from_file, signature
 
-HELP = "show, check and compare policies"
+HELP = "show and check policies"
 
 Answer = tuple[str, int]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Adds ``show``, ``check`` and ``diff``."""
+    """Adds ``show`` and ``check``."""
     kinds = parser.add_subparsers(metavar="ACTION", required=True)
     known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
     common.epilog(
@@ -29,9 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         {
             "xla-amp policy show tpu --operation softmax": "one decision and its reason",
             "xla-amp policy check rules.toml": "before a run",
-            "xla-amp policy diff tpu gpu": "what two policies treat differently",
         },
-        {0: "yes: shown, valid, the same", 1: "no: invalid, different"},
+        {0: "yes: shown, valid", 1: "no: invalid"},
     )
 
     show = kinds.add_parser("show", help="the rules in force, or the decision about one operation")
@@ -44,12 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     check = kinds.add_parser("check", help="whether a policy file is valid; prints file, line and fix if not")
     check.add_argument("file", metavar="FILE", type=Path, help="a policy, or rows for XLA_AMP_POLICY")
     check.set_defaults(run=_check)
-
-    diff = kinds.add_parser("diff", help="operations that two policies treat differently")
-    diff.add_argument("left", metavar="A", help=known)
-    diff.add_argument("right", metavar="B", help=known)
-    diff.add_argument("--json", action="store_true", help="JSON instead of a table")
-    diff.set_defaults(run=_diff)
 
 
 def _torch_operations() -> Iterable[str]:
@@ -153,28 +146,6 @@ def _is_policy(file: Path) -> bool:
 
 def _count(rules: Sequence[object]) -> str:
     return f"{len(rules)} rule{'' if len(rules) == 1 else 's'}"
-
-
-def _diff(arguments: argparse.Namespace) -> Answer:
-    left, right = resolve(arguments.left), resolve(arguments.right)
-    casts = left.casts(), right.casts()
-    changed = {
-        name: (casts[0].get(name, "keep"), casts[1].get(name, "keep"))
-        for name in sorted(casts[0].keys() | casts[1].keys())
-        if casts[0].get(name, "keep") != casts[1].get(name, "keep")
-    }
-    lows = left.low, right.low
-    status = int(bool(changed) or lows[0] != lows[1] or left.ruled_in_modules() != right.ruled_in_modules())
-    if arguments.json:
-        pairs = {name: {"a": a, "b": b} for name, (a, b) in changed.items()}
-        return _json({"low": {"a": lows[0], "b": lows[1]}, "operations": pairs}), status
-    titles = ("operation", *((left.name, right.name) if left.name != right.name else (arguments.left, arguments.right)))
-    lines: list[Sequence[str]] = [("(low dtype)", *lows)] if lows[0] != lows[1] else []
-    lines += [(name, *pair) for name, pair in changed.items()]
-    if not lines:
-        same = "the same casts for every operation"
-        return (f"{same} outside modules; rules for modules differ" if status else same), status
-    return tables.plain(titles, lines), status
 
 
 def _json(document: Any) -> str:

@@ -15,8 +15,7 @@ HELP = "run a bad step that a monitor kept once more, and find where it overflow
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``replay``."""
-    where = parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="of the monitor, or a bad step's")
-    where.complete = common.FILE  # type: ignore[attr-defined]
+    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="of the monitor, or a bad step's")
     parser.add_argument(
         "--make",
         required=True,

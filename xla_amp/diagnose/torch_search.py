@@ -34,7 +34,6 @@ def search(
     *,
     budget: float | Mapping[str, float],
     target: str | None = None,
-    compile_for_target: bool = False,
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
     budget_seconds: float | None = None,
@@ -58,8 +57,6 @@ def search(
             Quantities without a budget are reported, and must be finite.
         target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
             one, whose rates are measured, and on which the plan is timed.
-        compile_for_target: also compile float32, everything low and the plan with XLA's compiler for `target`, whose
-            estimates the result then has (``result.xla``); seconds for small programs, minutes for large ones.
         low: the low dtype.
         held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
         budget_seconds: time to search; the best plan so far is the result.
@@ -83,7 +80,6 @@ def search(
         (True, 'low')
     """
     fronts.check_low(low)
-    fronts.check_target(target, compile_for_target)
     batches = list(batches)
     program = TorchProgram(uncompiled(step), batches, objects)
     rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
@@ -98,7 +94,6 @@ def search(
             budget_seconds=budget_seconds,
             journal=journal,
             target=target,
-            compile_for_target=compile_for_target,
             device=str(program.device),
         )
 
@@ -262,63 +257,6 @@ class TorchProgram:
     def time(self, plan: Plan) -> float:
         """Median seconds of a forward and a backward pass of `plan` on this machine."""
         return median_seconds(lambda: self._run(self._batches[0], plan))
-
-    def module(self, plan: Plan, target: str) -> tuple[Any, Mapping[str, str]]:
-        """A forward and a backward pass of `plan` on the lazy device as `target` would run it, and XLA's options."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(restoring(self._objects))
-            stack.enter_context(warnings.catch_warnings())
-            for expected in (RuleWarning, RecompileWarning):
-                warnings.simplefilter("ignore", expected)
-            stack.enter_context(torch.enable_grad())
-            # autograd has no thread for a device that came after the first backward pass
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-
-            def make_step() -> Callable[[], Any]:
-                device = devices.engine().device()
-                parameters = stack.enter_context(_on(device, self._objects))
-                batch = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), self._batches[0])
-
-                def step() -> Any:
-                    for parameter in parameters:
-                        parameter.grad = None
-                    with autocast(device, policy=self._policy(plan)):
-                        result = self._call(batch)
-                    loss = _loss(result)
-                    if loss is not None and loss.requires_grad:
-                        loss.backward()
-                    return result
-
-                return step
-
-            program = devices.engine().export_for(target, make_step)
-            return program, program.compiler_options
-
-
-@contextlib.contextmanager
-def _on(device: torch.device, objects: Sequence[Any]) -> Iterator[list[torch.nn.Parameter]]:
-    """Inside, modules have parameters and buffers of the same shapes on `device`, zeros; gives the parameters."""
-    made: dict[int, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    modules = {id(part): part for each in objects if isinstance(each, torch.nn.Module) for part in each.modules()}
-    for module in modules.values():
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for table in tables:
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    zeros = torch.zeros_like(tensor.detach(), device="cpu").to(device)
-                    trained = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(zeros, tensor.requires_grad) if trained else zeros
-                before.append((table, name, tensor))
-    for table, name, tensor in before:
-        table[name] = made[id(tensor)]
-    try:
-        yield [each for each in made.values() if isinstance(each, torch.nn.Parameter)]
-    finally:
-        for table, name, tensor in before:
-            table[name] = tensor
 
 
 def _plain(result: Any) -> Any:

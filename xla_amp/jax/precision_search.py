@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp import events, hardware, plan_search
+from xla_amp import events, plan_search
 from xla_amp.errors import RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.jax import compat
@@ -30,7 +30,6 @@ def search(
     budget: float | Mapping[str, float],
     argnums: int | Sequence[int] = 0,
     target: str | None = None,
-    compile_for_target: bool = False,
     low: LowDtype = "bfloat16",
     held_out: int | None = None,
     budget_seconds: float | None = None,
@@ -50,8 +49,6 @@ def search(
         argnums: arguments whose floating arrays the gradients are for.
         target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
             one, whose rates are measured, and on which the plan is timed.
-        compile_for_target: also compile float32, everything low and the plan with XLA's compiler for `target`, whose
-            estimates the result then has (``result.xla``); seconds for small programs, minutes for large ones.
         low: the low dtype.
         held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.
         budget_seconds: time to search; the best plan so far is the result.
@@ -74,7 +71,6 @@ def search(
         'low'
     """
     fronts.check_low(low)
-    fronts.check_target(target, compile_for_target)
     rows = [row if isinstance(row, tuple) else (row,) for row in args]
     if not rows:
         raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
@@ -91,7 +87,6 @@ def search(
         budget_seconds=budget_seconds,
         journal=journal,
         target=target,
-        compile_for_target=compile_for_target,
         device=jax.default_backend(),
     )
 
@@ -267,14 +262,6 @@ class JaxProgram:
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine, gradients included."""
         return _median(lambda: self._program(0, plan, True, {})(self._arrays(0)))
-
-    def module(self, plan: Plan, target: str) -> tuple[Any, Mapping[str, str]]:
-        """One run of `plan`, lowered for `target`, and XLA's options."""
-        row = hardware.specification(target)["platform"]
-        traced: Any = self._program(0, plan, True, {})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuleWarning)
-            return traced.trace(self._arrays(0)).lower(lowering_platforms=({"gpu": "cuda"}.get(row, row),)), {}
 
 
 def _median(run: Callable[[], Any]) -> float:

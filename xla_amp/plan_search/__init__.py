@@ -24,5 +24,3 @@ from xla_amp.plan_search.plans import to_toml as to_toml
 from xla_amp.plan_search.rates import Rates as Rates
 from xla_amp.plan_search.rates import rates as rates
 from xla_amp.plan_search.result import SearchResult as SearchResult
-from xla_amp.plan_search.xla_estimates import XlaEstimates as XlaEstimates
-from xla_amp.plan_search.xla_estimates import compiled as compiled

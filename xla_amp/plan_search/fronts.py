@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from xla_amp.errors import SearchError
 from xla_amp.events import DecisionRecord
@@ -14,7 +14,6 @@ from xla_amp.plan_search.measurements import Plan, Program
 from xla_amp.plan_search.planner import search
 from xla_amp.plan_search.rates import Rates
 from xla_amp.plan_search.result import SearchResult, not_met
-from xla_amp.plan_search.xla_estimates import NOT_ASKED, XlaEstimates, compiled
 from xla_amp.report.progress import counting
 from xla_amp.types import LOW_DTYPES, LowDtype
 
@@ -35,20 +34,11 @@ class Measured(Program, Protocol):
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine."""
 
-    def module(self, plan: Plan, target: str) -> tuple[Any, Mapping[str, str]]:
-        """One run of `plan` as `xla_amp.stablehlo.tools.targets.Compilers` takes it, and XLA's options."""
-
 
 def check_low(low: str) -> None:
     """Raises SearchError for a dtype that is no low one."""
     if low not in LOW_DTYPES:
         raise SearchError(f"low={low!r}: expected one of {', '.join(LOW_DTYPES)}")
-
-
-def check_target(target: str | None, compile_for_target: bool) -> None:
-    """Raises SearchError where there is no target to compile for."""
-    if compile_for_target and target is None:
-        raise SearchError("compile_for_target=True needs a target, e.g. target='h100'; without one, plans are timed")
 
 
 def searched(
@@ -61,7 +51,6 @@ def searched(
     budget_seconds: float | None,
     journal: str | os.PathLike[str] | None,
     target: str | None,
-    compile_for_target: bool,
     device: str,
 ) -> SearchResult:
     """Searches, warns if the budget is not met, and estimates the plan.
@@ -75,7 +64,6 @@ def searched(
         budget_seconds: of the user.
         journal: of the user.
         target: of the user; None times the plan here.
-        compile_for_target: of the user.
         device: where the program runs, for the report.
     """
     with counting("precision search") as progress:
@@ -91,9 +79,6 @@ def searched(
         warnings.warn(not_met(found), RuntimeWarning, stacklevel=3)
     useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
     shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
-    xla: XlaEstimates | None = None
-    if target is not None:
-        xla = compiled(target, shown, lambda plan: program.module(plan, target)) if compile_for_target else NOT_ASKED
     return SearchResult(
         found=found,
         candidates=program.candidates,
@@ -102,6 +87,5 @@ def searched(
         target=rates.title,
         estimated={name: program.estimate(plan, rates) for name, plan in shown.items()},
         measured={name: program.time(plan) for name, plan in shown.items()} if target is None else {},
-        xla=xla,
         facts=(("device", device), ("batches", str(program.batches)), ("rates", rates.source)),
     )

@@ -13,7 +13,6 @@ from xla_amp.plan_search import plans
 from xla_amp.plan_search.candidates import Candidate
 from xla_amp.plan_search.measurements import Plan
 from xla_amp.plan_search.planner import Assessment, Found
-from xla_amp.plan_search.xla_estimates import XlaEstimates
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
 from xla_amp.report import units
@@ -45,8 +44,6 @@ class SearchResult(Shown):
     """Estimated seconds of one run in ``float32``, with ``all low``, and of the ``plan``."""
     measured: Mapping[str, float | None]
     """The same, measured on this machine, if it was asked for."""
-    xla: XlaEstimates | None = None
-    """The same as `estimated`, by XLA's compiler for the target; None without a target."""
     facts: Sequence[tuple[str, str]] = ()
 
     @property
@@ -86,7 +83,6 @@ class SearchResult(Shown):
             "noise": dict(found.noise),
             "target": self.target,
             "estimated": dict(self.estimated),
-            "xla": None if self.xla is None else self.xla.to_dict(),
             "measured": dict(self.measured),
             "notes": list(found.notes),
             **dict(self.facts),
@@ -109,8 +105,6 @@ class SearchResult(Shown):
             Finding("Is the error within the budget?", self._answer(), "low" if self.met else "risk", self._batches()),
             Finding("What does it save?", self._saves(), "low" if self.in_effect else "wide", self._slower()),
         ]
-        if self.xla is not None:
-            findings.append(self.xla.finding(self.estimated))
         if found.notes:
             findings.append(
                 Finding("What should you know?", found.notes[0], "could", tuple((n, "") for n in found.notes[1:]))
@@ -163,7 +157,6 @@ class SearchResult(Shown):
             self._answer(),
             *(f"{what}: {shown}" for what, shown in self._batches()),
             self._saves(),
-            *([] if self.xla is None else [f"XLA's compiler: {self.xla.told(self.estimated)}"]),
             *self.found.notes,
         ]
 

@@ -15,17 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp import hardware
-from xla_amp.plan_search import (
-    CONFIDENCE,
-    Assessment,
-    Candidate,
-    Found,
-    Plan,
-    XlaEstimates,
-    compiled,
-    rates,
-    search,
-)
+from xla_amp.plan_search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, progress
 from xla_amp.stablehlo.passes import calibration, costs
@@ -35,7 +25,7 @@ from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
-from xla_amp.stablehlo.tools import comparison, inspection, names
+from xla_amp.stablehlo.tools import comparison, names
 from xla_amp.types import LowDtype
 
 _QUANTITY: Final = "results"
@@ -129,8 +119,6 @@ class Within:
     converted: Converted
     achieved: Achieved
     found: Found
-    xla: XlaEstimates | None
-    """What XLA's compiler estimates of the program, of everything low and of the result; None without a target."""
 
     @property
     def met(self) -> bool:
@@ -166,8 +154,8 @@ def convert_within(
         max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
         seconds: time to search.
         strict: as for `autocast`.
-        target: as for `autocast`; also the machine whose peak rates weigh the products, and for which three programs
-            are compiled.  None weighs by an H100 for the policy ``gpu`` and a TPU v6e for others, and compiles nothing.
+        target: as for `autocast`; also the machine whose peak rates weigh the products.  None weighs by an H100 for the
+            policy ``gpu`` and a TPU v6e for others.
 
     Raises:
         DeviceError: unknown target.
@@ -187,13 +175,8 @@ def convert_within(
     )
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)
-    xla: XlaEstimates | None = None
-    if target is not None:
-        progress.step(f"compiling for {target}", 0)
-        every = frozenset(each.name for each in planned.candidates)
-        xla = compiled(target, {"float32": Plan(), "all low": every, "plan": found.plan}, planned.module)
     achieved = planned.original.measure(comparison.Runs(converted.module))
-    return Within(converted=converted, achieved=achieved, found=found, xla=xla)
+    return Within(converted=converted, achieved=achieved, found=found)
 
 
 class Planned:
@@ -251,11 +234,6 @@ class Planned:
         for name, numbers in self._nodes.items():
             reasons.update((number, self._why(name, found)) for number in numbers - low)
         return self._convert(lambda _, propagation: _by_number(propagation, reasons)).converted
-
-    def module(self, plan: Plan) -> tuple[ir.MlirModule, Mapping[str, str]]:
-        """The program of a plan, without one the original, and the options of XLA that it carries."""
-        module = self.converted(plan).module if plan else self._program.module
-        return module, inspection.options(module)
 
     def _why(self, name: str, found: Found | None) -> str:
         alone = found and found.alone.get(name)
