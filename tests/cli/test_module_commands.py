@@ -262,6 +262,8 @@ def test_a_report_needs_jinja2(run, folder, monkeypatch):
         (("convert", "net.mlir", "-o", "out", "--rule", "tahn=low"), 2, "tahn"),
         (("convert", "net.mlir", "-o", "out.jax_export"), 1, "was read as text, without the pytrees that jax.export"),
         (("convert", "net.mlir", "-o", "out", "--inputs", "net.mlir"), 1, "not an .npz file"),
+        (("convert", "net.mlir", "-o", "out", "--target", "h100"), 2, "--target needs --target-error"),
+        (("convert", "net.mlir", "-o", "out", "--policy", "fp8"), 2, "not supported in StableHLO programs"),
         (("compare", "net.mlir", "net.mlir", "--inputs", "absent.npz"), 2, "reading absent.npz: No such file"),
         (("compare", "net.mlir", "net.mlir", "--tolerance", "0"), 2, "invalid positive value: '0'"),
         (("compare", "net.mlir"), 2, "required: B"),

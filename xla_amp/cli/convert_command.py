@@ -27,6 +27,14 @@ HELP = "convert a program to mixed precision"
 TARGET_MISSED = 3
 """Exit status."""
 
+_NEEDS = {
+    "max_error": "inputs",
+    "target_error": "inputs",
+    "target": "target_error",
+    "budget_seconds": "target_error",
+}
+"""Option -> the option without which it would do nothing."""
+
 FORMATS = ("text", "bytecode", "artifact", "export")
 
 
@@ -61,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--target",
         choices=hardware.names(),
         metavar="TARGET",
-        help=f"what the program is for ({', '.join(hardware.names())}): whether it has products of 8-bit floats, and "
-        "whether they pay; default: a GPU that has those of the policy",
+        help=f"with --target-error: the machine to be fast on ({', '.join(hardware.names())}); default: an H100 for "
+        "the policy gpu, otherwise a TPU v6e",
     )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
     parser.add_argument(
@@ -140,7 +148,12 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.stablehlo.tools import inspection, samples
 
     common.check_report(arguments)
-    for option, needed in (("max_error", "inputs"), ("target_error", "inputs"), ("budget_seconds", "target_error")):
+    for option, needed in (
+        ("max_error", "inputs"),
+        ("target_error", "inputs"),
+        ("target", "target_error"),
+        ("budget_seconds", "target_error"),
+    ):
         if getattr(arguments, option) is not None and not getattr(arguments, needed):
             raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
     program = common.read(arguments.source, arguments.function)
@@ -209,7 +222,6 @@ def _convert(
         rules=rules,
         keep_io=arguments.keep_io,
         strict=arguments.strict,
-        target=arguments.target,
         sample_inputs=samples or None,
         **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from xla_amp.policy import float8
-from xla_amp.report import terminal
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.tools import inspection, targets
 
@@ -75,39 +72,6 @@ def test_as_plain_data(found):
     assert plain["targets"] == {}
 
 
-def test_what_the_policy_fp8_would_gain_and_lose():
-    def model(x, wide, small, odd):
-        with jax.named_scope("lm_head"):
-            head = x @ wide
-        return x @ wide, x[:64] @ small, x @ odd, jnp.sin(x).T @ jnp.sin(x), head
-
-    shapes = ((16384, 4096), (4096, 4096), (4096, 16), (4096, 30))
-    program = jax.jit(model).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
-    found = inspection.inspect(program, targets=["cpu", "h200"])
-    assert list(found.float8) == ["h200"]
-    products = found.float8["h200"]
-    takes, loses, narrow, no_weight, head = sorted(products, key=lambda each: (each.module, products.index(each)))
-    expected = float8.estimate(16384, 4096, 4096, "h200")
-    for each in (takes, head):
-        assert (each.seconds_16_bits, each.seconds_8_bits, each.seconds_scaling) == expected
-    assert takes.cast == "fp8"
-    assert head.cast == loses.cast == narrow.cast == no_weight.cast == "low"
-    assert loses.seconds_8_bits > loses.seconds_16_bits > 0
-    assert no_weight.seconds_8_bits is None
-    text = str(found)
-    assert "What the policy fp8 would take on h200" in text
-    note = " ".join(text[text.index("Not in 8 bits:") :].split())
-    for why in (
-        "1 x slower, with the scaling",
-        "30, no multiple of 16",
-        "1 x neither operand",
-        "1 x The logits of a head",
-    ):
-        assert why in note
-    plain = json.loads(json.dumps(found.to_dict()))["float8"]["h200"]
-    assert [each["cast"] for each in plain].count("fp8") == 1
-
-
 @pytest.mark.parametrize(
     ("element", "size"),
     [("f32", 4), ("bf16", 2), ("i1", 1), ("ui16", 2), ("complex<f32>", 8), ("f8E4M3FN", 1), ("i4", 0.5)],
@@ -117,22 +81,6 @@ def test_bytes_of_element_types(element, size):
         f"func.func @main(%x: tensor<6x{element}>) -> tensor<6x{element}> {{ return %x : tensor<6x{element}> }}"
     )
     assert inspection.inspect(module).arguments == 6 * size
-
-
-def test_products_in_8_bits_already_are_told_as_they_are():
-    kind = "tensor<64x64xf8E4M3FN>"
-    dot = f"%0 = stablehlo.dot %x, %x : ({kind}, {kind}) -> tensor<64x64xf32>"
-    text = f"func.func @main(%x: {kind}) -> tensor<64x64xf32> {{ {dot} return %0 : tensor<64x64xf32> }}"
-    [decision] = inspection._float8(io.read(text.encode()), "h100")
-    assert decision.before == decision.after == "float8_e4m3fn"
-    assert "rounds its operands to 8-bit floats itself" in decision.why
-
-
-def test_a_program_that_cannot_be_converted_is_inspected():
-    found = dataclasses.replace(inspection.inspect(ir.parse(MODULE)), float8={"h100": "for a reason"})
-    shown = terminal.text(found.document())
-    assert "the program cannot be converted\n-------------------------------\nfor a reason" in shown
-    assert found.to_dict()["float8"] == {"h100": "for a reason"}
 
 
 def test_targets_are_compiled_for_and_failures_are_told():

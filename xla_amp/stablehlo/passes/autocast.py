@@ -10,20 +10,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
-from xla_amp.policy import DEFAULT, PolicyLike, effects, resolve
+from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir, progress
-from xla_amp.stablehlo.passes import composites, float8_products
+from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
-from xla_amp.stablehlo.passes.float8_products import Choice
 from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Report, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program
-from xla_amp.types import LOW_DTYPES, Cast, LowDtype
+from xla_amp.types import FLOAT8_CASTS, LOW_DTYPES, Cast, LowDtype
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
 
@@ -68,7 +67,6 @@ def autocast(
     sample_inputs: Sequence[Any] | None = None,
     max_error: float | None = None,
     strict: bool = False,
-    target: str | None = None,
 ) -> Converted:
     """Puts a StableHLO module into mixed precision.
 
@@ -89,14 +87,11 @@ def autocast(
         max_error: with `sample_inputs`, the largest accepted error of one operation, relative to its largest result;
             default 1/32.
         strict: a rule of yours without an effect on the module is an error instead of a `RuleWarning`.
-        target: what the program is for, a name of `xla_amp.stablehlo.targets.names()`: whether it has products of 8-bit
-            floats, and whether these pay. Default: a GPU that has those of the policy.
 
     Raises:
-        DeviceError: unknown target.
         ModuleError: the module cannot be read, or is not valid.
         PolicyError: the policy cannot be loaded, or bans an operation; a rule of `rules` or of an override names an
-            operation that StableHLO programs do not contain; the cast ``mxfp8`` for a target that scales no blocks.
+            operation that StableHLO programs do not contain, or gives the cast ``fp8``.
         UnsupportedDtypeError: the policy does not offer `dtype`.
 
     Example:
@@ -115,7 +110,7 @@ def autocast(
 
         return calibration.keep_reasons(copied, propagation, low, sample_inputs, max_error)
 
-    found = convert(program, effective, low, keep_io=keep_io, keep=keep, target=target)
+    found = convert(program, effective, low, keep_io=keep_io, keep=keep)
     warn_of_rules(program, effective, found, strict=strict)
     emit_events(found.converted.report)
     return found.converted
@@ -149,13 +144,12 @@ def convert(
     *,
     keep_io: bool,
     keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]] | None = None,
-    target: str | None = None,
 ) -> Conversion:
     """Converts a copy of `program`.
 
-    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty; `target`
-    is as of `autocast`.
+    `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
     """
+    _check_casts(policy)
     progress.step("converting")
     copied = ir.copy(program.module)
     if not ir.functions(copied):
@@ -175,16 +169,13 @@ def convert(
         reasons = _keep_none if keep is None else keep(copied, propagation)
         if reasons is not _keep_none:
             propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
-        in_8_bits = float8_products.choose(copied, classifier, propagation, low, target)
-        propagation.give_low(each for each, choice in in_8_bits.choices.items() if choice.formats)
-        decided = tuple(decisions(propagation, low, copies, paths, in_8_bits))
-        acted = _effects(graph, in_8_bits.choices)
+        decided = tuple(decisions(propagation, low, copies, paths))
+        acted = _effects(graph)
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()
         if classifier.composites:
             composites.remove(copied)
         folded += fold_casts(copied)
-        float8_products.rewrite(copied, in_8_bits.choices)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
     report = Report(policy=policy.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
@@ -197,19 +188,25 @@ _NO_LOCATIONS: Final = (
 )
 
 
-def _effects(graph: CastGraph, in_8_bits: Mapping[Any, Choice]) -> effects.Effects:
+def _check_casts(policy: Policy) -> None:
+    if any(rule.cast in FLOAT8_CASTS for layer in policy.layers for rule in layer.rules):
+        raise float8.refused(
+            "in StableHLO programs",
+            "use the policy 'gpu', or export the program from xla_amp.jax.autocast(f, policy='fp8')",
+        )
+
+
+def _effects(graph: CastGraph) -> effects.Effects:
     """The user's rules that the nodes of `graph` follow."""
     found = effects.Effects()
     found.paths.update(graph.classifier.paths.seen)
     for node in graph.nodes:
         each = node.op_class
-        if each is None or not each.reached or each.decision is None or node.in_opaque or node.operation in in_8_bits:
+        if each is None or not each.reached or each.decision is None or node.in_opaque:
             continue
         stays = each.fixed and each.decision.cast in ("low", "promote", "keep")
         lost = each.colour == "allow" and not node.low
         found.add(each.reached, f"{each.name} stays float32: {node.why}" if stays or lost else "")
-    for choice in in_8_bits.values():
-        found.add(choice.op_class.reached, "" if choice.formats else choice.told)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Shapes, floating-point operations, bytes and the source line of one StableHLO operation, for reports."""
+"""Name, shapes, floating-point operations, bytes and the source line of one StableHLO operation, for reports."""
 
 from __future__ import annotations
 
@@ -9,9 +9,53 @@ from typing import Any, Final
 from xla_amp.plan_search import compiling
 from xla_amp.report import units
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes.op_table import table_name
 
 _FILE: Final = re.compile(r'"((?:[^"\\]|\\.)+)":(\d+):\d+')
+
+_PRECISION: Final = ("algorithm", "precision_config")
+_FLOAT8: Final = ("f8E4M3FN", "f8E5M2")
+
+
+def short_name(operation: Any) -> str:
+    """``stablehlo.dot_general`` -> ``dot_general``."""
+    return str(operation.name).removeprefix("stablehlo.")
+
+
+def written(operation: Any) -> str:
+    """Name and attributes of an operation without its precision."""
+    attributes = operation.attributes
+    names = sorted(name for name in attributes if name not in _PRECISION and "." not in name)
+    return " ".join([short_name(operation), *(f"{name}={attributes[name]}" for name in names)])
+
+
+def read_elements(operation: Any) -> tuple[str, str]:
+    """Element types of what a product reads: ``f8E4M3FN`` of an operand that is scaled and rounded, otherwise its own.
+
+    Args:
+        operation: a product; JAX and the lazy device write the rounding of an operand before it.
+    """
+    left, right = list(operation.operands)[:2]
+    return _read_element(left), _read_element(right)
+
+
+def _read_element(operand: Any) -> str:
+    scaled = _producer(operand, "stablehlo.multiply")
+    rounded = None if scaled is None else _producer(scaled.operands[0], "stablehlo.convert")
+    read = operand if rounded is None or element(rounded.operands[0]) not in _FLOAT8 else rounded.operands[0]
+    return element(read)
+
+
+def _producer(value: Any, name: str) -> Any:
+    """The operation that makes a value if it has this name, otherwise None."""
+    if isinstance(value.owner, ir.mlir().Block) or value.owner.operation.name != name:
+        return None
+    return value.owner.operation
+
+
+def element(value: Any) -> str:
+    """Element type of a tensor as MLIR writes it; empty for other values."""
+    kind = ir.tensor_type(value.type)
+    return kind.element if kind else ""
 
 
 def shapes(operation: Any) -> str:
@@ -22,9 +66,8 @@ def shapes(operation: Any) -> str:
 
 def flops(operation: Any) -> int | None:
     """Multiplications and additions of a product or convolution; None for others, and where a size is dynamic."""
-    name = str(operation.name).removeprefix("stablehlo.")
-    in_8_bits = table_name(operation).endswith(".product")
-    if name not in ("dot", "dot_general", "convolution") and not in_8_bits:
+    name = short_name(operation)
+    if name not in ("dot", "dot_general", "convolution"):
         return None
     (left, right), (result,) = ([_sizes(each) for each in ends] for ends in _ends(operation))
     if any(size < 0 for size in (*left, *right, *result)):
@@ -32,8 +75,6 @@ def flops(operation: Any) -> int | None:
     if name == "convolution":
         numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
         return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.kernel_output_feature_dimension]))
-    if in_8_bits:  # of a weight, so each size is one of two of the three
-        return 2 * math.isqrt(math.prod(left) * math.prod(right) * math.prod(result))
     contracted = [len(left) - 1]
     if name == "dot_general":
         numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])

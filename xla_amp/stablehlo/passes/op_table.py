@@ -34,9 +34,6 @@ Structure: TypeAlias = Literal[
 ]
 """How operands, regions and results correspond; see ``operations.toml``."""
 
-PRODUCT: Final = "xla_amp.product."
-"""Of the names of functions that are a product of 8-bit floats (`float8_products.rewrite`)."""
-
 _TABLE: Final = "operations.toml"
 _DIALECT: Final = "stablehlo."
 
@@ -267,8 +264,4 @@ def _target(operation: Any) -> str:
     return target
 
 
-def _callee(operation: Any) -> str:
-    return "product" if operation.attributes["callee"].value.startswith(PRODUCT) else ""
-
-
-_NARROW: Final = {"body": _body, "callee": _callee, "request": _request, "source": _source, "target": _target}
+_NARROW: Final = {"body": _body, "request": _request, "source": _source, "target": _target}

@@ -315,13 +315,6 @@ class Propagation:
                 elif node.structure != "constant":
                     node.why = "its operands or its users are float32"
 
-    def give_low(self, contractions: Iterable[Any]) -> None:
-        """Makes low the results of low contractions that would give their float32 sums."""
-        chosen = set(contractions)
-        for node in self.nodes:
-            if node.structure == "contraction" and node.operation in chosen:
-                self.wide.difference_update(node.outputs)
-
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
         return self.nodes[self.producer[slot]].low and slot not in self.wide

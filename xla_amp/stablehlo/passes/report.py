@@ -11,15 +11,13 @@ from typing import Any
 from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import load
-from xla_amp.policy.float8 import Estimate
 from xla_amp.report import operations, units
 from xla_amp.report.document import Document
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
-from xla_amp.stablehlo.passes.float8_products import Choice, Products
-from xla_amp.stablehlo.passes.module_paths import ModulePaths, enclosing
+from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import Cast, Layer, LowDtype
@@ -57,11 +55,6 @@ class OperationDecision:
     """Multiplications and additions of a contraction; None for others, and where a size is dynamic."""
     bytes: int = 0
     """Bytes of operands and results, before the conversion."""
-    seconds_16_bits: float | None = None
-    """Estimate of a product with a weight and of its gradient of the data in bfloat16, if the policy has ``fp8``."""
-    seconds_8_bits: float | None = None
-    """The same in 8-bit floats, scaling included."""
-    seconds_scaling: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,9 +119,6 @@ def _row(each: OperationDecision) -> operations.Operation:
         result=result,
         flops=each.flops,
         bytes=each.bytes,
-        seconds_16_bits=each.seconds_16_bits,
-        seconds_8_bits=each.seconds_8_bits,
-        seconds_scaling=each.seconds_scaling,
         where=costs.source_line(each.location),
         cast=each.cast if each.origin else "",
         layer=each.layer if each.origin else "",
@@ -156,7 +146,6 @@ def decisions(
     low: LowDtype,
     copies: Mapping[str, str],
     paths: ModulePaths,
-    in_8_bits: Products,
 ) -> Iterable[OperationDecision]:
     """The decisions, taken before the module changes.
 
@@ -165,9 +154,7 @@ def decisions(
         low: the low dtype.
         copies: name of a cloned function -> name of the original.
         paths: of modules.
-        in_8_bits: from `float8_products.choose`.
     """
-    left, estimates = dict(in_8_bits.choices), in_8_bits.estimates
     for node in propagation.nodes:
         if node.op_class is None and not node.boundary:
             continue  # argument or result of a called function: reported with the callers' operations
@@ -175,16 +162,7 @@ def decisions(
             continue
         function = copies.get(node.function, node.function)
         path = paths.of(node.operation, node.function)
-        choice, estimate = left.pop(node.operation, None), estimates.get(node.operation)
-        yield _decision(propagation, node, low, copies.get(function, function), path, choice, estimate)
-    for operation, choice in left.items():  # products that were low before, of which the graph has no node
-        function = enclosing(operation)
-        path, name = paths.of(operation, function), copies.get(function, function)
-        node = Node(choice.op_class, operation, function)
-        node.low, node.why = True, "its operands were low already"
-        found = _decision(propagation, node, low, copies.get(name, name), path, choice, estimates.get(operation))
-        kind = ir.tensor_type(operation.results[0].type)
-        yield dataclasses.replace(found, before=low, result="float32" if kind and kind.element == "f32" else low)
+        yield _decision(propagation, node, low, copies.get(function, function), path)
 
 
 def _decision(
@@ -193,8 +171,6 @@ def _decision(
     low: LowDtype,
     function: str,
     path: str,
-    choice: Choice | None,
-    estimate: Estimate | None,
 ) -> OperationDecision:
     op_class = node.op_class
     decision = op_class.decision if op_class else None
@@ -202,9 +178,6 @@ def _decision(
     gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
-    cast = decision.cast if decision else "keep"
-    if choice is not None:
-        why, after, cast = choice.told, choice.dtypes or after, choice.cast
     before = "float32"
     if kept := _kept(node, low):
         before = after = kept
@@ -218,7 +191,7 @@ def _decision(
         after=after,
         result=low if (gives[0] if node.inside else all(gives)) else "float32",
         why=why,
-        cast=cast,
+        cast=decision.cast if decision else "keep",
         layer=decision.layer if decision else "builtin",
         product=node.structure == "contraction",
         aten=decision.operation if decision else "",
@@ -226,9 +199,6 @@ def _decision(
         shapes=costs.shapes(node.operation) if node.index is None else "",
         flops=costs.flops(node.operation) if node.structure == "contraction" else None,
         bytes=costs.bytes_moved(node.operation) if node.index is None else 0,
-        seconds_16_bits=estimate and estimate.low,
-        seconds_8_bits=estimate and estimate.float8,
-        seconds_scaling=estimate and estimate.scaling,
     )
 
 

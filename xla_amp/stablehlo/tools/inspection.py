@@ -17,19 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from xla_amp import hardware
-from xla_amp.errors import DeviceError, XlaAmpError
-from xla_amp.policy import float8, load
+from xla_amp.errors import DeviceError
 from xla_amp.report import operations as report_operations
 from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import costs, float8_products
-from xla_amp.stablehlo.passes.autocast import as_program, convert
-from xla_amp.stablehlo.passes.op_table import PRODUCT, Structure, table, table_name
-from xla_amp.stablehlo.passes.report import OperationDecision
-from xla_amp.stablehlo.program import Program
+from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.stablehlo.tools import listing, module_tables
 from xla_amp.stablehlo.tools.targets import Compiled, Compilers
 
@@ -76,9 +73,6 @@ class Inspection(Shown):
     """Bytes of the constants as stored: one element for a splat."""
     targets: Mapping[str, Compiled | str]
     """Target -> the compiled module, or the compiler's error."""
-    float8: Mapping[str, tuple[OperationDecision, ...] | str]
-    """Target with 8-bit products -> what the policy ``fp8`` would make of each product, with the estimates; or why it
-    cannot be asked."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
     edges: tuple[Edge, ...]
@@ -104,7 +98,6 @@ class Inspection(Shown):
                 module_tables.casts(states),
                 module_tables.largest(self),
                 module_tables.targets(states),
-                *(module_tables.float8(target, found) for target, found in self.float8.items()),
             ),
             edges=self.edges,
         )
@@ -128,10 +121,6 @@ class Inspection(Shown):
             "results": self.results,
             "constants": self.constants,
             "targets": targets,
-            "float8": {
-                name: found if isinstance(found, str) else [dataclasses.asdict(each) for each in found]
-                for name, found in self.float8.items()
-            },
         }
 
 
@@ -158,8 +147,7 @@ def inspect(
 
     Args:
         program: any kind of program that `autocast` takes: the result of `load`, a module, text, bytes, a path.
-        targets: names of `targets.names()`. If compilation fails, the result has the error. GPUs with 8-bit products
-            also get estimates of what the policy ``fp8`` would gain or lose.
+        targets: names of `targets.names()`. If compilation fails, the result has the error.
         largest: how many of the largest values to list.
         compilers: running compilers to use; default: new ones, ended on return.
     """
@@ -174,7 +162,7 @@ def inspect(
         if not len(operation.results):
             continue
         element, size = _element(operation.results[0].type), sum(costs.size(each.type) for each in operation.results)
-        name, structure = float8_products.short_name(operation), structure_of(operation)
+        name, structure = costs.short_name(operation), structure_of(operation)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "constant":
@@ -183,7 +171,7 @@ def inspect(
             pair = _element(operation.operands[0].type), element
             casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
-            left, right = float8_products.read_elements(operation)
+            left, right = costs.read_elements(operation)
             contractions[left, right, element] += 1
     signature = ir.signature(module)
     rows, edges = listing.rows(module, walk(module))
@@ -199,7 +187,6 @@ def inspect(
         results=sum(map(_bytes, signature.outputs)),
         constants=constants,
         targets=_compiled(module, targets, compilers),
-        float8={each: _float8(program, each) for each in targets if each in float8.targets()},
         rows=rows,
         edges=edges,
     )
@@ -235,15 +222,6 @@ def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compiler
     return found
 
 
-def _float8(program: Program, target: str) -> tuple[OperationDecision, ...] | str:
-    """What the policy ``fp8`` would make of each product, or why the program cannot be converted."""
-    try:
-        report = convert(program, load("fp8"), "bfloat16", keep_io=True, target=target).converted.report
-    except XlaAmpError as error:
-        return str(error)
-    return tuple(each for each in report.operations if each.product)
-
-
 def options(module: ir.MlirModule) -> dict[str, str]:
     """The compiler's options that the module carries (`xla_amp.export_for`)."""
     attributes = module.operation.attributes.get(hardware.ATTRIBUTES, ())
@@ -255,14 +233,10 @@ def options(module: ir.MlirModule) -> dict[str, str]:
 
 
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
-    """Operations of all functions with the function's name, in program order; without scalar bodies.
-
-    A call of a product of 8-bit floats is one operation.
-    """
+    """Operations of all functions with the function's name, in program order; without scalar bodies."""
     for name, function in ir.functions(module).items():
-        if not name.startswith(PRODUCT):
-            for operation in _inside(function):
-                yield operation, name
+        for operation in _inside(function):
+            yield operation, name
 
 
 def _inside(root: Any) -> Iterator[Any]:
@@ -282,9 +256,7 @@ def values(module: ir.MlirModule) -> Iterator[Value]:
     for operation, function in walk(module):
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(
-                float8_products.short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation)
-            )
+            yield Value(costs.short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation))
 
 
 def device_count(module: ir.MlirModule) -> int:

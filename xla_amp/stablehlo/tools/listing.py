@@ -10,7 +10,7 @@ from xla_amp.report import operations, units
 from xla_amp.report.document import Edge
 from xla_amp.report.operations import Operation
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import costs, float8_products
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
 
@@ -53,11 +53,11 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
 
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
-    name = float8_products.short_name(operation)
+    name = costs.short_name(operation)
     given, made = [_element(value) for value in operation.operands], [_element(value) for value in operation.results]
     product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
     if product:
-        given[:2] = float8_products.read_elements(operation)
+        given[:2] = costs.read_elements(operation)
     computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
     moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
     floating = any(map(units.is_floating, made)) and not moves

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from xla_amp.policy.float8 import LEFT_OUT
-from xla_amp.report import units
 from xla_amp.report.document import Cell, Column, Row, Table
-from xla_amp.report.operations import FLOAT8_COLUMNS
-from xla_amp.stablehlo.passes.costs import source_line
-from xla_amp.stablehlo.passes.report import OperationDecision
 from xla_amp.stablehlo.tools.targets import Compiled
 
 if TYPE_CHECKING:
@@ -82,45 +76,6 @@ def targets(states: States) -> Table:
     )
     table = Table(title="Compiled by XLA (estimates; nothing was run)", columns=columns, rows=tuple(rows))
     return table.without_empty_columns()
-
-
-def float8(target: str, decisions: Sequence[OperationDecision] | str) -> Table:
-    """What the policy ``fp8`` would make of each product on a target, and why; or why it cannot be asked."""
-    title = f"What the policy fp8 would take on {target} (estimates of its roofline)"
-    if isinstance(decisions, str):
-        return Table(title=title, columns=(Column("the program cannot be converted"),), rows=(Row((decisions,)),))
-    counted = Counter(dataclasses.replace(each, function="", location=source_line(each.location)) for each in decisions)
-    rows = []
-    for each, count in counted.items():
-        low, small = each.seconds_16_bits, each.seconds_8_bits
-        cells: tuple[Cell, ...] = (
-            count, each.operation, each.module, each.shapes, low, small, each.seconds_scaling,
-            low / small if low and small else None, "fp8" if each.cast == "fp8" else units.short(each.after),
-            each.location, each.why,
-        )  # fmt: skip
-        rows.append(Row(cells, "low" if each.cast == "fp8" else ""))
-    columns = (
-        Column("count", "count"),
-        Column("operation"),
-        Column("module", "scope"),
-        Column("shapes"),
-        *FLOAT8_COLUMNS,
-        Column("times faster", "count", meaning="Below 1, 8 bits lose"),
-        Column("taken", meaning="What the policy fp8 would take"),
-        Column("where", "place"),
-        Column("why", detail=True),
-    )
-    left_out = Counter(_why_not(each) for each in decisions if each.cast != "fp8")
-    note = (
-        "Not in 8 bits: " + "; ".join(f"{count} x {why}" for why, count in left_out.most_common()) if left_out else ""
-    )
-    return Table(title=title, columns=columns, rows=tuple(rows), note=note).without_empty_columns()
-
-
-def _why_not(decision: OperationDecision) -> str:
-    if decision.why.startswith(f"{LEFT_OUT}: on "):  # the times are in the row
-        return "slower, with the scaling of its operands"
-    return decision.why.removeprefix(f"{LEFT_OUT}: ").rstrip(".")
 
 
 def _estimate(found: Compiled | str) -> tuple[Cell, ...]:

@@ -154,7 +154,7 @@ def convert_within(
         max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
         seconds: time to search.
         strict: as for `autocast`.
-        target: as for `autocast`; also the machine whose peak rates weigh the products.  None weighs by an H100 for the
+        target: the machine whose peak rates weigh the products, a name of `hardware.names`.  None is an H100 for the
             policy ``gpu`` and a TPU v6e for others.
 
     Raises:
@@ -193,7 +193,6 @@ class Planned:
         target: str | None = None,
     ) -> None:
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
-        self._target = target
         self._samples = list(samples)
         known = target is not None and "matrix" in hardware.specification(target)
         self._rates = rates(target if target is not None and known else _MACHINES.get(policy.name, "v6e"))
@@ -249,7 +248,7 @@ class Planned:
         return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
 
     def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
-        return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep, target=self._target)
+        return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
 
     def _look(self, copied: ir.MlirModule, propagation: Propagation, limit: float) -> Callable[[Node], str]:
         # The first conversion: what overflows on the samples, and the products.

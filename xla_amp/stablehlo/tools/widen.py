@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import composites, costs, float8_products
+from xla_amp.stablehlo.passes import composites, costs
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.tools import inspection
 
@@ -90,7 +90,7 @@ def _walk(root: Any) -> Iterator[Any]:
 def _keeps_types(operation: Any) -> bool:
     if not len(operation.results):
         return False  # the terminator of a block
-    return float8_products.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
+    return costs.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
 
 
 def _retype(operation: Any) -> None:
@@ -147,7 +147,7 @@ def _wide(value_type: Any) -> Any:
 
 
 def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program in operations that XLA:CPU can run: some products in float32, none in scaled blocks.
+    """The same program in operations that XLA:CPU can run: some products in float32.
 
     Low operands of products are cast to float32 where the result is float32.
 
@@ -158,7 +158,6 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
     copied = ir.copy(module)
     ir_, stablehlo = ir.mlir(), ir.dialect()
     with copied.context, ir_.Location.unknown():
-        float8_products.expand_blocks(copied)
         functions = ir.functions(copied).values()
         for operation in [each for function in functions for each in ir.operations(function)]:
             if "dot_dimension_numbers" not in operation.attributes:
@@ -178,7 +177,7 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
 
 
 def inlined(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program with all calls in the entry function inlined, but those that round an operand to 8 bits.
+    """The same program with all calls in the entry function inlined.
 
     Raises:
         ModuleError: a function calls itself.
@@ -192,7 +191,7 @@ def inlined(module: ir.MlirModule) -> ir.MlirModule:
         ]
         while found:
             operation, callers = found.pop()
-            if inspection.structure_of(operation) != "call" or float8_products.rounds(operation):
+            if inspection.structure_of(operation) != "call":
                 continue
             name = operation.attributes["callee"].value
             if name in callers:
@@ -234,7 +233,7 @@ def sites(module: ir.MlirModule) -> list[Site]:
 def comparable(module: ir.MlirModule) -> Iterator[Any]:
     """The results that `sites` describes, in the same order."""
     for view in _block(ir.entry(module)).operations:
-        if inspection.structure_of(view.operation) in ("cast", "constant") or float8_products.rounds(view.operation):
+        if inspection.structure_of(view.operation) in ("cast", "constant"):
             continue
         for result in view.operation.results:
             kind = ir.tensor_type(result.type)
@@ -246,10 +245,10 @@ def _site(result: Any) -> Site:
     operation, kind = result.owner.operation, ir.tensor_type(result.type)
     shape, element = (kind.shape, kind.element) if kind else ((), "")
     return Site(
-        name=float8_products.short_name(operation),
+        name=costs.short_name(operation),
         type=f"[{','.join(map(str, shape))}]",
         element=element,
-        attributes=float8_products.written(operation).partition(" ")[2],
+        attributes=costs.written(operation).partition(" ")[2],
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
         location=inspection.source_name(operation),
         bytes=costs.size(result.type),
@@ -261,11 +260,9 @@ def _site(result: Any) -> Site:
 def _source(value: Any) -> tuple[str, str]:
     """Name and location of the producer of a value, ignoring casts."""
     ir_ = ir.mlir()
-    while not isinstance(value.owner, ir_.Block) and (
-        inspection.structure_of(value.owner.operation) == "cast" or float8_products.rounds(value.owner.operation)
-    ):
+    while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
         value = value.owner.operation.operands[0]
     if isinstance(value.owner, ir_.Block):
         return f"argument {ir_.BlockArgument(value).arg_number}", ""
     operation = value.owner.operation
-    return float8_products.short_name(operation), inspection.source_name(operation)
+    return costs.short_name(operation), inspection.source_name(operation)
