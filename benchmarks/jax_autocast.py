@@ -109,7 +109,6 @@ def tracing(layers: int, repeats: int) -> None:
     print(f"{layers} layers, value_and_grad of the loss: traced in {base:.2f} s without autocast")
     rows: dict[str, Callable[..., Any]] = {
         "value_and_grad(autocast(loss))": jax.value_and_grad(autocast(loss)),
-        "the same, driver='trace'": jax.value_and_grad(autocast(loss, driver="trace")),
         "autocast(value_and_grad(loss))": autocast(plain),
     }
     for name, function in rows.items():

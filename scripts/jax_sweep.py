@@ -176,7 +176,7 @@ WORSE = {
 """(Function, direction) -> why its error is beyond `LOW`."""
 NO_GRADIENT = {
     "jax.scipy.special.expn": "as with `jax.grad(jax.jit(f))`, which JAX refuses: its rule of a derivative reads a "
-    'traced argument from outside; `driver="trace"` has it',
+    "traced argument from outside",
 }
 """Functions whose gradient fails under `autocast`."""
 _special("jax.numpy.fft.fftfreq", n=6)

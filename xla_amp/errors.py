@@ -96,7 +96,3 @@ def torch_missing(name: str, error: ImportError) -> ImportError:
 
 class FileError(XlaAmpError, OSError):
     """A file that cannot be opened or written (invalid content raises another error, such as `ModuleError`)."""
-
-
-class DriverError(XlaAmpError, TypeError):
-    """A JAX function that the chosen autocast driver cannot run; the message names a driver that can."""

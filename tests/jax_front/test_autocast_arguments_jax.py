@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from xla_amp.jax import autocast
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"driver": "fast"}, PolicyError, r"driver='fast'.*'auto', 'trace', 'jaxpr'"),
+        ({"driver": "fast"}, PolicyError, r"driver='fast'\): autocast has one driver; leave driver= out"),
         ({"carry": True}, PolicyError, r"carry=True.*'keep', 'low'"),
         ({"enabled": 1}, PolicyError, r"enabled=1.*True or False, got int"),
         ({"policy": "tpux"}, PolicyError, r"unknown policy 'tpux'; nearest: tpu"),
@@ -26,12 +27,6 @@ def test_settings(settings, error, words):
         autocast(lambda x: x, **settings)
 
 
-def test_a_block_rejects_the_jaxpr_driver():
-    region = autocast(driver="jaxpr")
-    with pytest.raises(PolicyError, match="a block cannot be traced as a whole"), region:
-        pass
-
-
 def test_a_value_that_is_no_function_is_rejected():
     with pytest.raises(TypeError, match=r"autocast expects a function, got 3 \(int\).*by keyword"):
         autocast(3)
@@ -41,8 +36,7 @@ def test_a_value_that_is_no_function_is_rejected():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(jnp.bfloat16), jnp.dtype("bfloat16")])
 def test_spellings_of_a_dtype(dtype):
-    with autocast(dtype=dtype):
-        assert (jnp.ones((2, 2)) @ jnp.ones((2, 2))).dtype == jnp.bfloat16
+    assert "bf16" in str(jax.make_jaxpr(autocast(jnp.matmul, dtype=dtype))(jnp.ones((2, 2)), jnp.ones((2, 2))))
 
 
 def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():
@@ -53,8 +47,6 @@ def test_a_wrapped_function_keeps_its_name_and_shows_its_settings():
 
     assert (forward.__name__, forward.__doc__, forward.region.carry) == ("forward", "Doc.", "low")
     assert "enabled=True" in repr(forward.region)
-    assert autocast(forward, enabled=False).choice(1) == ("none", "enabled=False")
-    assert autocast(forward, driver="trace").choice(jnp.ones(2))[0] == "trace"
 
 
 def test_an_object_of_a_class_and_a_method_can_be_wrapped():

@@ -16,7 +16,6 @@ from xla_amp import policy
 from xla_amp.jax import autocast
 
 LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
-BOTH = pytest.mark.parametrize("driver", ["jaxpr", "trace"])
 
 
 def array(*shape, seed=0):
@@ -27,13 +26,12 @@ def angles(positions, frequencies):
     return jnp.einsum("i,j->ij", positions, frequencies, precision="highest")
 
 
-@BOTH
-def test_rotary_positions_are_exact(driver):
+def test_rotary_positions_are_exact():
     positions, frequencies = jnp.arange(4096.0), 1 / 10000 ** (jnp.arange(0, 64, 2) / 64)
-    found = autocast(angles, driver=driver)(positions, frequencies)
+    found = autocast(angles)(positions, frequencies)
     np.testing.assert_array_equal(found, angles(positions, frequencies))
     with xla_amp.explain() as report:
-        autocast(angles, driver=driver)(positions, frequencies)
+        autocast(angles)(positions, frequencies)
     assert [row["why"] for row in report.rows()] == ["the program asks for float32: precision HIGHEST"]
 
 
@@ -50,18 +48,16 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@BOTH
-def test_a_precision_or_an_algorithm_wins(driver, precision):
+def test_a_precision_or_an_algorithm_wins(precision):
     x, w = array(4, 8), array(8, 8, seed=1)
 
     def function(x, w):
         return jnp.sum(jnp.tanh(jnp.matmul(x, w, precision=precision)))
 
     expected = PRECISIONS[precision]
-    assert contractions(autocast(function, driver=driver), x, w) == {expected: 1}
-    assert contractions(jax.grad(autocast(function, driver=driver), (0, 1)), x, w) == {expected: 3}
-    if driver == "jaxpr":
-        assert contractions(autocast(jax.grad(function, (0, 1))), x, w) == {expected: 3}
+    assert contractions(autocast(function), x, w) == {expected: 1}
+    assert contractions(jax.grad(autocast(function), (0, 1)), x, w) == {expected: 3}
+    assert contractions(autocast(jax.grad(function, (0, 1))), x, w) == {expected: 3}
 
 
 def test_a_convolution_and_the_global_setting_win_too():
@@ -115,21 +111,20 @@ def test_float64_and_complex_partners_are_left_alone():
     assert "bf16" not in jax.jit(autocast(jnp.matmul)).lower(x.astype(jnp.complex64), x).as_text()
 
 
-@BOTH
-def test_inner_and_outer_products_are_float32(driver):
+def test_inner_and_outer_products_are_float32():
     ones = jnp.ones(4097)
-    assert autocast(lambda v: v @ jnp.ones(4097), driver=driver)(ones) == 4097
-    assert autocast(jnp.vdot, driver=driver)(ones, ones) == 4097
+    assert autocast(lambda v: v @ jnp.ones(4097))(ones) == 4097
+    assert autocast(jnp.vdot)(ones, ones) == 4097
     x = array(3, 5)
     for subscripts in ("bi,bi->b", "bi,bj->bij"):
 
         def function(x, subscripts=subscripts):
             return jnp.einsum(subscripts, x, x)
 
-        np.testing.assert_array_equal(autocast(function, driver=driver)(x), function(x))
-    assert contractions(autocast(jnp.matmul, driver=driver), x, x[0]) == {LOW: 1}  # a matrix and a vector
+        np.testing.assert_array_equal(autocast(function)(x), function(x))
+    assert contractions(autocast(jnp.matmul), x, x[0]) == {LOW: 1}  # a matrix and a vector
     with policy.override(dot="low"):
-        assert contractions(autocast(jnp.vdot, driver=driver), x, x) == {LOW: 1}
+        assert contractions(autocast(jnp.vdot), x, x) == {LOW: 1}
 
 
 def test_selections_of_float32_values_are_exact():
@@ -247,9 +242,7 @@ def test_a_loss_that_is_evaluated_after_the_update_is_the_models():
 
     def said(w, x):  # a region inside decides for itself
         gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
-        with autocast():
-            update = gradient @ gradient.T
-        return w - 0.1 * update.astype(jnp.float32)
+        return w - 0.1 * autocast(jnp.matmul)(gradient, gradient.T)
 
     assert contractions(autocast(said), w, x) == {LOW: 3}
 

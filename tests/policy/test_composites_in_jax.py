@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import xla_amp
 from xla_amp import policy
-from xla_amp.errors import PolicyError, RuleWarning
+from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
 X = jnp.linspace(-3, 3, 32).reshape(4, 8)
@@ -109,8 +109,3 @@ def test_without_a_rule_the_parts_are_decided_as_before() -> None:
 def test_a_banned_composite() -> None:
     with policy.override(softmax="ban"), pytest.raises(PolicyError, match=r"softmax.*bans it"):
         autocast(nn.softmax)(X)
-
-
-def test_the_trace_driver_says_that_it_sees_the_parts_only() -> None:
-    with policy.override(softmax="low"), pytest.warns(RuleWarning, match="softmax = low .*driver='jaxpr'"):
-        autocast(nn.softmax, driver="trace")(X)

@@ -138,11 +138,6 @@ def precise(rules: Any) -> None:
         jax.make_jaxpr(autocast(lambda x, w: jnp.matmul(x, w, precision="highest")))(X, W)
 
 
-def traced(rules: Any) -> None:
-    with policy.override(rules):
-        jax.make_jaxpr(autocast(jax.nn.softmax, driver="trace"))(X)
-
-
 # Front, rules of which one has no effect, and the line about it.  An error where no program of the front can follow it.
 INEFFECTIVE: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
     (in_jax, {"sin": "fp32", "mm": "low"}, RuleWarning, r"sin = fp32 .*: it matched no operation of the program"),
@@ -153,7 +148,6 @@ INEFFECTIVE: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
     (in_jax, {"mse_loss": "low"}, PolicyError, r"mse_loss = low .*: JAX programs contain only its parts"),
     (in_jax, {"mylib::attention": "low"}, PolicyError, r"mylib::attention = low .*operator of a torch library"),
     (precise, {"mm": "low_fp32_out"}, RuleWarning, r"mm = low_fp32_out .*: .*precision"),
-    (traced, {"softmax": "low"}, RuleWarning, r"softmax = low .*found in whole programs only, with driver='jaxpr'"),
     (in_stablehlo, {"exponential": "fp32_inside"}, RuleWarning, r"exponential = fp32_inside .*matched no operation"),
     (in_stablehlo, {"sum": "low"}, RuleWarning, r"sum = low .*: reduce.add stays float32: a running sum"),
     (in_stablehlo, {"conv2d": "low_fp32_out"}, RuleWarning, r"conv2d = low_fp32_out .*: it matched no operation"),

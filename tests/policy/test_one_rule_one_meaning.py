@@ -76,17 +76,14 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
     return function, jnp.full((4, 4), 0.5, jnp.float32)  # not weakly typed, as numbers are
 
 
-@pytest.mark.parametrize("driver", ["jaxpr", "trace"])
 @pytest.mark.filterwarnings("ignore:this rule has no effect.*\n.*not in 8 bits")  # their sizes are 4
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast != "ban"])
-def test_jax(cast: Cast, driver: Any) -> None:
+def test_jax(cast: Cast) -> None:
     programs = [program for program in following(cast) if program.rule != "add"]  # the programs themselves add a number
-    if driver == "trace":  # it sees the parts only
-        programs = [program for program in programs if program in PROGRAMS]
     function, x = functions(programs)
     rules: dict[str, Cast] = {program.rule: cast for program in programs}
     with xla_amp.explain() as report, policy.override(rules):
-        jax.make_jaxpr(autocast(function, driver=driver))(x)
+        jax.make_jaxpr(autocast(function))(x)
     records = [each for each in report.records if each.layer == "override"]
     for program, record in zip(programs, records, strict=True):
         in_parts = program in COMPOSITES  # cast as torch's kernel does it, which has the argument `dtype`

@@ -61,8 +61,8 @@ def test_jax() -> None:
     x = jnp.ones((4, 4))
     with xla_amp.explain() as report:
         xla_amp.jax.autocast(routed, rules=RULES, strict=True)(x)
-        with xla_amp.jax.autocast(rules=RULES), policy.override({"matmul": "low"}):
-            routed(x)
+        with policy.override({"matmul": "low"}):
+            xla_amp.jax.autocast(routed, rules=RULES)(x)
     assert [each.used[0] for each in report.records if each.operation == "matmul"] == ["float32", "float32"]
 
 

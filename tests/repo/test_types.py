@@ -51,7 +51,7 @@ reveal_type(step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(strict_step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(xla_amp.jax.autocast(loss)(1.0, x=2))  # shown: str
 reveal_type(xla_amp.jax.autocast(dtype="float16")(loss)(weight=1.0, x=2))  # shown: str
-reveal_type(xla_amp.jax.autocast(loss).choice(1.0, 2).why)  # shown: str
+reveal_type(xla_amp.jax.autocast(loss).report(1.0, 2).low)  # shown: int
 reveal_type(xla_amp.jax.value_and_grad(loss)(xla_amp.jax.LossScale.dynamic(), 1.0, x=2).value)  # shown: str
 xla_amp.autocastt("cpu")  # refused
 xla_amp.jax.autocats(loss)  # refused
@@ -66,7 +66,7 @@ step(torch.ones(1), "wide")  # refused
 strict_step(torch.ones(1))  # refused
 xla_amp.jax.autocast(loss)(1.0, "x")  # refused
 xla_amp.jax.autocast(dtype="float16")(loss)(1.0)  # refused
-xla_amp.jax.autocast(loss).choice(1.0, "x")  # refused
+xla_amp.jax.autocast(loss).report(1.0, "x")  # refused
 xla_amp.jax.autocast(loss, polcy=3)  # refused
 xla_amp.jax.value_and_grad(loss)(1.0, 2)  # refused
 xla_amp.compile(step, stict=True)  # refused

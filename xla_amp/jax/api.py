@@ -1,37 +1,17 @@
-"""`autocast`: mixed precision for JAX functions and for code that JAX traces.
+"""`autocast`: mixed precision for JAX functions.
 
-Two drivers apply the same rules:
-
-``jaxpr``   traces the function as written, then evaluates the jaxpr under autocast.  The function keeps its signature:
-            float32 in, float32 out.  It may contain ``jax.grad`` and an optimizer.
-``trace``   applies the rules while the function runs, like torch: the function sees the low dtypes, so a kernel is
-            built for them and an explicit ``astype(float32)`` is honoured.
-
-With both, the results of a function have the dtypes that it has without autocast.  ``with autocast():`` always uses
-``trace``, since a block cannot be traced as a whole; values made in it keep the dtypes that they have, as in torch.
+The function is traced as it was written, then its jaxpr is evaluated under autocast.  The function keeps its signature:
+float32 in, float32 out.  It may contain ``jax.grad`` and an optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import (
-    Any,
-    Concatenate,
-    Final,
-    Literal,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, get_args, overload
 
 import jax
 import numpy as np
@@ -39,41 +19,21 @@ import numpy as np
 from xla_amp import events
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat, override_scope
-from xla_amp.jax.decisions import F32, Carry, Settings, dtype_of, is_castable, resolve_settings
-from xla_amp.jax.higher_order.common import cast
+from xla_amp.jax.decisions import Carry, Settings, is_castable, resolve_settings
 from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
-from xla_amp.jax.jaxpr_analysis import has_backward, has_kernels
+from xla_amp.jax.jaxpr_analysis import has_backward
 from xla_amp.jax.modules import nnx_state
-from xla_amp.jax.trace_driver import AutocastTrace
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
 from xla_amp.types import Cast
-
-Driver: TypeAlias = Literal["auto", "trace", "jaxpr"]
 
 _P = ParamSpec("_P")
 _Rest = ParamSpec("_Rest")
 _Self = TypeVar("_Self", contravariant=True)
 _R_co = TypeVar("_R_co", covariant=True)
 _R = TypeVar("_R")
-
-
-class Choice(NamedTuple):
-    """The driver that `autocast` uses for a call, and the reason."""
-
-    driver: Literal["trace", "jaxpr", "none"]
-    why: str
-
-
-_REQUESTED: Final = "you asked for it"
-_DISABLED: Final = Choice("none", "enabled=False")
-_KERNELS: Final = "the function calls kernels, which only a trace in the low dtype reaches"
-_KERNELS_WIDE: Final = "the function's kernels run in float32, since they cannot be built for the low dtype"
-_OVERRIDES: Final = "the function opens an override, whose rules act only while it runs"
-_CONCRETE: Final = "the function looks at values while it runs"
-_TRACEABLE: Final = "it can be traced as a whole"
 
 
 class AutocastFunction(Protocol[_P, _R_co]):
@@ -85,9 +45,6 @@ class AutocastFunction(Protocol[_P, _R_co]):
     """The settings."""
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co: ...
-
-    def choice(self, *args: _P.args, **kwargs: _P.kwargs) -> Choice:
-        """The driver for a call with these arguments, and the reason; traces the function."""
 
     def report(self, *args: _P.args, **kwargs: _P.kwargs) -> PrecisionReport:
         """What runs low in a call with these arguments; traces the function and its backward pass."""
@@ -101,7 +58,7 @@ class AutocastFunction(Protocol[_P, _R_co]):
 
 
 class AutocastContext:
-    """Context manager and decorator: the result of `autocast()` without a function.
+    """Decorator: the result of `autocast()` without a function.  With ``enabled=False`` also a context manager.
 
     It is reentrant and thread-safe.
     """
@@ -113,7 +70,6 @@ class AutocastContext:
         rules: Mapping[str, Cast] | None = None,
         dtype: Any,
         enabled: bool,
-        driver: Driver,
         carry: Carry,
         strict: bool = False,
     ) -> None:
@@ -121,7 +77,6 @@ class AutocastContext:
         self.rules = None if rules is None else dict(rules)
         self.dtype = dtype
         self.enabled = enabled
-        self.driver = driver
         self.carry = carry
         self.strict = strict
         self._open = threading.local()
@@ -131,13 +86,15 @@ class AutocastContext:
         return resolve_settings(self.policy, self.dtype, self.carry, self.rules)
 
     def __enter__(self) -> AutocastContext:
-        if self.enabled and self.driver == "jaxpr":
+        if self.enabled:
             raise PolicyError(
-                "`with autocast(driver='jaxpr')`: a block cannot be traced as a whole; leave driver= out, or wrap a "
-                "function, autocast(f, driver='jaxpr')"
+                "`with autocast():` is for PyTorch: JAX gives no way to change the dtypes of a block of a program. Put "
+                "the block into a function and call it under autocast, `y = autocast(block)(x)`; "
+                "`with autocast(enabled=False):` keeps a block as it is written"
             )
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_open_region(self.settings() if self.enabled else None))
+            if not compat.is_eager(compat.current_trace()):
+                stack.enter_context(jax.named_scope(compat.REGION_SCOPE))
             entered: list[contextlib.ExitStack] = self._open.__dict__.setdefault("stack", [])
             entered.append(stack.pop_all())
         return self
@@ -152,28 +109,8 @@ class AutocastContext:
         return wrapped
 
     def __repr__(self) -> str:
-        shown = ", ".join(
-            f"{name}={getattr(self, name)!r}" for name in ("policy", "rules", "dtype", "enabled", "driver")
-        )
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("policy", "rules", "dtype", "enabled"))
         return f"autocast({shown})"
-
-
-@contextlib.contextmanager
-def _open_region(settings: Settings | None) -> Iterator[None]:
-    """Applies autocast to code that runs inside; None switches it off."""
-    current = compat.current_trace()
-    inside = isinstance(current, AutocastTrace)
-    parent = current.parent if inside else current
-    trace = parent if settings is None else AutocastTrace(parent, settings)
-    # If the enclosing function is traced by an outer region, that region interprets the jaxpr later: the name scope
-    # marks primitives that are decided already.
-    nested = not inside and not compat.is_eager(parent)
-    scope = jax.named_scope(compat.REGION_SCOPE) if nested else contextlib.nullcontext()
-    # Dtypes that the region mixes are none of the program's, so a strict program must not refuse them.
-    promotion = contextlib.nullcontext() if settings is None else compat.standard_promotion()
-    policy = None if settings is None else settings.current_policy()
-    with scope, promotion, compat.set_current_trace(trace), override_scope.traced_here(policy):
-        yield
 
 
 @overload
@@ -184,9 +121,9 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    driver: Driver = "auto",
     carry: Carry = "keep",
     strict: bool = False,
+    driver: None = None,
 ) -> AutocastContext: ...
 
 
@@ -198,9 +135,9 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    driver: Driver = "auto",
     carry: Carry = "keep",
     strict: bool = False,
+    driver: None = None,
 ) -> AutocastFunction[_P, _R]: ...
 
 
@@ -211,30 +148,28 @@ def autocast(
     rules: Mapping[str, Cast] | None = None,
     dtype: Any = None,
     enabled: bool = True,
-    driver: Driver = "auto",
     carry: Carry = "keep",
     strict: bool = False,
+    driver: None = None,
 ) -> AutocastContext | AutocastFunction[..., Any]:
-    """Mixed precision for a JAX function, as a transformation, a decorator, or a context manager.
+    """Mixed precision for a JAX function, as a transformation or a decorator.
 
     Args:
-        function: any function of pytrees: a loss, a model's ``apply``, a whole training step.  None returns a decorator
-            that is also a context manager.
+        function: any function of pytrees: a loss, a model's ``apply``, a whole training step.  None returns a
+            decorator; ``with autocast(enabled=False):`` keeps a block as it is written.
         policy: a built-in name, a path to a TOML file, or a `xla_amp.policy.Policy`.  None is the platform's default:
             ``tpu`` (bfloat16) for TPU and CPU, ``gpu`` (float16) for GPU.
         rules: rules on top of the policy, ``{"tanh": "fp32", "module:*.router": "fp32"}``.
         dtype: the low dtype, ``jnp.bfloat16`` or ``jnp.float16``; None is the policy's.
         enabled: False switches mixed precision off inside, also within a function that is under autocast.
-        driver: ``"jaxpr"``, ``"trace"``, or ``"auto"``, which uses ``"jaxpr"`` unless the function calls kernels or
-            looks at values; ``autocast(f).choice(*args)`` tells which and why.
         carry: ``"keep"``: loops carry the dtypes that they were written with; ``"low"``: float32 arrays that the body
             computes in the low dtype are carried in it.
-        strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.  A block,
-            ``with autocast():``, is a part of a program and reports nothing: `xla_amp.policy.unused_rules` does.
+        strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.
+        driver: removed; any value is an error.
 
     Returns:
-        The function under autocast, with the attributes ``choice(*args, **kwargs)``, ``report(*args, **kwargs)`` and
-        ``region``.
+        The function under autocast, with the attributes ``report(*args, **kwargs)`` and ``region``; around a function
+        of `jax.jit` also with its ``lower``, ``trace``, ``eval_shape`` and ``clear_cache``.
 
     Raises:
         PolicyError: the policy cannot be loaded, or an argument has an illegal value.
@@ -248,14 +183,16 @@ def autocast(
         >>> "bf16" in str(jax.make_jaxpr(loss)(w)), jax.grad(loss)(w).dtype
         (True, dtype('float32'))
     """
-    for name, value, legal in (("driver", driver, get_args(Driver)), ("carry", carry, get_args(Carry))):
-        if value not in legal:
-            raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, legal))}")
+    if driver is not None:
+        raise PolicyError(
+            f"autocast(driver={driver!r}): autocast has one driver; leave driver= out. A kernel runs in the dtypes "
+            "that its caller gives it: cast its operands, kernel(x.astype(jnp.bfloat16))"
+        )
+    if carry not in get_args(Carry):
+        raise PolicyError(f"autocast(carry={carry!r}): expected one of {', '.join(map(repr, get_args(Carry)))}")
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
-    region = AutocastContext(
-        policy=policy, rules=rules, dtype=dtype, enabled=enabled, driver=driver, carry=carry, strict=strict
-    )
+    region = AutocastContext(policy=policy, rules=rules, dtype=dtype, enabled=enabled, carry=carry, strict=strict)
     if enabled and (policy is not None or rules is not None or dtype is not None):
         region.settings()
     return region if function is None else region(function)
@@ -265,24 +202,17 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
     if not callable(function) or _is_dtype(function):
         raise TypeError(
             f"autocast expects a function, got {function!r} ({type(function).__name__}); settings go by keyword, "
-            "e.g. autocast(f, dtype=jnp.bfloat16) or `with autocast(dtype=jnp.bfloat16):`"
+            "e.g. autocast(f, dtype=jnp.bfloat16)"
         )
-
-    refused: dict[Any, str] = {}
-    eager = _EagerCalls(region, function) if compat.is_jit(function) else None
+    jitted = _Jitted(region, function) if compat.is_jit(function) else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not region.enabled:
             with region:
                 return function(*args, **kwargs)
-        run = eager.find(args, kwargs) if eager is not None else None
-        return run() if run is not None else _reporting(region, function, args, kwargs, refused)
-
-    def choice(*args: Any, **kwargs: Any) -> Choice:
-        """The driver for a call with these arguments, and the reason; traces the function."""
-        if not region.enabled:
-            return _DISABLED
-        return _choose_driver(region, region.settings(), function, args, kwargs, refused)[0]
+        if jitted is not None and not events.sinks and compat.is_eager(compat.current_trace()):
+            return jitted.compiled()(*args, **kwargs)
+        return _evaluate(region, function, args, kwargs)
 
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         """What runs low in a call with these arguments; traces the function and its backward pass."""
@@ -295,22 +225,80 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
                 saved = SavedBytes(low.saved_bytes(), plain.saved_bytes())
         return summarize(records, is_contraction, saved)
 
+    def choice(*args: Any, **kwargs: Any) -> NoReturn:
+        raise PolicyError(
+            "autocast(f).choice(...): autocast has one driver; autocast(f).report(...) tells what runs low"
+        )
+
     with contextlib.suppress(AttributeError, TypeError):
         functools.update_wrapper(call, function)
-    call.report = report  # type: ignore[attr-defined]
-    call.choice = choice  # type: ignore[attr-defined]
-    call.region = region  # type: ignore[attr-defined]
+    shown: Any = call
+    shown.report, shown.choice, shown.region = report, choice, region
+    if jitted is not None:
+        shown.lower, shown.trace, shown.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
+        shown.clear_cache = jitted.clear_cache
     return call
 
 
-def _reporting(region: AutocastContext, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]) -> Any:
+class _Jitted:
+    """A function of `jax.jit` under autocast: as ``jax.jit(autocast(f), ...)`` with the same arguments of `jax.jit`.
+
+    Args:
+        region: the settings.
+        function: the function of `jax.jit`, without autocast.
+    """
+
+    def __init__(self, region: AutocastContext, function: Any) -> None:
+        self._region = region
+        self._function = function
+        self._compiled: dict[Any, Any] = {}
+
+    def compiled(self) -> Any:
+        """The function for the rules that hold now."""
+        if not self._region.enabled:
+            return self._function
+        settings = self._region.settings()
+        key = (settings, settings.current_policy())
+        if key not in self._compiled:
+            inner = compat.without_jit(self._function)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return _evaluate(self._region, inner, args, kwargs)
+
+            with contextlib.suppress(AttributeError, TypeError):
+                functools.update_wrapper(run, inner)
+            self._compiled[key] = compat.jit_like(self._function, run)
+        return self._compiled[key]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self.compiled().lower(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self.compiled().trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit`."""
+        return self.compiled().eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As of `jax.jit`; also of the function without autocast."""
+        for each in (self._function, *self._compiled.values()):
+            each.clear_cache()
+
+
+def _evaluate(region: AutocastContext, function: Any, args: Any, kwargs: Any) -> Any:
     """Calls a function under autocast and reports the user's rules that had no effect on it."""
     settings = region.settings()
     policy = settings.current_policy()
-    if all(layer.layer == "builtin" for layer in policy.layers):
-        return _choose_driver(region, settings, function, args, kwargs, refused)[1]()
-    with effects.collect() as found:
-        result = _choose_driver(region, settings, function, args, kwargs, refused)[1]()
+    # What a region inside of another one decides is not decided again by the outer one.
+    inside = override_scope.is_traced_here()
+    with jax.named_scope(compat.REGION_SCOPE) if inside else contextlib.nullcontext():
+        if all(layer.layer == "builtin" for layer in policy.layers):
+            return _Program(function, args, kwargs, policy).run(settings)
+        with effects.collect() as found:
+            result = _Program(function, args, kwargs, policy).run(settings)
     effects.report(policy, found, "jaxpr", strict=region.strict)
     return result
 
@@ -318,131 +306,6 @@ def _reporting(region: AutocastContext, function: Any, args: Any, kwargs: Any, r
 def _is_dtype(value: Any) -> bool:
     """Whether a callable is a dtype: the user forgot ``dtype=``."""
     return isinstance(value, type(jax.numpy.bfloat16)) or (isinstance(value, type) and issubclass(value, np.generic))
-
-
-def _choose_driver(
-    region: AutocastContext, settings: Settings, function: Any, args: Any, kwargs: Any, refused: dict[Any, str]
-) -> tuple[Choice, Callable[[], Any]]:
-    """The driver for a call, and a function that runs the call with it.
-
-    Args:
-        region: the arguments of `autocast`.
-        settings: these, resolved.
-        function: the function without autocast.
-        args: its positional arguments.
-        kwargs: its named arguments.
-        refused: types of arguments -> why the function's kernels cannot be built for the low dtype, "" if they can.
-    """
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with region:
-            return function(*args, **kwargs)
-
-    try:
-        program = _Program(function, args, kwargs, settings.current_policy())
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        if region.driver == "jaxpr":
-            raise
-        why = _CONCRETE if region.driver == "auto" else _REQUESTED
-        return Choice("trace", why), lambda: _widen_low(traced(*args, **kwargs), (args, kwargs), settings)
-
-    def run_traced() -> Any:
-        return jax.tree.map(cast, traced(*args, **kwargs), program.result_dtypes())
-
-    jaxpr = program.closed.jaxpr
-    if region.driver == "trace":
-        return Choice("trace", _REQUESTED), run_traced
-    if program.opens_override:
-        if region.driver == "jaxpr":
-            raise PolicyError(
-                "autocast(driver='jaxpr'): the function opens a policy.override, whose rules act only while it runs; "
-                "leave driver= out, or open the override around the call"
-            )
-        return Choice("trace", _OVERRIDES), run_traced
-    why = _REQUESTED if region.driver == "jaxpr" else _TRACEABLE
-    if region.driver == "auto" and has_kernels(jaxpr) and not has_backward(jaxpr):
-        key = (program.types(), settings)
-        if key not in refused:
-            refused[key] = _kernel_error(program, lambda: _Program(traced, args, kwargs))
-        if not refused[key]:
-            return Choice("trace", _KERNELS), run_traced
-        why = f"{_KERNELS_WIDE}: {refused[key]}"
-    return Choice("jaxpr", why), lambda: program.run(settings)
-
-
-def _kernel_error(program: _Program, trace_low: Callable[[], _Program]) -> str:
-    """Why a function with kernels cannot be traced in the low dtype, forward or backward; "" if it can."""
-    errors = (TypeError, ValueError, NotImplementedError)
-    try:
-        low = trace_low()
-        try:
-            low.trace_gradient()
-        except errors:
-            with contextlib.suppress(*errors):
-                program.trace_gradient()
-                raise
-    except errors as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def _widen_low(result: Any, arguments: Any, settings: Settings) -> Any:
-    """`result` with float32 for the low dtype, unless an argument has it.
-
-    For a function that cannot be traced, so that the dtypes of its results without autocast are unknown.
-    """
-    if any(dtype_of(leaf) == settings.low for leaf in jax.tree.leaves(arguments)):
-        return result
-    return jax.tree.map(lambda leaf: cast(leaf, F32) if dtype_of(leaf) == settings.low else leaf, result)
-
-
-class _EagerCalls:
-    """Eager calls of a function that `jax.jit` returned: traced and compiled once for each type of the arguments.
-
-    Args:
-        region: the settings.
-        function: the function without autocast.
-    """
-
-    def __init__(self, region: AutocastContext, function: Any) -> None:
-        self._region = region
-        self._function = function
-        self._compiled: dict[Any, Callable[..., Any] | None] = {}
-
-    def find(self, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-        """A function that makes a call with these arguments; None if the call is not one of these."""
-        if events.sinks or not compat.is_eager(compat.current_trace()):
-            return None
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        dynamic = [isinstance(leaf, _ARGUMENTS) for leaf in leaves]
-        static = tuple(None if is_dynamic else leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True))
-        settings = self._region.settings()
-        key = (tree, static, tuple(dynamic), settings, settings.current_policy())
-        try:
-            known = key in self._compiled
-        except TypeError:  # an argument that is not hashable
-            return None
-        if not known:
-            # JAX would ignore what a function that is called by another asks of the compiler, and donated arguments.
-            with override_scope.traced_here(settings.current_policy()):
-                plain = compat.is_plain_jit(self._function, args, kwargs, sum(dynamic))
-            self._compiled[key] = self._compile(tree, static, dynamic) if plain else None
-        compiled = self._compiled[key]
-        return None if compiled is None else functools.partial(compiled, *itertools.compress(leaves, dynamic))
-
-    def _compile(self, tree: Any, static: Sequence[Any], dynamic: Sequence[bool]) -> Callable[..., Any]:
-        @jax.jit
-        def run(*values: Any) -> Any:
-            rest = iter(values)
-            filled = [next(rest) if is_dynamic else leaf for leaf, is_dynamic in zip(static, dynamic, strict=True)]
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            return _reporting(self._region, self._function, args, kwargs, {})
-
-        return run
-
-
-_ARGUMENTS: Final = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-"""Types of the arguments that a function traces, unless they are static."""
 
 
 class _Program:
@@ -469,8 +332,6 @@ class _Program:
         self._indices = [index for index, leaf in enumerate(self._leaves) if compat.is_array(leaf)]
         self._values = [self._leaves[index] for index in self._indices]
         self._avals = [compat.typeof(value) for value in self._values]
-        self.opens_override = False
-        """Whether the function opens an override, whose rules act only while it runs."""
         self._static_outs: list[Any] = []
         """Results that are no arrays; None for those that are."""
         self.closed = compat.trace(self._flat_function, self._avals, self._debug_info)
@@ -480,29 +341,13 @@ class _Program:
         for index, value in zip(self._indices, values, strict=True):
             filled[index] = value
         positional, named = jax.tree.unflatten(self._tree, filled)
-        with override_scope.traced_here(self._policy) as scope:
+        with override_scope.traced_here(self._policy):
             outs, self._out_tree = jax.tree.flatten(self._function(*positional, **named))
-        self.opens_override = self.opens_override or scope.opened
         self._static_outs = [None if compat.is_array(out) else out for out in outs]
         return [out for out in outs if compat.is_array(out)]
 
-    def types(self) -> tuple[Any, ...]:
-        """Structure and types of the arguments; arguments that are no arrays by their types."""
-        arrays = set(self._indices)
-        others = tuple(type(leaf) for index, leaf in enumerate(self._leaves) if index not in arrays)
-        return (self._tree, tuple(self._avals), others)
-
     def _floats(self, *values: Any) -> list[Any]:
         return [out for out in self._flat_function(*values) if is_castable(out.dtype)]
-
-    def trace_gradient(self) -> None:
-        """Traces the function and its backward pass, for the errors."""
-
-        def gradient(*values: Any) -> list[Any]:
-            outs, backward = jax.vjp(self._floats, *values)
-            return [g for g in backward(outs) if is_castable(g.dtype)]
-
-        compat.trace(gradient, self._avals, self._debug_info)
 
     def saved_bytes(self) -> int:
         """Bytes that the forward pass keeps for the backward pass, besides the arguments."""
@@ -514,13 +359,6 @@ class _Program:
         computed = {var for eqn in jaxpr.eqns for var in eqn.outvars}
         kept = {var for var in jaxpr.outvars if not isinstance(var, compat.Literal)} & computed
         return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
-
-    def result_dtypes(self) -> Any:
-        """The function's result with dtypes instead of arrays."""
-        dtypes = iter(aval.dtype for aval in self.closed.out_avals)
-        filled = [next(dtypes) if static is None else static for static in self._static_outs]
-        result = jax.tree.unflatten(self._out_tree, filled)
-        return result[0] if self._lifted else result
 
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""

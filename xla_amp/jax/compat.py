@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax._src import api_util, core, source_info_util
 from jax._src import linear_util as lu
+from jax._src import pjit as private_pjit
 from jax._src import shard_map as private_shard_map
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval as pe
@@ -71,13 +72,6 @@ def cast_like(value: Any, aval: Any) -> Any:
     if (given.dtype, given.weak_type) == (aval.dtype, aval.weak_type):
         return value
     return private_lax._convert_element_type(value, aval.dtype, aval.weak_type)  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def standard_promotion() -> Any:
-    """A context in which operands of different dtypes are promoted, also if the program forbids that."""
-    if jax.config.jax_numpy_dtype_promotion == "standard":  # type: ignore[attr-defined, unused-ignore]
-        return contextlib.nullcontext()
-    return jax.numpy_dtype_promotion("standard")
 
 
 def slice_aval(aval: Any, length: int) -> Any:
@@ -169,17 +163,6 @@ def is_backward(eqn: Any, around: bool) -> bool:
 def is_derivative_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a differentiated function, or of its backward pass."""
     return isinstance(scope, source_info_util.Transform) and scope.name in ("jvp", "transpose")
-
-
-def name_stack_depth() -> int:
-    """Number of open name scopes and transformations."""
-    return len(source_info_util.current_name_stack())
-
-
-def is_differentiating(depth: int) -> bool:
-    """Whether a transformation opened after the first `depth` scopes differentiates."""
-    stack = source_info_util.current_name_stack().stack
-    return len(stack) > depth and any(map(is_derivative_scope, stack[depth:]))
 
 
 def location(eqn: Any | None) -> str:
@@ -363,18 +346,24 @@ def is_jit(function: Any) -> bool:
 _JIT = type(jax.jit(lambda: None))
 
 
+def without_jit(function: Any) -> Callable[..., Any]:
+    """The function that was given to `jax.jit`, of which `function` is the result."""
+    inner: Callable[..., Any] = function._fun
+    return inner
+
+
+def jit_like(function: Any, inner: Callable[..., Any]) -> Any:
+    """`jax.jit` of `inner` with the arguments of `jax.jit` (donated, static, shardings) that made `function`.
+
+    JAX keeps these for itself, so there is no public way.
+    """
+    return private_pjit._cpp_pjit(inner, function._jit_info)
+
+
 def donated_arguments(function: Any, args: Any, kwargs: Any) -> tuple[bool, ...]:
     """For each array and number that a function of `jax.jit` traces, whether it is donated."""
     infos = jax.tree.leaves(function.trace(*args, **kwargs).args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
     return tuple(bool(info.donated) for info in infos)
-
-
-def is_plain_jit(function: Any, args: Any, kwargs: Any, arguments: int) -> bool:
-    """Whether a function of `jax.jit` traces `arguments` arrays and numbers, none donated, without compiler options."""
-    traced = function.trace(*args, **kwargs)
-    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
-    options = getattr(traced, "_params", {}).get("compiler_options_kvs")
-    return len(infos) == arguments and not options and not any(info.donated for info in infos)
 
 
 last_used = core.last_used

@@ -1,9 +1,8 @@
 """Jaxpr interpreter that applies autocast's decisions to one primitive after the other.
 
-Both drivers use it: the jaxpr driver evaluates whole programs (`Interpreter.eval_jaxpr`), the trace driver passes
-single primitives (`Interpreter.process_primitive`).  It names no primitive: `xla_amp.jax.primitives` sorts them into
-kinds, and the policy decides their dtypes.  Each kind whose primitives contain jaxprs (control flow, calls, custom
-derivatives) has a rule in a table that the driver passes: `xla_amp.jax.higher_order.handlers.HIGHER_ORDER_RULES`.
+It names no primitive: `xla_amp.jax.primitives` sorts them into kinds, and the policy decides their dtypes.  Each kind
+whose primitives contain jaxprs (control flow, calls, custom derivatives) has a rule in a table that is passed to it:
+`xla_amp.jax.higher_order.handlers.HIGHER_ORDER_RULES`.
 """
 
 from __future__ import annotations
@@ -307,7 +306,7 @@ class Interpreter:
         elif kind == "contraction":
             used, params = self._written(decision, operands, params, avals, weak, kept)
             outs = compat.bind(primitive, used, params)
-        elif decision.cast == "fp32_inside" and kind not in ("conversion", "fixed_dtype", "kernel"):
+        elif decision.cast == "fp32_inside" and kind not in ("conversion", "fixed_dtype"):
             used, outs = self._inside(primitive, decision, operands, params, weak)
         else:
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
@@ -466,7 +465,7 @@ class Interpreter:
         weak: Sequence[bool],
         eqn: Any,
     ) -> tuple[list[Any], dict[str, Any]]:
-        if kind in ("fixed_dtype", "kernel") or (kind is None and compat.sub_jaxprs(params)):
+        if kind == "fixed_dtype" or (kind is None and compat.sub_jaxprs(params)):
             return self.cast_to_avals(operands, _avals(eqn)), params
         if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
             return operands, params
@@ -567,7 +566,7 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
 
 def _why_fixed(kind: str | None, decision: Decision, info: PrimitiveInfo | None) -> str:
     """Why a primitive cannot follow a rule; empty if it can."""
-    fixed = kind in ("conversion", "fixed_dtype", "kernel") and decision.cast not in ("ban", "keep")
+    fixed = kind in ("conversion", "fixed_dtype") and decision.cast not in ("ban", "keep")
     return f"it runs as it was written: {info.why}" if fixed and info is not None else ""
 
 

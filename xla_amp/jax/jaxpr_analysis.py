@@ -1,4 +1,4 @@
-"""Static analyses of jaxprs: kernels, backward passes, gradient outputs, contracted arguments."""
+"""Static analyses of jaxprs: backward passes, gradient outputs, contracted arguments."""
 
 from __future__ import annotations
 
@@ -12,21 +12,10 @@ import numpy as np
 
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product
-from xla_amp.jax.decisions import F32, decide, dtype_of
+from xla_amp.jax.decisions import decide, dtype_of
 from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
 from xla_amp.jax.program_request import asked_precision
 from xla_amp.policy import Policy
-
-
-def has_kernels(jaxpr: Any) -> bool:
-    """Whether a jaxpr contains a float32 kernel: only its caller can request another dtype."""
-    return any(_is_kernel(eqn) or any(map(has_kernels, compat.sub_jaxprs(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def _is_kernel(eqn: Any) -> bool:
-    info = PRIMITIVES.get(eqn.primitive.name)
-    reads_f32 = any(dtype_of(atom.aval) == F32 for atom in eqn.invars)
-    return info is not None and info.kind == "kernel" and reads_f32
 
 
 def has_backward(jaxpr: Any) -> bool:

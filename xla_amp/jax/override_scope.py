@@ -1,7 +1,7 @@
 """`xla_amp.policy.override` around and inside functions that JAX traces.
 
-A function of `jax.jit` is traced once, and rules act while it is traced.  So an override around it is part of the
-key of JAX's caches.  An override inside a function under autocast acts with the trace driver; elsewhere it raises.
+A function of `jax.jit` is traced once, and rules act while its jaxpr is evaluated.  So an override around it is part of
+the key of JAX's caches.  An override inside a function under autocast would be closed by then: it raises.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax
 from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.errors import PolicyError
-from xla_amp.jax import compat
 from xla_amp.jax.modules import scopes
 from xla_amp.policy import Policy, RuleLayer
 
@@ -26,38 +25,34 @@ _under_autocast = jax.make_user_context("")
 under autocast, which refuses it if it opens an override, and once more where modules open name scopes."""
 
 
-class Scope:
-    """Code under autocast that JAX traces at one level: overrides that open at another level cannot act."""
-
-    def __init__(self, trace: Any) -> None:
-        self.trace = trace
-        self.opened = False
-        """Whether it has opened an override."""
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.open: list[tuple[RuleLayer, Any]] = []
-        self.scopes: list[Scope] = []
+        self.depth = 0
+        """How many functions under autocast are being traced, one inside the other."""
 
 
 _thread = _Thread()
 
 
 @contextlib.contextmanager
-def traced_here(policy: Policy | None) -> Iterator[Scope]:
-    """The code inside is traced by the present trace, under autocast with `policy`; None if that is not known.
+def traced_here(policy: Policy | None) -> Iterator[None]:
+    """The code inside is traced under autocast with `policy`; None if that is not known.
 
     Modules of nnx and Equinox open name scopes where rules or reports read these.
     """
-    scope = Scope(compat.current_trace())
-    _thread.scopes.append(scope)
     named = bool(events.sinks) or (policy is not None and policy.by_module)
+    _thread.depth += 1
     try:
         with _under_autocast("named" if named else "plain"), scopes.named(named):
-            yield scope
+            yield
     finally:
-        _thread.scopes.remove(scope)
+        _thread.depth -= 1
+
+
+def is_traced_here() -> bool:
+    """Whether the running code is traced under autocast, so that the rules of the region around act later."""
+    return _thread.depth > 0
 
 
 def _override(layer: RuleLayer, opens: bool) -> None:
@@ -65,15 +60,13 @@ def _override(layer: RuleLayer, opens: bool) -> None:
         index = next(i for i in reversed(range(len(_thread.open))) if _thread.open[i][0] is layer)
         _thread.open.pop(index)[1].__exit__(None, None, None)
         return
-    if _thread.scopes:
-        scope = _thread.scopes[-1]
-        if compat.current_trace() is not scope.trace:
-            raise PolicyError(
-                f"override({_shown(layer)}) opened inside a function that JAX transforms (jax.jit, jax.grad, lax.scan) "
-                "under autocast: the rules act when that function has been traced and the override is closed. Open it "
-                "around the call of the function under autocast"
-            )
-        scope.opened = True
+    if is_traced_here():
+        rules = ", ".join(f'"{operation}": "{rule.cast}"' for rule in layer.rules for operation in rule.operations)
+        raise PolicyError(
+            f"override({_shown(layer)}) opened inside a function under autocast: the rules act when the function has "
+            "been traced and the override is closed. Open it around the call of the function under autocast, or write "
+            f"autocast(part, rules={{{rules}}}) for the part of the function"
+        )
     context = _key((*(each for each, _ in _thread.open), layer))
     context.__enter__()
     _thread.open.append((layer, context))

@@ -18,7 +18,6 @@ Kind: TypeAlias = Literal[
     "independent",
     "conversion",
     "fixed_dtype",
-    "kernel",
     "call",
     "checkpoint",
     "scan",
@@ -37,7 +36,6 @@ Kind: TypeAlias = Literal[
 ``independent``    does not combine its operands: each keeps its dtype
 ``conversion``     an explicit change of dtype or precision by the user: bound as it is
 ``fixed_dtype``    gets the dtypes that it was traced with, since its sub-jaxpr or kernel exists for those only
-``kernel``         as ``fixed_dtype``; driver "auto" traces the function again at the low dtype with the trace driver
 the others         contain jaxprs; each has a rule in `xla_amp.jax.higher_order.handlers`
 """
 
@@ -130,7 +128,7 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
         ),
     ),
     (
-        "kernel",
+        "fixed_dtype",
         "the kernel was built for these dtypes; only its caller can request others",
         ("custom_partitioning", "pallas_call", "triton_kernel_call"),
     ),

@@ -108,9 +108,6 @@ def _hint(pattern: str, vocabulary: Vocabulary, paths: set[str]) -> str:
     """What else to know about a pattern that matched nothing in a program with modules at `paths`."""
     if module_patterns.is_module_pattern(pattern):
         return module_patterns.nearest(pattern, paths)
-    composites = {operation for operation, _ in op_catalog.catalogue().composites.values()}
-    if vocabulary == "jaxpr" and not composites.isdisjoint(op_catalog.matching(pattern)):
-        return "; functions such as jax.nn.softmax are found in whole programs only, with driver='jaxpr'"
     return ""
 
 

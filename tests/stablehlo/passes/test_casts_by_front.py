@@ -14,7 +14,7 @@ from xla_amp.stablehlo import autocast
 @pytest.mark.parametrize("name", corpus.CASES)
 def test_no_more_casts_than_the_jaxpr_front(name: str) -> None:
     case = corpus.CASES[name]
-    theirs = jax.jit(jax_front.autocast(case.function, driver="jaxpr"), keep_unused=True).lower(*case.arguments)
+    theirs = jax.jit(jax_front.autocast(case.function), keep_unused=True).lower(*case.arguments)
     count = checks.casts(theirs.compiler_ir("stablehlo"))
     assert count > 0
     assert checks.casts(autocast(corpus.lowered(case)).module) <= 1.1 * count

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from xla_amp import events
-from xla_amp.jax import compat
+from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
 from xla_amp.jax.value_info import magnitude
@@ -124,7 +124,8 @@ def evaluate_rule(
 
     def arrays(*arguments: Any) -> list[Any]:
         rest = iter(arguments)
-        outs = function(*(next(rest) if is_traced else v for v, is_traced in zip(values, traced, strict=True)))
+        with override_scope.traced_here(interpreter.settings.current_policy()):
+            outs = function(*(next(rest) if is_traced else v for v, is_traced in zip(values, traced, strict=True)))
         untraced_outs[:] = [(index, out) for index, out in enumerate(outs) if not _is_traced(out)]
         return [out for out in outs if _is_traced(out)]
 
