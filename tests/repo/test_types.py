@@ -51,7 +51,7 @@ reveal_type(step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(strict_step(torch.ones(1), 2))  # shown: Tensor
 reveal_type(xla_amp.jax.autocast(loss)(1.0, x=2))  # shown: str
 reveal_type(xla_amp.jax.autocast(dtype="float16")(loss)(weight=1.0, x=2))  # shown: str
-reveal_type(xla_amp.jax.autocast(loss).report(1.0, 2).low)  # shown: int
+reveal_type(xla_amp.jax.autocast(loss).report(1.0, 2).low)  # shown: tuple[Line, ...]
 reveal_type(xla_amp.jax.value_and_grad(loss)(xla_amp.jax.LossScale.dynamic(), 1.0, x=2).value)  # shown: str
 xla_amp.autocastt("cpu")  # refused
 xla_amp.jax.autocats(loss)  # refused

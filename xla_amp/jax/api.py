@@ -88,7 +88,7 @@ class AutocastContext:
     def __enter__(self) -> AutocastContext:
         if self.enabled:
             raise PolicyError(
-                "`with autocast():` is for PyTorch: JAX gives no way to change the dtypes of a block of a program. Put "
+                "with autocast(): is for PyTorch; JAX gives no way to change the dtypes of a block of a program. Put "
                 "the block into a function and call it under autocast, `y = autocast(block)(x)`; "
                 "`with autocast(enabled=False):` keeps a block as it is written"
             )
