@@ -107,13 +107,6 @@ def quantized(x: jax.Array, format: Format, axes: Axes | None = None) -> tuple[j
     return lax.convert_element_type(values, FORMATS[format].dtype), exponents
 
 
-def scaled(x: jax.Array, format: Format, contracted: Axes, batch: Axes, scaling: Scaling) -> jax.Array:
-    """An operand times its scales, in float32, before it is rounded to `format`; for "block" as blocks."""
-    values = _Factor(x, contracted, batch).blocks() if scaling == "block" else x
-    axes = {"tensor": None, "row": contracted, "block": (3,)}[scaling]
-    return _in_range(values, format, axes)[0]
-
-
 def rounded(x: jax.Array, format: Format) -> jax.Array:
     """`x` in its own dtype, bfloat16 or float32, with the values that `format` holds of it.
 

@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.lowering.linalg.contraction import Axes
-from xla_amp.lowering.linalg.float8 import FORMATS, Format, Scaling, scaled
-
 FIELDS = 7
-_FLUSHED = 2
-"""Place of the number of values that the low dtype rounds to zero."""
 
 
 def sums(x: jax.Array, zero: Any, unscale: Any = 1.0, scale: Any = 1.0) -> jax.Array:
@@ -73,25 +68,6 @@ def joined(rows: Sequence[jax.Array]) -> jax.Array:
     """float32 (7): the sums over the values of all `rows`, each from `sums`."""
     stacked = jnp.stack(list(rows))
     return jnp.concatenate([stacked[:, :1].max(0), stacked[:, 1:].sum(0)])
-
-
-def float8_sums(x: jax.Array, format: Format, contracted: Axes, batch: Axes, scaling: Scaling) -> jax.Array:
-    """`sums` of an operand of a product in 8 bits, in which underflow is counted after scaling.
-
-    Args:
-        x: the operand in 16 bits.
-        format, contracted, batch, scaling: as `xla_amp.lowering.linalg.float8.scaled` takes them.
-    """
-    zero = float(jnp.finfo(FORMATS[format].dtype).smallest_subnormal) / 2
-    lost = sums(scaled(x, format, contracted, batch, scaling), zero)
-    return sums(x, 0.0).at[_FLUSHED].set(lost[_FLUSHED])
-
-
-def add_float8_sums(
-    total: jax.Array, operand: jax.Array, format: Format, contracted: int, scaling: Scaling
-) -> jax.Array:
-    """float32 (1, 7): `total` joined with the `float8_sums` of a matrix, which is summed over the axis `contracted`."""
-    return joined([total[0], float8_sums(operand, format, (contracted,), (), scaling)])[None]
 
 
 def tensor_sums(

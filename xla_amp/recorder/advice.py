@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from xla_amp.recorder.history import FLOAT8_KINDS, History, Key, Statistics, StepRecord
+from xla_amp.recorder.history import History, Key, Statistics, StepRecord
 
 
 class Threshold(NamedTuple):
@@ -109,8 +109,6 @@ def is_probe(good: StepRecord | None, record: StepRecord) -> bool:
 
 
 def _of_layer(history: History, key: Key) -> Iterator[Advice]:
-    if key.kind in FLOAT8_KINDS:
-        return  # copies of values that other kinds tell of
     rows = history.of(key)
     plural = key.kind != "activation"
     layer = key.layer or "the model"

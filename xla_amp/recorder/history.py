@@ -11,10 +11,6 @@ What the numbers mean, on every front.  They are computed in float32 on the devi
 
 A gradient is the one that the optimizer gets: unscaled, and clipped if the step clips.  Its underflow and headroom are
 those of the gradient times the loss scale, as the backward pass holds it.
-
-The kinds ``float8_e4m3fn`` and ``float8_e5m2`` are the operands of 8-bit products in that format, both of a product
-together.  Their headroom refers to the format before scaling, so its floor is the exponent of the scale of a whole
-operand; their underflow is counted after scaling.  Nothing saturates, by the choice of the scale.
 """
 
 from __future__ import annotations
@@ -29,9 +25,8 @@ from typing import Any, Final, Literal, NamedTuple, TextIO, TypeAlias, get_args
 from xla_amp.errors import FileError
 from xla_amp.types import DTYPES, RANGES, Dtype
 
-Kind: TypeAlias = Literal["activation", "gradient", "weight", "update", "float8_e4m3fn", "float8_e5m2"]
-FLOAT8_KINDS: Final[tuple[Kind, ...]] = ("float8_e4m3fn", "float8_e5m2")
-KINDS: Final[tuple[Kind, ...]] = tuple(kind for kind in get_args(Kind) if kind not in FLOAT8_KINDS)
+Kind: TypeAlias = Literal["activation", "gradient", "weight", "update"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 FORMAT: Final = "xla_amp history 1"
 """The first line of a file is ``{"format": FORMAT, "low": dtype}``; each other line is one step."""
@@ -115,7 +110,7 @@ class Statistics:
         return {
             key: cls.of(
                 row,
-                key.kind if key.kind in FLOAT8_KINDS else low,
+                low,
                 scale=(loss_scale or 1.0) if key.kind == "gradient" else 1.0,
                 weights=sums.get(Key(key.layer, "weight")) if key.kind == "update" else None,
             )

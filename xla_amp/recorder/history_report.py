@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from xla_amp.recorder.advice import THRESHOLDS, Advice, advice
-from xla_amp.recorder.history import FLOAT8_KINDS, History, Key, Statistics, StepRecord
+from xla_amp.recorder.history import History, Key, Statistics, StepRecord
 from xla_amp.report import page
 from xla_amp.report.document import Cell, Column, Document, Finding, Row, State, Table
 
@@ -76,8 +76,7 @@ def _headroom(history: History) -> list[Finding]:
     last = next((record for record in reversed(history.steps) if record.statistics), None)
     if last is None:
         return []
-    unscaled = [item for item in last.statistics.items() if item[0].kind not in FLOAT8_KINDS]
-    nearest = sorted(unscaled, key=lambda item: item[1].headroom)[:5]
+    nearest = sorted(last.statistics.items(), key=lambda item: item[1].headroom)[:5]
     items = tuple((f"{row.headroom:.1f}", f"{key.kind}s of {key.layer or 'the model'}") for key, row in nearest)
     answer = f"exponents of headroom in {history.low}, step {last.step:,}"
     return [Finding("What is nearest to an overflow?", answer, "wide", items)]

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -46,10 +46,9 @@ class Options:
         sinks: Iterable[Callable[[StepRecord], object]],
         low: Dtype | None,
         save_state: bool,
-        known: Sequence[Kind] = KINDS,
         **numbers: int,
     ) -> Options:
-        """The options, checked; `known` are the kinds that the front records.
+        """The options, checked.
 
         Raises:
             ValueError: a number is out of its range, or a name of `kinds` or `low` is unknown.
@@ -59,8 +58,8 @@ class Options:
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"monitor({name}={number!r}): expected an integer of at least {least}")
         kinds = tuple(kinds)
-        if unknown := set(kinds) - set(known):
-            raise ValueError(f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(known)}")
+        if unknown := set(kinds) - set(KINDS):
+            raise ValueError(f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(KINDS)}")
         if low is not None and low not in DTYPES:
             raise ValueError(f"monitor(low={low!r}): expected one of {list(DTYPES)}")
         if save_state and directory is None:

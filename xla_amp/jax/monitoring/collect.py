@@ -20,18 +20,14 @@ from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import PRIMITIVES
-from xla_amp.lowering.linalg.float8 import FORMATS
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
-from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, Key, Kind, Sums
+from xla_amp.recorder.history import KINDS, Key, Kind, Sums
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
 
 _MARK: Final = "xla_amp:observe"
-_KIND_OF: Final[Mapping[str, Kind]] = MappingProxyType(
-    {format: kind for kind in FLOAT8_KINDS for format, row in FORMATS.items() if row.dtype.name == kind}
-)
 
 
 def observe(what: str, tree: Any, *, layer: str = "") -> Any:
@@ -125,8 +121,6 @@ class _Collector:
         """The loss scale, once it was observed."""
         self.axes: dict[str, int] = {}
         """Axes of the shard_map around, with their sizes."""
-        self.in_backward = False
-        """Whether the jaxpr is part of a backward pass: then only operands of its 8-bit products are recorded."""
 
     def found(self) -> Found:
         """What has been recorded, joined."""
@@ -167,18 +161,6 @@ class _Collector:
             wide = value.astype(jnp.float32)
             self._scalar("norm2", jnp.sum(wide * wide) * weight)
 
-    def _record_float8(self, eqn: Any, operands: Sequence[Any], layer: str) -> None:
-        """Records what an 8-bit product reads; nothing of other equations."""
-        float8 = eqn.params.get("float8")
-        if float8 is None or float8.formats is None:
-            return
-        contracted, batch = eqn.params["dimension_numbers"]
-        for value, format, summed, lead in zip(operands[:2], float8.formats, contracted, batch, strict=True):
-            key = Key(layer, _KIND_OF[format])
-            if self.wanted.takes(key):
-                low = lax.stop_gradient(value).astype(eqn.params["low"])
-                self._add(key, self._weight(value), statistics.float8_sums(low, format, summed, lead, float8.scaling))
-
     def _add(self, key: Key, weight: float, row: Any) -> Any:
         """Adds the sums of a value, and returns them as this device counts them."""
         row = row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight])
@@ -216,14 +198,12 @@ class _Collector:
 
         for eqn in jaxpr.eqns:
             operands = [value_of(atom) for atom in eqn.invars]
-            backward = self.in_backward or _is_backward(eqn)
+            backward = _is_backward(eqn)
             scopes = compat.scopes(eqn)
             with compat.equation_context(eqn):
                 flags = [bool(readers.get(var)) for var in eqn.outvars]
                 outs = self._results(eqn, operands, scopes, flags, backward)
                 layer = ".".join((*self.path, *scopes))
-                if not _is_again(eqn):  # the forward pass has recorded it
-                    self._record_float8(eqn, operands, layer)
                 for var, out in zip(eqn.outvars, outs, strict=True):
                     leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
                     if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
@@ -237,11 +217,9 @@ class _Collector:
         self, eqn: Any, operands: list[Any], scopes: tuple[str, ...], flags: list[bool], backward: bool
     ) -> list[Any]:
         info = PRIMITIVES.get(eqn.primitive.name)
-        rule = _RULES.get(info.kind if info else None)
-        if rule is not None and backward and (_is_again(eqn) or not _has_float8(eqn)):
-            rule = None
+        rule = None if backward else _RULES.get(info.kind if info else None)
         if rule is not None:
-            outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags, backward))
+            outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags))
             if outs is not None:
                 return outs
         return compat.bind(eqn.primitive, operands, eqn.params)
@@ -267,17 +245,6 @@ def _is_backward(eqn: Any) -> bool:
     return any(compat.is_transpose_scope(scope) or str(scope.name) == compat.REMATTED for scope in stack)
 
 
-def _is_again(eqn: Any) -> bool:
-    """Whether `jax.checkpoint` computes the equation again."""
-    return any(compat.REMATTED in str(scope.name).split("/") for scope in compat.name_stack(eqn))
-
-
-def _has_float8(eqn: Any) -> bool:
-    """Whether the jaxprs of an equation have 8-bit products."""
-    inner = (each for jaxpr in compat.sub_jaxprs(eqn.params) for each in jaxpr.eqns)
-    return any(each.params.get("float8") is not None or _has_float8(each) for each in inner)
-
-
 class _Part(NamedTuple):
     """An equation that contains jaxprs."""
 
@@ -287,14 +254,11 @@ class _Part(NamedTuple):
     path: tuple[str, ...]
     read: list[bool]
     """Which of its results the forward pass reads."""
-    backward: bool
-    """Whether it is part of a backward pass."""
 
     def inner(self) -> _Collector:
         """A collector for a jaxpr of the equation."""
         inner = _Collector(self.collector.wanted, self.path)
         inner.scale, inner.axes = self.collector.scale, self.collector.axes
-        inner.in_backward = self.backward
         return inner
 
     def traced(self, jaxpr: Any, avals: Sequence[Any], read: Sequence[bool]) -> tuple[Any, list[Key], list[str]]:

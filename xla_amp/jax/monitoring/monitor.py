@@ -23,7 +23,7 @@ from xla_amp.jax.modules import scopes
 from xla_amp.jax.monitoring import collect, kept_step
 from xla_amp.jax.monitoring.collect import SCALARS, Found, Wanted
 from xla_amp.policy import module_patterns
-from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, History, Key, Kind, Statistics, StepRecord, Sums
+from xla_amp.recorder.history import KINDS, History, Key, Kind, Statistics, StepRecord, Sums
 from xla_amp.recorder.run import SAMPLE, BaseMonitor, Options
 from xla_amp.types import RANGES, Dtype
 
@@ -40,7 +40,7 @@ def monitor(
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
-    kinds: Iterable[Kind] = (*KINDS, *FLOAT8_KINDS),
+    kinds: Iterable[Kind] = KINDS,
     sample: int = SAMPLE,
     low: Dtype | None = None,
     save_state: bool = False,
@@ -64,8 +64,7 @@ def monitor(
         directory: gets ``history.jsonl`` and the folder of the first bad step (`xla_amp.recorder.bad_step`); None keeps
             no bad step.
         layers: patterns as in rules for modules, ``"*.attn"``; a layer that one names and all layers in it.
-        kinds: of ``"activation"``, ``"gradient"``, ``"weight"``, ``"update"``, and of ``"float8_e4m3fn"`` and
-            ``"float8_e5m2"``: operands of 8-bit products in that format (`xla_amp.recorder.history`).
+        kinds: of ``"activation"``, ``"gradient"``, ``"weight"`` and ``"update"``.
         sample: statistics in each `sample`-th step; 1 for every step, which is one executable.  Otherwise there are
             two, one with statistics and one without, in which also the norm of the gradients is left out where the
             step tells whether it was skipped.
@@ -97,7 +96,6 @@ def monitor(
         directory=directory,
         layers=layers,
         kinds=kinds,
-        known=(*KINDS, *FLOAT8_KINDS),
         sample=sample,
         low=low,
         save_state=save_state,

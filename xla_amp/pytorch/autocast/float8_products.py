@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from xla_amp.backends import base, devices
 from xla_amp.policy import Decision, float8
@@ -23,26 +21,6 @@ _DEVICE: Final = base.LAZY
 _OPERANDS: Final[Mapping[str, tuple[int, int]]] = {"addmm": (1, 2), "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1)}
 """Operation -> positions of the factors."""
 _VALUES: Final = "float8_e4m3fn"
-
-
-class Observe(Protocol):
-    """Is told of an operand that a product reads in 8 bits."""
-
-    def __call__(self, operand: torch.Tensor, format: str, contracted: int, scaling: str, *, backward: bool) -> None:
-        """Takes a matrix in 16 bits, its 8-bit format, the axis over which the product sums, and what shares a scale.
-
-        `backward` tells that the product is a gradient.
-        """
-
-
-_watchers: OrderedDict[int, Callable[[], Observe | None]] = OrderedDict()
-
-
-def watch(begin: Callable[[], Observe | None]) -> RemovableHandle:
-    """Calls `begin` before each product in 8 bits; what it returns is told the operands of it and of its gradient."""
-    handle = RemovableHandle(_watchers)
-    _watchers[handle.id] = begin
-    return handle
 
 
 class Told(NamedTuple):
@@ -173,12 +151,10 @@ def _call(name: str, factors: _Factors, recipe: float8.Recipe) -> Callable[..., 
 
 def _product(factors: _Factors, recipe: float8.Recipe) -> torch.Tensor:
     data, weight, weight_first = factors
-    observers = [observe for begin in tuple(_watchers.values()) if (observe := begin()) is not None]
-    rest = (weight, weight_first, recipe, observers)
-    if weight_first or data.dim() == 2:
-        found: torch.Tensor = _Product.apply(data, *rest)  # type: ignore[no-untyped-call]
-        return found
-    rows: torch.Tensor = _Product.apply(data.reshape(-1, data.shape[-1]), *rest)  # type: ignore[no-untyped-call]
+    flat = data if weight_first or data.dim() == 2 else data.reshape(-1, data.shape[-1])
+    rows: torch.Tensor = _Product.apply(flat, weight, weight_first, recipe)  # type: ignore[no-untyped-call]
+    if flat is data:
+        return rows
     return rows.view(*data.shape[:-1], weight.shape[1])
 
 
@@ -186,47 +162,26 @@ class _Product(torch.autograd.Function):
     """``data @ weight`` of two bfloat16 matrices, or ``weight @ data``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, data: Any, weight: Any, weight_first: bool, recipe: float8.Recipe, observers: Sequence[Observe]
-    ) -> Any:
+    def forward(ctx: Any, data: Any, weight: Any, weight_first: bool, recipe: float8.Recipe) -> Any:
         ctx.save_for_backward(data, weight)
-        ctx.weight_first, ctx.recipe, ctx.observers = weight_first, recipe, observers
+        ctx.weight_first, ctx.recipe = weight_first, recipe
         left, right = (weight, data) if weight_first else (data, weight)
-        return _multiplied(left, right, ("e4m3", "e4m3"), recipe, observers, backward=False)
+        return _operator()(left, right, "e4m3", "e4m3", recipe.scaling)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         data, weight = ctx.saved_tensors
         of_data, of_weight, *_ = ctx.needs_input_grad
-        results: list[Any] = [None, None, None, None, None]
+        results: list[Any] = [None, None, None, None]
         if of_data:
             left, right = (weight.t(), gradient) if ctx.weight_first else (gradient, weight.t())
             formats = ("e4m3", ctx.recipe.gradient) if ctx.weight_first else (ctx.recipe.gradient, "e4m3")
             # With create_graph=True the gradient is differentiated itself.
             again = torch.is_grad_enabled()
-            results[0] = (
-                torch.mm(left, right)
-                if again
-                else _multiplied(left, right, formats, ctx.recipe, ctx.observers, backward=True)
-            )
+            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats, ctx.recipe.scaling)
         if of_weight:
             results[1] = torch.mm(gradient, data.t()) if ctx.weight_first else torch.mm(data.t(), gradient)
         return tuple(results)
-
-
-def _multiplied(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    formats: tuple[str, str],
-    recipe: float8.Recipe,
-    observers: Sequence[Observe],
-    *,
-    backward: bool,
-) -> Any:
-    for observe in observers:
-        for operand, format, contracted in zip((left, right), formats, (1, 0), strict=True):
-            observe(operand, format, contracted, recipe.scaling, backward=backward)
-    return _operator()(left, right, *formats, recipe.scaling)
 
 
 @functools.cache

@@ -19,13 +19,11 @@ from typing import Any
 import torch
 
 from xla_amp.backends import base, devices, dynamo
-from xla_amp.errors import DeviceError
-from xla_amp.pytorch.autocast import float8_products
 from xla_amp.pytorch.recorder import columns, kept_step
 from xla_amp.pytorch.recorder.host import Host
 from xla_amp.pytorch.recorder.recording import Recording
 from xla_amp.pytorch.recorder.running_step import Step
-from xla_amp.recorder.history import FLOAT8_KINDS, KINDS, History, Kind, StepRecord
+from xla_amp.recorder.history import KINDS, History, Kind, StepRecord
 from xla_amp.recorder.run import SAMPLE, BaseMonitor, Options
 from xla_amp.types import Dtype
 
@@ -39,7 +37,7 @@ def monitor(
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
-    kinds: Iterable[Kind] | None = None,
+    kinds: Iterable[Kind] = KINDS,
     sample: int = SAMPLE,
     low: Dtype | None = None,
     save_state: bool = False,
@@ -54,16 +52,14 @@ def monitor(
     Args:
         model: in evaluation mode, or without gradients, nothing is recorded.
         optimizer: its step ends a step.  None: each forward pass in training mode is one, with its activations
-            and operands of 8-bit products only.
+            only.
         scaler: None records no loss scale and finds no skipped step.
         every: steps between two reads of the ring buffer.
         history: sampled steps that the ring buffer and `Monitor.history` hold.
         directory: gets ``history.jsonl`` and the folder of the first bad step (`xla_amp.recorder.bad_step`); None keeps
             no bad step.
         layers: patterns as in rules for modules, ``"*.attn"``; a module that one names and all modules in it.
-        kinds: of ``"activation"``, ``"gradient"``, ``"weight"``, ``"update"``, and on the lazy device of
-            ``"float8_e4m3fn"`` and ``"float8_e5m2"``: operands of 8-bit products in that format
-            (`xla_amp.recorder.history`).  None for all that the device has.
+        kinds: of ``"activation"``, ``"gradient"``, ``"weight"`` and ``"update"``.
         sample: statistics in each `sample`-th step; 1 for every step.  Loss, scale, skips and the norm of the gradients
             are recorded in each.  There are two programs then, one with statistics and one without.
         low: low dtype that underflow and headroom refer to; None is the dtype of the autocast region in which the model
@@ -75,7 +71,6 @@ def monitor(
 
     Raises:
         ValueError: a number is out of its range, or a name of `kinds` or `low` is unknown.
-        DeviceError: `kinds` has 8-bit formats, and the device has no products in 8 bits.
         LayerError: a pattern matches no module.
 
     Example:
@@ -89,21 +84,12 @@ def monitor(
         >>> recorder.read().steps[0].statistics[Key("", "activation")].inf
         0.0
     """
-    device = _device_of(model)
-    known = (*KINDS, *FLOAT8_KINDS) if device.type == base.LAZY else KINDS
-    kinds = known if kinds is None else tuple(kinds)
-    if wrong := [kind for kind in kinds if kind in FLOAT8_KINDS and kind not in known]:
-        raise DeviceError(
-            f"monitor(kinds={kinds!r}): {', '.join(wrong)}: the model is on {device.type!r}, which has no products in "
-            f"8 bits; move it to xla_amp.xla_device() first, or leave them out"
-        )
     options = Options.of(
         every=every,
         history=history,
         directory=directory,
         layers=layers,
         kinds=kinds,
-        known=(*KINDS, *FLOAT8_KINDS),
         sample=sample,
         low=low,
         save_state=save_state,
@@ -129,7 +115,7 @@ class Monitor(BaseMonitor):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"monitor(optimizer={optimizer!r}): expected a torch.optim.Optimizer, or None")
         if optimizer is None:
-            kinds = tuple(kind for kind in options.kinds if kind in ("activation", *FLOAT8_KINDS))
+            kinds = tuple(kind for kind in options.kinds if kind == "activation")
             options = dataclasses.replace(options, kinds=kinds)
         self._device = _device_of(model)
         super().__init__(options, functools.partial(kept_step.process, self._device))
@@ -213,8 +199,6 @@ class Monitor(BaseMonitor):
             for path, module in self._modules.items():
                 yield module.register_forward_hook(_Hook(self, "_layer", path))
         yield self.model.register_forward_hook(_Hook(self, "_leave"), always_call=True)
-        if set(FLOAT8_KINDS) & set(self._options.kinds):
-            yield float8_products.watch(_Hook(self, "_float8"))
         if self.optimizer is not None:
             yield self.optimizer.register_step_pre_hook(_Hook(self, "_before_step"))
             yield self.optimizer.register_step_post_hook(_Hook(self, "_after_step"))
@@ -228,9 +212,6 @@ class Monitor(BaseMonitor):
 
     def _layer(self, path: str, module: Any, args: Any, output: Any) -> None:
         self._recording.layer(path, output)
-
-    def _float8(self) -> float8_products.Observe | None:
-        return self._recording.float8()
 
     def _leave(self, *_: Any) -> None:
         if self._recording.leave():

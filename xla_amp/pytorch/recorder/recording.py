@@ -7,17 +7,13 @@ no Python.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from xla_amp.backends import module_paths
-from xla_amp.pytorch.autocast.float8_products import Observe
 from xla_amp.pytorch.recorder import columns, ring
 from xla_amp.pytorch.recorder.activations import Activations
-from xla_amp.pytorch.recorder.float8 import Float8Operands
 from xla_amp.pytorch.recorder.parameters import Parameters, gradient_norm
 from xla_amp.pytorch.recorder.ring import Ring, Rows
 from xla_amp.recorder.run import Options
@@ -61,7 +57,6 @@ class Recording:
         self._paths = {module: path for path, module in model.named_modules()}
         owned = {} if optimizer is None else columns.parameters_of(modules, optimizer)
         self._activations = Activations(device)
-        self._float8 = Float8Operands(options.kinds, device)
         self._parameters = Parameters(owned, options.kinds, device)
         self._ring = Ring(max(options.history, -(-options.every // options.sample) + 1), device)
         self._outgrown: list[Rows] = []
@@ -89,22 +84,6 @@ class Recording:
             if self.low is None:
                 self.low = _autocast_dtype(self._device.type) or _name(tensors[0].dtype)
             self._activations.add(path, tensors, self._zero)
-
-    def float8(self) -> Observe | None:
-        """A product in 8 bits begins; returns what takes its operands, and those of its gradient."""
-        if not self._records():
-            return None
-        path = next((self._paths[m] for m in reversed(module_paths.running()) if m in self._paths), None)
-        return functools.partial(self._operand, path) if path in self._wanted else None
-
-    def _operand(
-        self, path: str, operand: torch.Tensor, format: str, contracted: int, scaling: str, *, backward: bool
-    ) -> None:
-        recomputed = _in_backward() and not backward
-        ended = backward and self._optimizer is None
-        if not (self.sampled and self.counts) or recomputed or ended:
-            return
-        self._float8.add(path, operand, format, contracted, scaling)
 
     def _records(self) -> bool:
         """Whether statistics of a forward pass are recorded now."""
@@ -180,14 +159,12 @@ class Recording:
         sums, keys = self._parameters.sums(), self._parameters.keys()
         if self._activations.sums is not None:
             sums, keys = [self._activations.sums, *sums], [*self._activations.keys(), *keys]
-        sums, keys = [*sums, *self._float8.sums.values()], [*keys, *self._float8.sums]
         if not sums:
             return
         outgrown = self._ring.append(status, sums, keys, self._low)
         if outgrown is not None:
             self._outgrown.append(outgrown)
         self._activations.begin_step()
-        self._float8.begin_step()
 
     def _found_inf(self) -> torch.Tensor | None:
         if self._scaler is not None:
@@ -215,7 +192,6 @@ class Recording:
         self._inside = False
         self._local.clear()
         self._activations.drop()
-        self._float8.begin_step()
 
     @property
     def _low(self) -> Dtype:

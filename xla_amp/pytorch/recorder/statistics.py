@@ -1,6 +1,6 @@
-"""The operators ``xla_amp::tensor_sums``, on any device, and ``xla_amp::add_float8_sums``: sums over tensors' values.
+"""The operator ``xla_amp::tensor_sums``: sums over tensors' values, on any device.
 
-On the lazy device each is one operation with a lowering; elsewhere the first is composed of torch's.
+On the lazy device it is one operation with a lowering; elsewhere it is composed of torch's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from xla_amp.lowering.training import statistics
 
 FIELDS = statistics.FIELDS
 _NAME = "tensor_sums"
-_FLOAT8 = "add_float8_sums"
 
 
 def tensor_sums(
@@ -38,30 +37,6 @@ def tensor_sums(
     """
     result: Tensor = _operator()(list(tensors), list(groups), zero, unscale, scale)
     return result
-
-
-def add_float8_sums(total: Tensor, operand: Tensor, format: str, contracted: int, scaling: str) -> Tensor:
-    """float32 (1, 7): `total` joined with the sums of a matrix whose underflow is counted after scaling.
-
-    Args:
-        total: float32 (1, 7).
-        operand: of a product in 8 bits, on the lazy device.
-        format: of `xla_amp.lowering.linalg.float8.FORMATS`.
-        contracted: the axis over which the product sums.
-        scaling: which elements share a scale, as in `xla_amp.policy.float8.Recipe`.
-    """
-    result: Tensor = _float8_operator()(total, operand, format, contracted, scaling)
-    return result
-
-
-@functools.cache
-def _float8_operator() -> Any:
-    library = torch.library.Library("xla_amp", "FRAGMENT")
-    library.define(f"{_FLOAT8}(Tensor total, Tensor operand, str format, int contracted, str scaling) -> Tensor")
-    library.impl(_FLOAT8, lambda total, *_: torch.empty_like(total), "Meta")
-    _libraries.append(library)
-    registry.register(f"xla_amp::{_FLOAT8}", override=True)(statistics.add_float8_sums)
-    return getattr(torch.ops.xla_amp, _FLOAT8).default
 
 
 @functools.cache
