@@ -71,7 +71,54 @@ def cast_like(value: Any, aval: Any) -> Any:
     given = typeof(value)
     if (given.dtype, given.weak_type) == (aval.dtype, aval.weak_type):
         return value
-    return private_lax._convert_element_type(value, aval.dtype, aval.weak_type)  # type: ignore[no-untyped-call, unused-ignore]
+    with mesh_of(value):
+        return private_lax._convert_element_type(value, aval.dtype, aval.weak_type)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def convert(value: Any, dtype: Any) -> Any:
+    """`value` in `dtype`, also where the running code has another mesh."""
+    with mesh_of(value):
+        return jax.lax.convert_element_type(value, dtype)
+
+
+def mesh_of(value: Any) -> Any:
+    """A context with the mesh of the type of `value`, in which a primitive that reads it can be bound.
+
+    `jax.sharding.auto_axes` and `explicit_axes` change the axis types of the mesh in the middle of a program.
+    """
+    mesh = getattr(getattr(typeof(value), "sharding", None), "mesh", None)
+    now = jax.sharding.get_abstract_mesh()
+    # JAX takes values of one mesh in another if the compiler distributes both.
+    if mesh is None or mesh.empty or now.empty or mesh == now or (mesh.are_all_axes_auto and now.are_all_axes_auto):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def mesh_of_equation(eqn: Any) -> Any:
+    """A context with the mesh that an equation was traced with."""
+    return jax.sharding.use_abstract_mesh(eqn.ctx.cur_abstract_mesh)
+
+
+def is_partitioned() -> bool:
+    """Whether the compiler distributes the running code over the mesh around, at least along some of its axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not mesh.are_all_axes_manual
+
+
+def is_laid_out(value: Any) -> bool:
+    """Whether the type of `value` tells how its axes are split over a mesh: of arrays on explicit axes of a mesh."""
+    return splits(getattr(typeof(value), "sharding", None))
+
+
+def splits(sharding: Any) -> bool:
+    """Whether a sharding of a type, or that a product is asked for, splits an axis or leaves sums to be added.
+
+    Inside `jax.shard_map` transposed contractions are asked for one that does not.
+    """
+    if sharding is None:
+        return False
+    spec = sharding.spec
+    return any(axes is not None for axes in spec) or bool(spec.unreduced or spec.reduced)
 
 
 def slice_aval(aval: Any, length: int) -> Any:

@@ -87,7 +87,10 @@ def contract_low(
 
 def low_copy(value: Any, low: Any) -> Any:
     """`value` in the low dtype, without a gradient: contractions send it to the master instead."""
-    return value if value.dtype == low else _copy().bind(value, low=jnp.dtype(low))
+    if value.dtype == low:
+        return value
+    with compat.mesh_of(value):
+        return _copy().bind(value, low=jnp.dtype(low))
 
 
 @functools.cache
@@ -242,24 +245,36 @@ def _lower(
         )
         return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
-    if platform == "cpu" and primitive is lax.dot_general_p and not is_laid_out(params.get("out_sharding")):
+    if platform == "cpu" and primitive is lax.dot_general_p:
         # XLA:CPU folds a transpose of the left operand or of a float32 result into a dot that it cannot run (jaxlib
         # 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32"); barriers prevent the folding.
-        result = _cpu_dot(lax.optimization_barrier(left), right, params["dimension_numbers"])
+        on_mesh = functools.partial(_cpu_dot_on_mesh, out_sharding=params["out_sharding"])
+        product = on_mesh if compat.is_partitioned() else _cpu_dot
+        result = product(lax.optimization_barrier(left), right, params["dimension_numbers"])
         return _cast(lax.optimization_barrier(result), out)
     if "preferred_element_type" in params:
         params = {**params, "preferred_element_type": accumulator if platform == "cpu" else out}
     return _cast(primitive.bind(left, right, *rest, **params), out)
 
 
-def is_laid_out(sharding: Any) -> bool:
-    """Whether a sharding splits an axis; inside ``shard_map`` transposed contractions have one that does not."""
-    return sharding is not None and any(axes is not None for axes in sharding.spec)
-
-
 def _cpu_dot(left: jax.Array, right: jax.Array, dimension_numbers: Any) -> jax.Array:
     """`lax.dot_general` with a float32 result, as the matrix product that `xla_amp.lowering` has for XLA:CPU."""
     return _as_matrices(functools.partial(contract, platform="cpu"), left, right, dimension_numbers)
+
+
+def _cpu_dot_on_mesh(left: jax.Array, right: jax.Array, dimension_numbers: Any, *, out_sharding: Any) -> jax.Array:
+    """`_cpu_dot` of operands that a mesh may split: no axis is merged with another, which would gather its parts."""
+    (left_contracted, right_contracted), (left_batch, right_batch) = dimension_numbers
+    free = [axis for axis in range(left.ndim) if axis not in (*left_contracted, *left_batch)]
+    left = lax.optimization_barrier(lax.transpose(left, (*left_batch, *free, *left_contracted)))
+    last = tuple(range(left.ndim - len(left_contracted), left.ndim))
+    return lax.dot_general(
+        left,
+        right,
+        ((last, right_contracted), (tuple(range(len(left_batch))), right_batch)),
+        preferred_element_type=jnp.float32,
+        out_sharding=out_sharding,
+    )
 
 
 def _as_matrices(product: Any, left: jax.Array, right: jax.Array, dimension_numbers: Any) -> jax.Array:

@@ -19,7 +19,7 @@ from jax import lax
 
 from xla_amp import events, hardware
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, is_laid_out, result_axes
+from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, result_axes
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
@@ -106,11 +106,13 @@ class Interpreter:
         while pending:
             index = pending.popleft()
             if isinstance(index, islands.Island):
-                self._eval_island(jaxpr, index, environment)
+                with compat.mesh_of_equation(jaxpr.eqns[index.members[0]]):
+                    self._eval_island(jaxpr, index, environment)
                 continue
             if index in decided:
                 if index in starts:
-                    self._eval_composite(jaxpr, starts[index], environment, gradients)
+                    with compat.mesh_of_equation(jaxpr.eqns[index]):
+                        self._eval_composite(jaxpr, starts[index], environment, gradients)
                 continue
             if places is not None and index in places.stops:
                 island = self._find_island(jaxpr, places, index, pending, decided, environment)
@@ -343,8 +345,8 @@ class Interpreter:
             return None, why
         if primitive is not lax.dot_general_p:
             return None, f"{float8.LEFT_OUT}: it is no plain product"
-        if is_laid_out(params.get("out_sharding")):
-            return None, f"{float8.LEFT_OUT}: the program asks for a sharding of its result"
+        if compat.splits(params.get("out_sharding")) or any(map(compat.is_laid_out, operands)):
+            return None, f"{float8.LEFT_OUT}: an explicit mesh splits its operands or its result"
         if gradient_of_weight:
             return None, f"{float8.LEFT_OUT}: its float32 sums are wanted, as of the gradient of a weight"
         weight, told = float8.weight_of(

@@ -161,7 +161,8 @@ class ValueTable:
         if found.low is None:
             if found.moved is not None and (found.moved[0].name in CAST_BEFORE or self.has_low_copy(found.moved[2])):
                 primitive, params, array, rest = found.moved
-                found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
+                with compat.mesh_of(value):
+                    found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
             else:
                 found.low = low_copy(value, self._low) if found.weight else self.cast(value, self._low)
         return found.low
@@ -214,10 +215,10 @@ class ValueTable:
         if isinstance(value, np.ndarray | np.generic):
             return np.asarray(value).astype(dtype)
         if dtype != F32 or compat.is_concrete(value):
-            return lax.convert_element_type(value, dtype)
+            return compat.convert(value, dtype)
         info = self._ensure(value)
         if info.wide is None:
-            info.wide = lax.convert_element_type(value, dtype)
+            info.wide = compat.convert(value, dtype)
         return info.wide
 
     def adopts_dtype(self, value: Any, weak: bool, *, exact: bool = False) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from xla_amp import events
 from xla_amp.jax import compat, override_scope
@@ -145,7 +144,7 @@ def cast(value: Any, dtype: Any) -> Any:
     given = dtype_of(value)
     if not (is_castable(given) and is_castable(dtype)) or given == dtype:
         return value
-    return compat.zero_with_dtype(value, dtype) if compat.is_zero(value) else lax.convert_element_type(value, dtype)
+    return compat.zero_with_dtype(value, dtype) if compat.is_zero(value) else compat.convert(value, dtype)
 
 
 def _is_traced(value: Any) -> bool:
