@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.types", "xla_amp.errors"),
+    ("xla_amp.types", "xla_amp.errors", "xla_amp.files"),
     (
         "xla_amp.config",
         "xla_amp.events",

@@ -10,8 +10,9 @@ import inspect
 import pathlib
 import queue
 import signal
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -167,6 +168,18 @@ def delay_aborts() -> None:
     before = c.signal(signal.SIGABRT, ctypes.cast(c.sleep, ctypes.c_void_p))
     if before is not None:
         c.signal(signal.SIGABRT, before)
+
+
+def before_executors_end(call: Callable[[], object]) -> None:
+    """Registers `call` for the end of the main program, before Python closes executors of `concurrent.futures`.
+
+    They refuse work from then on, before other threads are joined and long before ``atexit``; Python has no public hook
+    for that moment.
+
+    Raises:
+        RuntimeError: that moment is past.
+    """
+    threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
 def exit_functions() -> list[Any]:

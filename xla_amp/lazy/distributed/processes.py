@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -91,10 +91,15 @@ def _leave() -> None:
     if other:
         sys.stderr.write(f"xla_amp: process {ordinal()} has ended well, but {other}\n")
     if other or failure is not None:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        exit_failed()
+
+
+def exit_failed() -> NoReturn:
+    """Ends this process in an exit handler, with status 1."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def world_size() -> int:

@@ -1,0 +1,280 @@
+"""Checkpoints that end in time, are refused before they are written, and whose damage is found; one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import checkpoint
+from xla_amp.errors import FileError
+from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder
+from xla_amp.lazy.dtypes import TO_NUMPY
+
+# Orbax's threads outlive the call, and it uses asyncio in ways that Python warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
+
+
+@pytest.fixture(scope="module")
+def device():
+    return xla_amp.xla_device()
+
+
+# ---- the end of a program --------------------------------------------------------------------------------------------
+
+
+def ended(folder, end):
+    program = Path(__file__).with_name("checkpoint_program.py")
+    return subprocess.run([sys.executable, program, folder, end], capture_output=True, text=True, timeout=200)
+
+
+def test_a_save_goes_on_to_its_end_after_an_exception(device, tmp_path):
+    done = ended(tmp_path, "raises")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+    assert checkpoint.load({"model": torch.nn.Linear(512, 512).to(device)}, tmp_path / "last") == {
+        "steps": [*range(100)]
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("end", ["ends", "exits"])
+def test_a_save_as_the_last_statement(tmp_path, end):
+    done = ended(tmp_path, end)
+    assert done.returncode == 0
+    assert checkpoint.latest(tmp_path) == tmp_path / "last"
+
+
+def test_a_save_that_fails_at_the_end_makes_the_status_nonzero(tmp_path):
+    done = ended(tmp_path, "full disk")
+    assert done.returncode == 1
+    assert f"xla_amp: a checkpoint was not written: checkpoint.save_async('{tmp_path}/last')" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+@pytest.mark.exhaustive
+def test_a_failure_that_wait_reported_leaves_the_status_alone(tmp_path):
+    done = ended(tmp_path, "reported")
+    assert (done.returncode, done.stdout) == (0, "reported\n"), done.stderr
+
+
+def test_remains_of_a_killed_save_are_removed_by_the_next(device, tmp_path):
+    assert ended(tmp_path, "killed").returncode == -9
+    [left] = tmp_path.glob("*.partial")
+    assert checkpoint.latest(tmp_path) == tmp_path / "first"
+    # What another process is writing stays, as does what another host wrote just now and what is not ours.
+    locked, remote, strange = (tmp_path / f"{name}.00.partial" for name in ("locked", "remote", "strange"))
+    for path in (locked, remote):
+        shutil.copytree(left, path)
+    (remote / "owner").write_text("another host")
+    strange.mkdir()
+    (strange / "notes.txt").touch()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, locked / "owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout.readline()
+    checkpoint.save({"model": torch.nn.Linear(2, 2).to(device)}, tmp_path / "second")
+    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(
+        path.name for path in (locked, remote, strange)
+    )
+    holder.communicate()
+    long_ago = time.time() - 2 * checkpoint_folder._IDLE
+    for path in [remote, *remote.rglob("*")]:
+        os.utime(path, (long_ago, long_ago))
+    checkpoint.save({"step": 1}, tmp_path / "third")
+    assert [path.name for path in tmp_path.glob("*.partial")] == [strange.name]
+
+
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+
+
+def test_an_error_is_reported_once(device, tmp_path, monkeypatch):
+    def fail(self, arrays):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder.Partial, "finish", fail)
+        saving = checkpoint.save_async({"step": 1}, tmp_path / "one")
+        with pytest.raises(FileError, match="the disk is full"):
+            saving.wait()
+        checkpoint.save_async({"step": 1}, tmp_path / "two")
+        with pytest.raises(FileError, match=r"two.*the disk is full"):  # nothing has reported it
+            checkpoint.save({"step": 1}, tmp_path / "three")
+    checkpoint.save({"step": 1}, tmp_path / "three")
+    assert [path.name for path in tmp_path.iterdir()] == ["three"]
+
+
+# ---- what cannot be loaded is not saved ------------------------------------------------------------------------------
+
+
+class Setting:
+    """A class of the user's."""
+
+
+def schedule():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, np.cos)
+
+
+NESTED: list = []
+for _ in range(3000):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda: np.mean([1.0, 2.0]), r"\['it'\], a numpy.float64, .* save float\(x\)"),
+        (schedule, r"\['it'\]\['_last_lr'\]\[0\], a numpy.float64"),
+        (lambda: {"a": [1, Setting()]}, r"\['it'\]\['a'\]\[1\], a .*Setting"),
+        (lambda: {"f": lambda x: x}, r"\['it'\]\['f'\], a builtins.function"),
+        (lambda: {np.int64(3): 1}, r"\['it'\], a builtins.dict"),
+        (lambda: NESTED, "nested too deeply"),
+    ],
+)
+def test_what_load_would_refuse_is_not_saved(value, words, tmp_path):
+    with pytest.raises(FileError, match=words):
+        checkpoint.save({"step": 3, "it": value()}, tmp_path / "run" / "one")
+    assert not (tmp_path / "run").exists()
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileError, match=r"NotADirectoryError|FileExistsError"):
+        checkpoint.save({"step": 3}, tmp_path / "file" / "one")
+    with pytest.raises(FileError, match="it exists; give each"):
+        checkpoint.save({"step": 3}, tmp_path / "link")
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def pair(device):
+    model = torch.nn.Linear(64, 64).to(device)
+    return model, xla_amp.syncfree.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_flipped_byte_is_refused_and_nothing_is_loaded(device, tmp_path):
+    model, optimizer = pair(device)
+    checkpoint.save({"model": model, "optimizer": optimizer, "cpu": torch.ones(100)}, tmp_path / "é" / "名")
+    other, fresh = pair(device)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    files = sorted(path for path in (tmp_path / "é" / "名").rglob("*") if path.is_file())
+    largest = max((path for path in files if path.parent.name == "d"), key=lambda path: path.stat().st_size)
+    for path, position, words in (
+        (largest, largest.stat().st_size // 2, "damaged|cannot be read"),
+        (tmp_path / "é" / "名" / "structure.pt", 700, "structure.pt is damaged"),
+        (tmp_path / "é" / "名" / "checkpoint.json", 0, "checkpoint.json is damaged"),
+        (next(path for path in files if path.name == "manifest.ocdbt"), 20, "cannot be read"),
+    ):
+        flip(path, position)
+        with pytest.raises(FileError, match=words):
+            checkpoint.load({"model": other, "optimizer": fresh}, tmp_path / "é" / "名")
+        flip(path, position)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    checkpoint.load({"model": other, "optimizer": fresh}, tmp_path / "é" / "名")
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops tasks that failed
+def test_a_truncated_or_missing_file(device, tmp_path):
+    model, _ = pair(device)
+    checkpoint.save({"model": model}, tmp_path / "one")
+    for number, path in enumerate(sorted(path for path in (tmp_path / "one").rglob("*") if path.is_file())):
+        for size in (0, path.stat().st_size // 2):
+            copied = shutil.copytree(tmp_path / "one", tmp_path / f"{number}-{size}")
+            with open(copied / path.relative_to(tmp_path / "one"), "r+b") as file:
+                file.truncate(size)
+            try:  # Orbax does not need all of its files
+                checkpoint.load({"model": model}, copied)
+            except FileError as error:
+                assert "damaged" in str(error) or "cannot be read" in str(error)  # noqa: PT017
+            shutil.rmtree(copied)
+    shutil.rmtree(tmp_path / "one" / "arrays")
+    with pytest.raises(FileError, match="its arrays cannot be read"):
+        checkpoint.load({"model": model}, tmp_path / "one")
+
+
+def test_an_object_that_rejects_its_part_leaves_all_as_they_were(device, tmp_path):
+    model, _ = pair(device)
+    scaler = xla_amp.GradScaler(device, init_scale=8.0)
+    checkpoint.save({"model": model, "scaler": scaler, "second": torch.nn.Linear(3, 3).to(device)}, tmp_path / "one")
+    other, _ = pair(device)
+    target = xla_amp.GradScaler(device, init_scale=4.0)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        checkpoint.load(
+            {"model": other, "scaler": target, "second": torch.nn.Linear(3, 4).to(device)}, tmp_path / "one"
+        )
+    assert target.get_scale() == 4.0
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_checkpoint_of_an_earlier_version(device, tmp_path):
+    model, _ = pair(device)
+    checkpoint.save({"model": model}, tmp_path / "new")
+    for name, age in (("old", 100.0), ("older", 200.0)):
+        copied = shutil.copytree(tmp_path / "new", tmp_path / name)
+        (copied / "checkpoint.json").unlink()
+        os.utime(copied, (time.time() - age,) * 2)
+    assert checkpoint.latest(tmp_path) == tmp_path / "new"
+    shutil.rmtree(tmp_path / "new")
+    assert checkpoint.latest(tmp_path) == tmp_path / "old"
+    assert checkpoint.load({"model": model}, tmp_path / "old") == {}
+
+
+def test_the_latest_is_the_one_that_was_saved_last(tmp_path):
+    for name in ("step-9", "step-10", "step-8"):
+        checkpoint.save({"name": name}, tmp_path / name)
+    os.utime(tmp_path / "step-9")  # as a copy or an edit does
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-8"
+    (tmp_path / "step-8" / "checkpoint.json").write_text(json.dumps([]))
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-10"
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TO_NUMPY, ids=str)
+def test_a_digest_finds_every_flipped_bit(dtype):
+    jax = pytest.importorskip("jax")
+    bits = np.arange(3 * 16, dtype=np.uint8) % 2 if dtype is torch.bool else np.arange(3 * 16, dtype=np.uint8)
+    array = bits.view(TO_NUMPY[dtype]).reshape(3, -1)
+    with jax.enable_x64(True):
+        seen = {digest(jax, array)}
+        for byte in range(bits.size):
+            for bit in range(1 if dtype is torch.bool else 8):
+                bits[byte] ^= 1 << bit
+                seen.add(digest(jax, array))
+                bits[byte] ^= 1 << bit
+        assert len(seen) == 1 + bits.size * (1 if dtype is torch.bool else 8)
+        assert digest(jax, array) in seen
+
+
+def digest(jax, array):
+    return checkpoint_digests.texts(checkpoint_digests.start({"it": jax.device_put(array.copy())}))["it"]
+
+
+def test_a_digest_finds_two_changes_of_sign():
+    jax = pytest.importorskip("jax")
+    array = np.zeros((4, 4), np.float32)
+    before = digest(jax, array)
+    array[0, 1] = array[2, 3] = -0.0
+    assert digest(jax, array) != before
