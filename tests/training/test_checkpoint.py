@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -20,8 +21,16 @@ from xla_amp.errors import FileError
 from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder
 from xla_amp.lazy.dtypes import TO_NUMPY
 
-# Orbax's threads outlive the call, and it uses asyncio in ways that Python warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
+# Orbax's threads outlive the call, it uses asyncio in ways that Python warns of, and drops tasks that failed.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_is_left_for_other_tests():
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +179,6 @@ def flip(path, position):
     path.write_bytes(data)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_one_flipped_byte_is_refused_and_nothing_is_loaded(device, tmp_path):
     model, optimizer = pair(device)
     checkpoint.save({"model": model, "optimizer": optimizer, "cpu": torch.ones(100)}, tmp_path / "é" / "名")
@@ -193,7 +201,6 @@ def test_one_flipped_byte_is_refused_and_nothing_is_loaded(device, tmp_path):
     assert torch.equal(other.weight, model.weight)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax drops tasks that failed
 def test_a_truncated_or_missing_file(device, tmp_path):
     model, _ = pair(device)
     checkpoint.save({"model": model}, tmp_path / "one")
