@@ -69,7 +69,7 @@ def functions(programs: list[Program]) -> tuple[Callable[..., Any], Any]:
     def function(x: Any) -> list[Any]:
         results = []
         for number, program in enumerate(programs):
-            h = lax.conv_general_dilated(x[None, None] + number, x[None, None, :1, :1], (1, 1), "SAME")[0, 0]
+            h = lax.conv_general_dilated(x[None, None] + number, x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
             results.append(program.jax(*(h, x)[: program.operands]))
         return results
 
@@ -159,7 +159,7 @@ def test_a_rule_for_a_module_reaches_it_on_every_front(program: Program, pattern
             found[name] = [each for each in report.records if each.layer == "context"]
 
         def function(x: Any) -> Any:
-            h = lax.conv_general_dilated(x[None, None], x[None, None, :1, :1], (1, 1), "SAME")[0, 0]
+            h = lax.conv_general_dilated(x[None, None], x[None, None, :2, :2], (1, 1), "SAME")[0, 0]
             with jax.named_scope("outside"):
                 outside = program.jax(*(h, x)[: program.operands])
             with jax.named_scope("part"):

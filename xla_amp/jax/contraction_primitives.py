@@ -32,6 +32,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from xla_amp.jax import compat
+from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.linalg.float8 import Format, Scaling, float8_contract
@@ -149,6 +150,30 @@ def aten_product(primitive: Any, params: dict[str, Any], left: Any, right: Any) 
     if left.ndim == right.ndim == shared:
         return "dot"
     return "bmm" if batch else None
+
+
+def sums_nothing(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> bool:
+    """Whether each element of a contraction's result is one product, or empty: a low dtype would only round it.
+
+    Args:
+        primitive: a contraction.
+        params: its parameters.
+        left: its first operand, or the type of it.
+        right: its second operand, or the type of it.
+    """
+    numbers: Any = params.get("dimension_numbers")
+    if primitive is lax.conv_general_dilated_p:
+        # An element of the result sums the features of one group over at most the smaller of image and window.
+        _, features, *window = numbers.rhs_spec
+        sizes = [right.shape[features]]
+        sizes += (
+            1 if left.shape[image] == 1 else right.shape[axis]
+            for image, axis in zip(numbers.lhs_spec[2:], window, strict=True)
+        )
+    else:
+        (contracted, _), _ = numbers or params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        sizes = [left.shape[axis] for axis in contracted]
+    return 0 in sizes or all(size == 1 for size in sizes)
 
 
 def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -> tuple[frozenset[int], frozenset[int]]:
@@ -454,7 +479,11 @@ def _replay(
             if float8 is not None and formats:
                 in_8_bits = float8._replace(formats=(of[eqn.invars[0]], of[eqn.invars[1]]))
             masters = (left_master, right_master)
-            outs = [(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits), None)]
+            if F32 in (left.dtype, right.dtype) and sums_nothing(primitive, eqn.params, left, right):
+                (made,) = compat.bind(primitive, [_cast(left, F32), _cast(right, F32), *arrays[2:]], eqn.params)
+            else:
+                made = contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits)
+            outs = [(made, None)]
         elif len(operands) == 1 or PRIMITIVES.get(eqn.primitive.name) is not None:
             plain = compat.bind(eqn.primitive, [value for value, _ in operands], eqn.params)
             wide = [None] * len(plain)

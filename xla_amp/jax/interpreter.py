@@ -19,12 +19,19 @@ from jax import lax
 
 from xla_amp import events, hardware
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import Float8, aten_product, contract_low, flops, result_axes
+from xla_amp.jax.contraction_primitives import (
+    Float8,
+    aten_product,
+    contract_low,
+    flops,
+    result_axes,
+    sums_nothing,
+)
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
 from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
-from xla_amp.jax.program_request import asked_precision, request
+from xla_amp.jax.program_request import NOTHING_SUMMED, asked_precision, request
 from xla_amp.jax.value_info import ValueTable
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
@@ -286,6 +293,9 @@ class Interpreter:
             kept = self._kept(operands, params, types, eqn, after_gradients)
         path = self._path(eqn)
         decision, reached = decide(policy, primitive.name, product, path)
+        unsummed = kind == "contraction" and sums_nothing(primitive, params, *(avals or operands)[:2])
+        if unsummed and not kept and not decision.from_user:
+            kept = NOTHING_SUMMED
         in_8_bits, told = None, ""
         if decision.cast in FLOAT8_CASTS and not kept:
             types = avals or operands
@@ -398,6 +408,9 @@ class Interpreter:
         if decision.from_user and not kept:
             used = self.table.cast_operands(decision.cast, operands, weak, exact=True)
             return used, _result_like(used[0], params, avals or operands)
+        if kept == NOTHING_SUMMED:
+            used = self.table.cast_operands("promote", operands, weak, exact=True)
+            return used, _result_like(used[0], params, avals or operands)
         if avals is not None:
             return self.cast_to_avals(operands, avals), params
         if not asked_precision(params, None):
@@ -471,7 +484,8 @@ class Interpreter:
             return self.cast_to_avals(operands, _avals(eqn)), params
         if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
             return operands, params
-        exact = decision.from_user
+        # What compares or selects rounds no tensor: its result may be compared with what it read.
+        exact = decision.from_user or kind == "clear"
         if kind == "independent" and decision.cast in ("keep", "promote"):
             used = operands
         else:

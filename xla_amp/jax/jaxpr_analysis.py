@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from xla_amp.jax import compat
-from xla_amp.jax.contraction_primitives import aten_product
+from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import decide, dtype_of
 from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
 from xla_amp.jax.program_request import asked_precision
@@ -152,7 +152,10 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
             if kind == "contraction":
                 product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
             decision, _ = decide(policy, eqn.primitive.name, product)
-            if kind == "contraction" and decision.cast == "low" and not asked_precision(eqn.params, eqn):
+            summed = kind == "contraction" and (
+                decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
+            )
+            if summed and decision.cast == "low" and not asked_precision(eqn.params, eqn):
                 reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
             elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
                 reads.add(eqn.invars[0])

@@ -16,6 +16,7 @@ Kind: TypeAlias = Literal[
     "contraction",
     "data_movement",
     "independent",
+    "clear",
     "conversion",
     "fixed_dtype",
     "call",
@@ -34,6 +35,7 @@ Kind: TypeAlias = Literal[
 ``contraction``    bound as a primitive of `xla_amp.jax.contraction_primitives` if the policy says ``low``
 ``data_movement``  returns elements of its first operand unchanged: a cast commutes with it
 ``independent``    does not combine its operands: each keeps its dtype
+``clear``          compares or selects: no tensor is rounded for it, and numbers adopt the dtype of the others
 ``conversion``     an explicit change of dtype or precision by the user: bound as it is
 ``fixed_dtype``    gets the dtypes that it was traced with, since its sub-jaxpr or kernel exists for those only
 the others         contain jaxprs; each has a rule in `xla_amp.jax.higher_order.handlers`
@@ -90,6 +92,11 @@ _ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
             "reduce_scatter",
             "sort",
         ),
+    ),
+    (
+        "clear",
+        "it compares or selects its operands and rounds none of them",
+        ("clamp", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "select_n"),
     ),
     ("conversion", "the user asked for this dtype or precision", ("convert_element_type", "reduce_precision")),
     (

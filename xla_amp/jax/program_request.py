@@ -10,6 +10,9 @@ from jax import lax
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import F32, is_castable
 
+NOTHING_SUMMED: Final = "nothing is summed: a low dtype would round the operands and gain nothing"
+"""Why a contraction whose results are single products stays in the dtypes that its operands have."""
+
 _OPEN: Final = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 """Values of ``precision`` with which a program leaves the choice to the backend, hence to the policy."""
 

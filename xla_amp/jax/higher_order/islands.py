@@ -94,7 +94,8 @@ def _is_call(primitive: str) -> bool:
 @functools.cache
 def _is_cheap_primitive(name: str) -> bool:
     aten = op_catalog.equivalent("jaxpr", name)
-    if aten is None or name in PRIMITIVES or name in _COSTLY:
+    clear = name in PRIMITIVES and PRIMITIVES[name].kind == "clear"
+    if aten is None or name in _COSTLY or (name in PRIMITIVES and not clear):
         return name in _CHEAP_MOVES
     computed = op_catalog.operation_class(aten) in ("activation", "comparison", "elementwise", "transcendental")
     return computed or name.startswith("reduce_")

@@ -45,6 +45,8 @@ class Row(NamedTuple):
     """``fixed`` is deny that no rule of the policy changes."""
     structure: Structure
     upstream: bool
+    builtin: bool
+    """Whether the built-in rules of a policy decide it, too."""
     why: str
 
 
@@ -69,6 +71,11 @@ class OpClass(NamedTuple):
     def inside(self) -> bool:
         """Whether it computes in float32, and its first result has the dtype of its first operand."""
         return self.decision is not None and self.decision.cast == "fp32_inside"
+
+    @property
+    def sums_nothing(self) -> bool:
+        """Whether it is a contraction that no rule decides, because a low dtype gains nothing."""
+        return self.structure == "contraction" and self.decision is None
 
     @property
     def wide_result(self) -> bool:
@@ -109,7 +116,7 @@ def _row(entry: Mapping[str, Any]) -> Row:
     structure = entry.get("structure", "op")
     if structure not in get_args(Structure) or entry["colour"] not in (*get_args(Colour), "fixed"):
         raise PolicyError(f"{_TABLE}: unknown colour {entry['colour']!r} or structure {structure!r}")
-    return Row(entry["colour"], structure, entry.get("upstream", True), entry["why"])
+    return Row(entry["colour"], structure, entry.get("upstream", True), entry.get("builtin", True), entry["why"])
 
 
 class Classifier:
@@ -157,6 +164,8 @@ class Classifier:
         aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
         decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
         reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Reach]()
+        if not row.builtin and decision is not None and not decision.from_user:
+            decision = None
         cast: Cast = decision.cast if decision else "keep"
         colour: Colour = "deny" if row.colour == "fixed" else row.colour
         why = row.why
@@ -231,12 +240,39 @@ def _source(operation: Any) -> str:
 
 def _request(operation: Any) -> str:
     attributes = operation.attributes
-    if "algorithm" in attributes:
+    result = ir.tensor_type(operation.results[0].type)
+    if "algorithm" in attributes or (result is not None and result.element not in _FLOATS):
         return "requested"
     asks = "precision_config" in attributes and "HIGH" in str(attributes["precision_config"])
     if asks and _LOWERINGS not in str(operation.location):
         return "requested"
-    return _product(operation) if "dot_dimension_numbers" in attributes else ""
+    product = _product(operation) if operation.name == "stablehlo.dot_general" else ""
+    return product if product == "outer" or not _sums_nothing(operation) else "unsummed"
+
+
+_FLOATS: Final = ("f32", "bf16", "f16")
+"""Element types in which a contraction that the policy decides gives its result."""
+
+
+def _sums_nothing(operation: Any) -> bool:
+    """Whether each element of a product's result is one product of two numbers, or empty."""
+    left, right = (ir.tensor_type(value.type) for value in operation.operands[:2])
+    if left is None or right is None:
+        return False
+    if operation.name == "stablehlo.convolution":
+        numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
+        # An element of the result sums the features of one group over at most the smaller of image and window.
+        axes = zip(numbers.input_spatial_dimensions, numbers.kernel_spatial_dimensions, strict=True)
+        sizes = [right.shape[numbers.kernel_input_feature_dimension]]
+        sizes += (1 if left.shape[image] == 1 else right.shape[window] for image, window in axes)
+    elif operation.name == "stablehlo.dot_general":
+        contracted = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+        sizes = [left.shape[axis] for axis in contracted.lhs_contracting_dimensions]
+    elif operation.name == "stablehlo.dot":
+        sizes = [left.shape[-1]]
+    else:
+        return False
+    return 0 in sizes or all(size == 1 for size in sizes)
 
 
 def _product(operation: Any) -> str:

@@ -165,7 +165,8 @@ class Propagation:
         for number in reached:
             node = self.nodes[number]
             if self._free(node) and (node.colour in _ROUNDS or number in before):
-                node.keep_reason = node.why = "follows an operation that stays float32"
+                node.keep_reason = "follows an operation that stays float32"
+                node.why = node.why if _sums_nothing(node) else node.keep_reason
 
     def _denies(self, number: int, reached: set[int]) -> bool:
         node = self.nodes[number]
@@ -309,7 +310,7 @@ class Propagation:
 
     def _explain(self, between: set[int]) -> None:
         for number, node in enumerate(self.nodes):
-            if self._free(node) and not node.boundary:
+            if self._free(node) and not node.boundary and not _sums_nothing(node):
                 if node.colour in _ROUNDS:
                     node.why = "an operand is float32" if number in between else "not between two low operations"
                 elif node.structure != "constant":
@@ -318,6 +319,10 @@ class Propagation:
     def is_low(self, slot: int) -> bool:
         """Whether the values of a slot are stored low."""
         return self.nodes[self.producer[slot]].low and slot not in self.wide
+
+
+def _sums_nothing(node: Node) -> bool:
+    return node.op_class is not None and node.op_class.sums_nothing
 
 
 def _moves(node: Node) -> bool:
