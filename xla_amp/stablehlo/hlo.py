@@ -17,7 +17,8 @@ Form: TypeAlias = Literal["HLO text", "HLO proto"]
 
 _HEAD: Final = 4096
 """Bytes that tell a protocol buffer from text."""
-_TEXT: Final = frozenset(b"\t\n\v\f\r\x1b")
+TEXT: Final = frozenset(b"\t\n\v\f\r\x1b")
+"""Control characters of text."""
 _ENTRY_NAME: Final = 2
 """Field of an ``HloModuleProto``, always there; an ``HloProto`` has no such field."""
 _MODULE: Final = 1
@@ -29,7 +30,7 @@ def form(data: bytes) -> Form | None:
     if data[:_HEAD].lstrip().startswith(b"HloModule"):
         return "HLO text"
     # A protocol buffer begins with the tag of its first field, a line feed, and has bytes that text has not.
-    if data.startswith(b"\n") and any(byte < 32 and byte not in _TEXT for byte in data[:_HEAD]):
+    if data.startswith(b"\n") and any(byte < 32 and byte not in TEXT for byte in data[:_HEAD]):
         return "HLO proto"
     return None
 

@@ -334,6 +334,11 @@ def numpy_dtype(element: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
+def dtype_name(element: str) -> str:
+    """NumPy's name of an element type as MLIR writes it; MLIR's, where NumPy has none (``!quant.uniform<...>``)."""
+    return numpy_dtype(element).name if element in _NUMPY else element
+
+
 def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
     """Values of a dense float32 attribute or resource, one element for a splat; None if they cannot be read."""
     ir = mlir()
@@ -349,12 +354,20 @@ def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
         return None
 
 
+def attribute(operation: Any, name: str) -> Any:
+    """An attribute of an operation; None if it has none, or a complex one, which jaxlib cannot return."""
+    try:
+        return operation.attributes[name] if name in operation.attributes else None
+    except TypeError:
+        return None
+
+
 def is_splat(constant: Any) -> bool:
     """Whether a constant stores one element for all."""
-    try:
-        return "value" in constant.attributes and bool(getattr(constant.attributes["value"], "is_splat", False))
-    except TypeError:  # jaxlib cannot return complex attributes
+    value = attribute(constant, "value")
+    if value is None:  # complex
         return "dense<(" in constant.get_asm(large_elements_limit=1)
+    return bool(getattr(value, "is_splat", False))
 
 
 _BLOB: Final = re.compile(r'"0x([0-9A-Fa-f]+)"\s*}\s*}\s*#-}\s*$')
@@ -414,13 +427,8 @@ def _constants_inline(module: MlirModule) -> MlirModule:
 
 def _resource_of(operation: Any) -> Any:
     """The resource that an operation is the constant of, or None."""
-    if operation.name != "stablehlo.constant":
-        return None
-    try:
-        attribute = operation.attributes["value"]
-    except TypeError:  # complex
-        return None
-    return attribute if is_resource(attribute) else None
+    value = attribute(operation, "value") if operation.name == "stablehlo.constant" else None
+    return value if value is not None and is_resource(value) else None
 
 
 def elements_of(kind: TensorType) -> int:
@@ -489,9 +497,25 @@ def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
 _QUANTIZED: Final = "quant"
 
 
-def _is_quantized(operation: Any) -> bool:
-    """Whether it gives quantized values, at which XLA:CPU ends the process."""
-    return any(f"!{_QUANTIZED}." in str(value.type) for value in operation.results)
+def is_quantized(value: Any) -> bool:
+    """Whether a value has quantized elements, at which XLA:CPU ends the process."""
+    return f"!{_QUANTIZED}." in str(value.type)
+
+
+def _without_body(module: MlirModule) -> list[str]:
+    """Called functions without a body, at which XLA ends the process."""
+    declared = {name for name, function in functions(module).items() if not len(function.regions[0].blocks)}
+    if not declared:
+        return []
+    calls = (operation for operation in operations(module.operation) if operation.name in ("func.call", "call"))
+    return sorted(declared & {operation.attributes["callee"].value for operation in calls})
+
+
+def _has_quantized(module: MlirModule) -> bool:
+    function = entry(module)
+    given = [argument for block in function.regions[0].blocks for argument in block.arguments]
+    made = (result for operation in operations(module.operation) for result in operation.results)
+    return any(map(is_quantized, (*given, *made)))
 
 
 def compile_module(module: MlirModule, device: Any = None, options: Mapping[str, bool | int] | None = None) -> Any:
@@ -515,8 +539,10 @@ def compile_module(module: MlirModule, device: Any = None, options: Mapping[str,
     placed = _jax.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     data = bytecode(runnable(module))
-    if _QUANTIZED.encode() in data and any(_is_quantized(operation) for operation in operations(module.operation)):
+    if _QUANTIZED.encode() in data and _has_quantized(module):
         raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
+    if missing := _without_body(module):
+        raise ModuleError(f"XLA cannot run a call of @{missing[0]}, a function that is declared without a body")
     try:
         return client.compile_and_load(data, placed, chosen)
     except (jax.errors.JaxRuntimeError, ValueError) as error:

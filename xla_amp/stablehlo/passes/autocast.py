@@ -152,6 +152,7 @@ def convert(
     _check_casts(policy)
     progress.step("converting")
     copied = ir.copy(program.module)
+    before = ir.bytecode(copied)
     if not ir.functions(copied):
         raise ModuleError("autocast() expects a module with functions (func.func), got one without; nothing to convert")
     folded = fold_casts(copied)
@@ -178,8 +179,18 @@ def convert(
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
-    report = Report(policy=policy.name, low=low, operations=decided, casts=dict(rewriter.casts), folded=folded)
-    return Conversion(Converted(program=program.with_module(copied), report=report), acted)
+    report = Report(
+        policy=policy.name,
+        low=low,
+        operations=decided,
+        casts=dict(rewriter.casts),
+        folded=folded,
+        unconverted=tuple(graph.unconverted),
+    )
+    # A program that needs nothing is written back as it was, with the pytrees and gradients of jax.export.
+    changed = ir.bytecode(copied) != before
+    made = program.with_module(copied) if changed else dataclasses.replace(program, module=copied)
+    return Conversion(Converted(program=made, report=report), acted)
 
 
 _NO_LOCATIONS: Final = (

@@ -1,8 +1,9 @@
-"""Canonicalize transpose(dot(a, b)) to dot(b, a).
+"""Canonicalize transpose(dot(a, b)) to dot(b, a), and fold pairs of transposes.
 
-Differentiation gives weight gradients as ``transpose(dot(dy, x))``, which equals ``dot(x, dy)``.  XLA:CPU cannot run
-the first form if low operands are summed over several dimensions into a float32 result
-(jaxlib 0.10.2: "Unsupported element type for DotThunk::Execute: BF16 x BF16 = F32").
+Differentiation gives weight gradients as ``transpose(dot(dy, x))``, which equals ``dot(x, dy)``; the gradient of an
+embedding that also makes the logits (``x @ E.T``) is ``transpose(transpose(dot(dy, x)))``, which equals ``dot(dy, x)``.
+XLA:CPU cannot run a transposed product of low operands into a float32 result (jaxlib 0.10.2: "Unsupported element type
+for DotThunk::Execute: BF16 x BF16 = F32").
 """
 
 from __future__ import annotations
@@ -23,28 +24,59 @@ def untranspose(operation: Any) -> bool:
     """
     if _NUMBERS not in operation.attributes:
         return False
-    uses = list(operation.results[0].uses)
-    if len(uses) != 1:
-        return False
-    user = uses[0].owner.operation
+    changed = _fold_pairs(operation.results[0])
+    users = [use.owner.operation for use in operation.results[0].uses]
     stablehlo = ir.dialect()
     numbers = stablehlo.DotDimensionNumbers(operation.attributes[_NUMBERS])
-    if _PERMUTATION not in user.attributes or list(numbers.lhs_batching_dimensions):
-        return False
+    batches = list(numbers.lhs_batching_dimensions), list(numbers.rhs_batching_dimensions)
     left, right = operation.operands
     summed = list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)
-    free = left.type.rank - len(summed[0]), right.type.rank - len(summed[1])
-    exchanged = [*range(free[0], sum(free)), *range(free[0])]
-    if list(ir.mlir().DenseI64ArrayAttr(user.attributes[_PERMUTATION])) != exchanged:
-        return False
+    lead = len(batches[0])
+    free = left.type.rank - len(summed[0]) - lead, right.type.rank - len(summed[1]) - lead
+    exchanged = [*range(lead), *range(lead + free[0], lead + sum(free)), *range(lead, lead + free[0])]
+    if not users or any(_permutation(user) != exchanged for user in users):
+        return changed
     operation.operands[0], operation.operands[1] = right, left
     operation.attributes[_NUMBERS] = stablehlo.DotDimensionNumbers.get(
-        lhs_batching_dimensions=[],
-        rhs_batching_dimensions=[],
+        lhs_batching_dimensions=batches[1],
+        rhs_batching_dimensions=batches[0],
         lhs_contracting_dimensions=summed[1],
         rhs_contracting_dimensions=summed[0],
     )
-    operation.results[0].set_type(user.results[0].type)
-    user.results[0].replace_all_uses_with(operation.results[0])
-    user.erase()
+    operation.results[0].set_type(users[0].results[0].type)
+    for user in users:
+        user.results[0].replace_all_uses_with(operation.results[0])
+        user.erase()
     return True
+
+
+def _fold_pairs(value: Any) -> bool:
+    """Replaces transposes of transposes of `value` by one transpose of it, or by `value` where they cancel."""
+    changed = False
+    todo = [use.owner.operation for use in value.uses if _permutation(use.owner.operation)]
+    while todo:
+        outer = todo.pop()
+        before = _permutation(outer)
+        for inner in [use.owner.operation for use in outer.results[0].uses]:
+            after = _permutation(inner)
+            if not after:
+                continue
+            both = [before[axis] for axis in after]
+            if both == sorted(both):
+                inner.results[0].replace_all_uses_with(value)
+                inner.erase()
+            else:
+                inner.attributes[_PERMUTATION] = ir.mlir().DenseI64ArrayAttr.get(both)
+                inner.operands[0] = value
+                todo.append(inner)
+            changed = True
+        if changed and next(iter(outer.results[0].uses), None) is None:
+            outer.erase()
+    return changed
+
+
+def _permutation(operation: Any) -> list[int]:
+    """Axes of a transpose; empty for another operation."""
+    if operation.name != "stablehlo.transpose":
+        return []
+    return list(ir.mlir().DenseI64ArrayAttr(operation.attributes[_PERMUTATION]))

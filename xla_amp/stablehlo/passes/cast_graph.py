@@ -7,7 +7,7 @@ a function's argument with the operands of all its calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import composites
@@ -101,13 +101,18 @@ class CastGraph:
             "opaque": self._opaque,
         }
         self._name = ""
+        self.unconverted: list[str] = []
+        """Functions of several blocks, whose types stay as they are."""
         self._build()
 
     def _build(self) -> None:
         functions = ir.functions(self._module)
         called, opaque = self._called()
         for name, operation in functions.items():
-            if len(operation.regions[0].blocks):
+            blocks = len(operation.regions[0].blocks)
+            if blocks > 1:
+                self.unconverted.append(name)
+            elif blocks:
                 self._name = name
                 function = self._signature(operation, boundary=name not in called)
                 for node in (*function.arguments.values(), *function.results.values()):
@@ -314,7 +319,7 @@ class CastGraph:
 
     def _call(self, operation: Any, op_class: OpClass) -> None:
         callee = self._functions.get(callees(operation)[0])
-        if callee is None:  # declared only
+        if callee is None:  # declared only, or of several blocks
             self._opaque(operation, op_class)
             return
         for index, operand in enumerate(operation.operands):
@@ -336,9 +341,13 @@ def callees(operation: Any) -> list[str]:
     """Names of the functions that an operation refers to in its attributes."""
     symbol = ir.mlir().FlatSymbolRefAttr
     names: list[str] = []
-    for named in operation.attributes:
-        attribute = named.attr if hasattr(named, "attr") else operation.attributes[named]
+    for name in _REFERRING:
+        attribute = ir.attribute(operation, name)
         for each in attribute if isinstance(attribute, ir.mlir().ArrayAttr) else (attribute,):
             if isinstance(each, symbol):
                 names.append(each.value)
     return names
+
+
+_REFERRING: Final = ("callee", "decomposition", "called_computations")
+"""Attributes that name functions: of calls, of composites, of custom calls."""

@@ -233,13 +233,20 @@ def _source(operation: Any) -> str:
     element = kind.element if kind else ""
     if element == "i1":
         return "bool"
-    if element.startswith("complex"):
+    if _complex(operation):
         return "complex"
     return "integer" if element.lstrip("u").startswith("i") else "float"
 
 
+def _complex(operation: Any) -> str:
+    kind = ir.tensor_type(operation.operands[0].type)
+    return "complex" if kind and kind.element.startswith("complex") else ""
+
+
 def _request(operation: Any) -> str:
     attributes = operation.attributes
+    if any(map(ir.is_quantized, operation.operands)):
+        return "quantized"
     result = ir.tensor_type(operation.results[0].type)
     if "algorithm" in attributes or (result is not None and result.element not in _FLOATS):
         return "requested"
@@ -300,4 +307,4 @@ def _target(operation: Any) -> str:
     return target
 
 
-_NARROW: Final = {"body": _body, "request": _request, "source": _source, "target": _target}
+_NARROW: Final = {"body": _body, "complex": _complex, "request": _request, "source": _source, "target": _target}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import load
 from xla_amp.report import operations, units
-from xla_amp.report.document import Document
+from xla_amp.report.document import Document, Finding
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
@@ -68,6 +68,8 @@ class Report(Shown):
     """``f32->bf16`` and ``bf16->f32``: how many casts were inserted."""
     folded: int
     """Casts of the original program that were folded or removed."""
+    unconverted: tuple[str, ...] = ()
+    """Functions of several blocks, which stay as they are."""
 
     def summary(self) -> dict[str, Any]:
         """Counts by colour and dtype, and the casts."""
@@ -79,6 +81,7 @@ class Report(Shown):
             "by_colour": dict(sorted(by.items())),
             "casts_inserted": dict(self.casts),
             "casts_folded": self.folded,
+            "functions_unconverted": list(self.unconverted),
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -101,9 +104,15 @@ class Report(Shown):
                 ("casts inserted", casts),
                 ("casts folded", str(self.folded)),
             ),
-            findings=operations.findings(found),
+            findings=(*operations.findings(found), *self._unconverted()),
             tables=(operations.table(found, title="Decisions"),),
         )
+
+    def _unconverted(self) -> Iterator[Finding]:
+        if self.unconverted:
+            answer = "those of several blocks (branches of the dialect cf), with what is given to them"
+            items = tuple((name, "") for name in self.unconverted)
+            yield Finding("Which functions stay as they are?", answer, "could", items)
 
 
 def _row(each: OperationDecision) -> operations.Operation:
@@ -207,7 +216,7 @@ def _kept(node: Node, low: LowDtype) -> str:
     if node.structure != "contraction":
         return ""
     kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
-    names = list(dict.fromkeys(ir.numpy_dtype(kind.element).name for kind in kinds if kind))
+    names = list(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
     return "" if {"float32", low} & {*names} else ", ".join(names)
 
 

@@ -66,6 +66,10 @@ class Rewriter:
         self.casts: Counter[str] = Counter()
         """``f32->bf16`` and ``bf16->f32``: how many were inserted."""
         self._cast: dict[tuple[Any, bool], Any] = {}
+        self._kept: set[tuple[Any, bool]] = set()
+        """Keys of `_cast` that are casts of the original program, at their place there."""
+        self._last: dict[Any, Any] = {}
+        """Block or operation -> the last cast of a value that it defines: casts are in the order of their first use."""
         self._types: dict[tuple[Any, bool], Any] = {}
         self._replaced: list[Any] = []
         """Operations that may have no users left."""
@@ -80,7 +84,8 @@ class Rewriter:
             for operand in () if id(node) in reused else node.operands:
                 have, wanted = self.propagation.is_low(operand.slot), node.low and not node.inside
                 if have != wanted:
-                    operand.operation.operands[operand.position] = self._as(operand.value, operand.slot, low=wanted)
+                    cast = self._as(operand.value, operand.slot, operand.operation, low=wanted)
+                    operand.operation.operands[operand.position] = cast
         for node in self.graph.nodes:
             if node.low and node.inside:
                 self._round_result(node)
@@ -156,7 +161,7 @@ class Rewriter:
             attributes["precision_config"] = ir.mlir().Attribute.parse(f"[{', '.join([default] * count)}]")
 
     def _function_type(self, function: Any) -> None:
-        if not len(function.regions[0].blocks):
+        if len(function.regions[0].blocks) != 1:
             return
         mlir = ir.mlir()
         block = function.regions[0].blocks[0]
@@ -181,32 +186,41 @@ class Rewriter:
 
     # Casts.
 
-    def _as(self, value: Any, slot: int, *, low: bool) -> Any:
-        """`value` in the other dtype, cast once, directly after its definition so that it dominates every use."""
-        found = self._cast.get((value, low))
+    def _as(self, value: Any, slot: int, user: Any, *, low: bool) -> Any:
+        """`value` in the other dtype for an operation, cast once for all its users."""
+        key = value, low
+        found = self._cast.get(key)
         if found is None:
-            found = self._cast[value, low] = self._make(value, slot, low=low)
+            found = self._cast[key] = self._make(value, slot, user, low=low)
+        elif key in self._kept and not _dominates(found.owner.operation, user):
+            self._kept.remove(key)
+            self._move_forward(found.owner.operation, value.owner)
         return found
 
     def _reuse(self, node: Node) -> bool:
-        """Uses the original program's cast for all users, moved so that it dominates them; False if it cannot."""
-        operand, operation = node.operands[0], node.operation
-        known = (
-            (operand.value, True) in self._cast
-            or operand.slot in self.graph.exact
-            or operand.slot in self.propagation.constant
-        )
-        if known or self.propagation.is_low(operand.slot):
+        """Keeps a cast of the original program, the first of a value for all its users; False if it is replaced."""
+        operand = node.operands[0]
+        if operand.slot in self.graph.exact or operand.slot in self.propagation.constant:
             return False
-        owner = operand.value.owner
-        if not isinstance(owner, ir.mlir().Block):
-            operation.move_after(owner.operation)
-        elif (first := owner.operations[0].operation) != operation:
-            operation.move_before(first)
-        self._cast[operand.value, True] = operation.results[0]
+        if self.propagation.is_low(operand.slot):
+            return False
+        key = operand.value, True
+        if key not in self._cast:
+            self._cast[key] = node.operation.results[0]
+            self._kept.add(key)
         return True
 
-    def _make(self, value: Any, slot: int, *, low: bool) -> Any:
+    def _move_forward(self, cast: Any, owner: Any) -> None:
+        """Moves a cast behind the definition of its operand, and behind the casts that are there."""
+        if owner in self._last:
+            cast.move_after(self._last[owner])
+        elif not isinstance(owner, ir.mlir().Block):
+            cast.move_after(owner.operation)
+        elif (first := owner.operations[0].operation) != cast:
+            cast.move_before(first)
+        self._last[owner] = cast
+
+    def _make(self, value: Any, slot: int, user: Any, *, low: bool) -> Any:
         mlir = ir.mlir()
         owner = value.owner
         if isinstance(owner, mlir.Block):
@@ -217,27 +231,31 @@ class Rewriter:
                 self._replaced.append(owner.operation)
                 return owner.operation.operands[0]
             if low and slot in self.propagation.constant:
-                return self._narrow_constant(owner.operation, value, where)
+                return self._narrow_constant(owner.operation, value, where, user)
+        if owner in self._last:
+            where = mlir.InsertionPoint.after(self._last[owner])
         self.casts[f"f32->{self.low}" if low else f"{self.low}->f32"] += 1
         with where, location:
-            return ir.dialect().convert(self.type(value.type, low=low), value)
+            cast = ir.dialect().convert(self.type(value.type, low=low), value)
+        self._last[owner] = cast.owner.operation
+        return cast
 
-    def _narrow_constant(self, operation: Any, value: Any, where: Any) -> Any:
+    def _narrow_constant(self, operation: Any, value: Any, where: Any, user: Any) -> Any:
         # A second constant, or a copy of the operation that moves it, instead of a cast.
         self._replaced.append(operation)
         narrow = operation.clone(ip=where).operation
         for index, operand in enumerate(operation.operands):
             if operand in self.graph.slot_of:
-                narrow.operands[index] = self._low(operand)
+                narrow.operands[index] = self._low(operand, user)
         index = list(operation.results).index(value)
         if not len(operation.operands):
             narrow.attributes["value"] = self._constant(operation)
         narrow.results[index].set_type(self.type(value.type, low=True))
         return narrow.results[index]
 
-    def _low(self, value: Any) -> Any:
+    def _low(self, value: Any, user: Any) -> Any:
         slot = self.graph.slot_of[value]
-        return value if self.propagation.is_low(slot) else self._as(value, slot, low=True)
+        return value if self.propagation.is_low(slot) else self._as(value, slot, user, low=True)
 
     def _constant(self, operation: Any) -> Any:
         attribute = operation.attributes["value"]
@@ -247,3 +265,14 @@ class Rewriter:
         with np.errstate(over="ignore"):
             narrowed = values.astype(self.low_dtype)
         return ir.constant_attribute(narrowed, self.type(attribute.type, low=True))
+
+
+def _dominates(operation: Any, user: Any) -> bool:
+    """Whether `operation` is before `user`, or before the operation that has `user` in a region."""
+    block = operation.block
+    while user.block != block:
+        user = user.parent
+        if user is None or user.parent is None:
+            return False
+        user = user.operation
+    return bool(operation.is_before_in_block(user))
