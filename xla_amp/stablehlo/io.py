@@ -1,32 +1,28 @@
 """Load and save StableHLO programs safely.
 
-Damaged bytecode can abort MLIR's parsers or make them loop forever, so a worker process parses every program first.
+Damaged bytecode can abort MLIR's parsers or make them loop forever, so another process parses every program first
+(`xla_amp.stablehlo.guard`).
 A file is written completely or not at all.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import shutil
-import threading
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from xla_amp.errors import FileError, ModuleError
 from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.guard import guard
 from xla_amp.stablehlo.program import FORMATS, Format, Program, dump, parse
-from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 _SUFFIXES: Final = MappingProxyType(
     {".mlir": "text", ".txt": "text", ".mlirbc": "bytecode", ".bc": "bytecode", ".artifact": "artifact",
      ".stablehlo": "artifact", ".vhlo": "artifact", ".jax": "export", ".jax_export": "export"}
 )  # fmt: skip
-
-_TIMEOUT: Final = (10.0, 5e-6)
-"""Seconds that the worker may take, and seconds more per byte: some damaged bytecode makes the parser loop forever."""
 
 
 def load(path: str | os.PathLike[str], *, function: str | None = None) -> Program:
@@ -81,7 +77,7 @@ def read(data: bytes, name: str = "module", *, function: str | None = None) -> P
     """
     if not data.strip():
         raise ModuleError(f"{name}: empty; expected a StableHLO module")
-    _reader.check(data, name, function)
+    guard.ask({"name": name, "function": function}, data, failed=f"{name}: damaged: MLIR's parser")
     return parse(data, name, function)
 
 
@@ -148,40 +144,3 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise FileError(f"writing {name}: {error.strerror or error}") from None
-
-
-class _Reader:
-    """The worker process that parses first; started on first use, ended with this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._worker: Worker | None = None
-
-    def check(self, data: bytes, name: str, function: str | None) -> None:
-        """Raises the `ModuleError` that parsing would raise, or one for a worker that died or timed out."""
-        seconds = _TIMEOUT[0] + _TIMEOUT[1] * len(data)
-        with self._lock:
-            if self._worker is None or self._worker.closed:
-                self._worker = Worker("xla_amp.stablehlo.read_worker")
-                atexit.register(self.close)
-                seconds += 60  # process start on a busy machine
-            try:
-                reply = self._worker.ask({"name": name, "function": function}, data, timeout=seconds)
-            except WorkerEndedError as error:
-                self.close()
-                how = str(error).partition(", it printed")[0]
-                raise ModuleError(f"{name}: damaged: MLIR's parser crashed or did not end ({how})") from None
-        if "error" in reply:
-            raise ModuleError(f"{name}: damaged: {reply['error'].splitlines()[0]}")
-        if "refused" in reply:
-            raise ModuleError(reply["refused"])
-
-    def close(self) -> None:
-        """Ends the process; a later `check` starts another."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-            atexit.unregister(self.close)
-
-
-_reader = _Reader()

@@ -159,6 +159,8 @@ def artifact(module: MlirModule, version: str | None = None) -> bytes:
     import jax
     from jaxlib import _jax
 
+    if missing := _without_body(module):  # the writer ends the process
+        raise ModuleError(f"no portable artifact: @{missing[0]} is declared without a body")
     target, data, problem = version or dialect().get_current_version(), bytecode(module), ""
     for mixed in (False, True):
         try:
@@ -357,8 +359,8 @@ def constant_array(attribute: Any) -> np.ndarray[Any, Any] | None:
 def attribute(operation: Any, name: str) -> Any:
     """An attribute of an operation; None if it has none, or a complex one, which jaxlib cannot return."""
     try:
-        return operation.attributes[name] if name in operation.attributes else None
-    except TypeError:
+        return operation.attributes[name]
+    except (KeyError, TypeError):
         return None
 
 
@@ -503,12 +505,8 @@ def is_quantized(value: Any) -> bool:
 
 
 def _without_body(module: MlirModule) -> list[str]:
-    """Called functions without a body, at which XLA ends the process."""
-    declared = {name for name, function in functions(module).items() if not len(function.regions[0].blocks)}
-    if not declared:
-        return []
-    calls = (operation for operation in operations(module.operation) if operation.name in ("func.call", "call"))
-    return sorted(declared & {operation.attributes["callee"].value for operation in calls})
+    """Functions without a body, at which XLA and the writer of artifacts end the process."""
+    return sorted(name for name, function in functions(module).items() if not len(function.regions[0].blocks))
 
 
 def _has_quantized(module: MlirModule) -> bool:
@@ -542,7 +540,7 @@ def compile_module(module: MlirModule, device: Any = None, options: Mapping[str,
     if _QUANTIZED.encode() in data and _has_quantized(module):
         raise ModuleError("XLA cannot run quantized types (!quant.uniform); they can be read and converted only")
     if missing := _without_body(module):
-        raise ModuleError(f"XLA cannot run a call of @{missing[0]}, a function that is declared without a body")
+        raise ModuleError(f"XLA cannot run @{missing[0]}, a function that is declared without a body")
     try:
         return client.compile_and_load(data, placed, chosen)
     except (jax.errors.JaxRuntimeError, ValueError) as error:

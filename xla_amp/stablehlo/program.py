@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import hlo, ir
+from xla_amp.stablehlo.guard import guard
 
 Format: TypeAlias = Literal["text", "bytecode", "artifact", "export"]
 """``text``      MLIR assembly
@@ -81,13 +82,13 @@ def _other_encoding(data: bytes) -> str:
     for zeros, letters, name in ((head[1::2], head[::2], "UTF-16LE"), (head[::2], head[1::2], "UTF-16BE")):
         if len(zeros) > 1 and not any(zeros) and _is_text(letters):
             return name
-    if not _is_text(data):
+    if data.startswith(ir.BYTECODE_MAGIC) or not _is_text(data):
         return ""
     try:
         data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        return f"ISO-8859-1 or another encoding (byte {data[error.start]:#04x} in line {line})"
+        return f"ISO-8859-1 (Latin-1) or another encoding (byte {data[error.start]:#04x} in line {line})"
     return ""
 
 
@@ -151,8 +152,17 @@ def dump(program: Program, format: Format) -> bytes:
     if format == "bytecode":
         return ir.bytecode(module)
     if format == "artifact":
-        return ir.artifact(module)
+        return artifact(module)
     return bytes(program.exported.serialize(vjp_order=1 if program.exported.has_vjp() else 0))
+
+
+def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
+    """`ir.artifact`, by a process that may end.
+
+    Raises:
+        ModuleError: an operation or type has no portable form.
+    """
+    return guard.ask({"artifact": version}, ir.bytecode(module), failed="no portable artifact: its writer")
 
 
 def _deserialized(data: bytes, name: str) -> Any:
@@ -196,7 +206,7 @@ def _replaced(exported: Any, module: ir.MlirModule, *, keep_vjp: bool = False) -
     vjp = exported._get_vjp if keep_vjp else None
     return dataclasses.replace(
         exported,
-        mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else ir.artifact(module),
+        mlir_module_serialized=exported.mlir_module_serialized if keep_vjp else artifact(module),
         in_avals=tuple(inputs),
         out_avals=tuple(outputs),
         _get_vjp=vjp,

@@ -21,7 +21,7 @@ from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import Report, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
-from xla_amp.stablehlo.program import Program
+from xla_amp.stablehlo.program import Program, artifact
 from xla_amp.types import FLOAT8_CASTS, LOW_DTYPES, Cast, LowDtype
 
 _ELEMENTS: Final[Mapping[LowDtype, str]] = {"bfloat16": "bf16", "float16": "f16"}
@@ -50,7 +50,7 @@ class Converted:
 
     def artifact(self, version: str | None = None) -> bytes:
         """Portable artifact, for the current and later versions of StableHLO, or for `version` and later."""
-        return ir.artifact(self.module, version)
+        return artifact(self.module, version)
 
 
 def _keep_none(_: Node) -> str:

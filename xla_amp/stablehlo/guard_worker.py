@@ -1,7 +1,4 @@
-"""Worker process that parses a program before `xla_amp.stablehlo.io` does: ``python -m xla_amp.stablehlo.read_worker``.
-
-MLIR's parsers may abort the process or never return on damaged bytes.
-"""
+"""Worker process of `xla_amp.stablehlo.guard`: ``python -m xla_amp.stablehlo.guard_worker``."""
 
 from __future__ import annotations
 
@@ -9,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import program, workers
+from xla_amp.stablehlo import ir, program, workers
 
 
 def handle(question: Mapping[str, Any], data: bytes) -> dict[str, Any]:
-    """``{}`` for a program that can be parsed, otherwise ``{"refused": why}``."""
+    """``{}`` for a program that can be parsed, ``{"data": artifact}``, or ``{"refused": why}``."""
     try:
+        if "artifact" in question:
+            return {"data": ir.artifact(ir.parse(data), question["artifact"])}
         program.parse(data, question["name"], question["function"])
     except ModuleError as error:
         return {"refused": str(error)}
