@@ -13,7 +13,7 @@ import pytest
 
 from xla_amp import cli
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import io
+from xla_amp.stablehlo import guard, io
 from xla_amp.stablehlo.program import FORMATS
 
 EACH, GROUPS = 25, 20
@@ -26,7 +26,7 @@ def sources():
 
 @pytest.fixture(autouse=True)
 def _less_patience(monkeypatch):
-    monkeypatch.setattr(io, "_TIMEOUT", (3.0, 5e-6))
+    monkeypatch.setattr(guard, "_TIMEOUT", (3.0, 5e-6))
 
 
 def outcome(data, tmp_path, capfd, *more) -> tuple[int, str]:

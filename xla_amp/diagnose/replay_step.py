@@ -51,6 +51,8 @@ class ReplayReport:
     """Batch elements in which the first inf or NaN appears; empty if it is not of single elements."""
     batch_size: int
     notes: tuple[str, ...]
+    of_step: bool = True
+    """Whether the step ran in the state that it had in the run."""
 
     @property
     def reproduced(self) -> bool:
@@ -61,6 +63,9 @@ class ReplayReport:
         """The report of `find_overflow`, with what is known of the step, and the history before it."""
         bad = self.bad
         found = Document(title="", kind="replay") if self.overflow is None else self.overflow.document()
+        if not self._answers:
+            question = found.findings[0].question
+            found = dataclasses.replace(found, findings=(Finding(question, _WITHOUT_STATE, "could"),))
         answer = f"yes, {self.compared} numbers" if self.reproduced else f"no: {len(self.differences)} numbers differ"
         state: State = "low" if self.reproduced else "risk"
         items = tuple((each, "") for each in (*self.differences[:10], *self.notes))
@@ -78,6 +83,11 @@ class ReplayReport:
             tables=(*found.tables, *before.tables),
         )
 
+    @property
+    def _answers(self) -> bool:
+        """Whether a run without an inf or NaN says something of the step."""
+        return self.of_step or self.overflow is None or bool(self.overflow.producers or self.overflow.passed_on)
+
     def __str__(self) -> str:
         bad = self.bad
         of = f" of {bad.world_size}" if bad.world_size > 1 else ""
@@ -91,9 +101,16 @@ class ReplayReport:
         if self.elements:
             shown = ", ".join(map(str, self.elements[:16])) + (", ..." if len(self.elements) > 16 else "")
             lines.append(f"batch elements with an inf or NaN there: {shown} (of {self.batch_size})")
-        return "\n".join(lines if self.overflow is None else [*lines, "", str(self.overflow)])
+        if self.overflow is not None:
+            lines += ["", str(self.overflow) if self._answers else _WITHOUT_STATE]
+        return "\n".join(lines)
 
 
+_WITHOUT_STATE = (
+    "unknown: every value is finite in the state in which it ran, which is not that of the step. The step cannot be "
+    "replayed without its state: give make() the checkpoint before it, or record with xla_amp.monitor(..., "
+    "save_state=True)"
+)
 _REASONS: Mapping[str, str] = {
     "loss": "its loss was not finite",
     "skip": "the scaler skipped it, and the scale had not just grown",
@@ -144,10 +161,15 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     if bad.state == "kept":
         state = _load(folder / "state.pt")
         kept_step.load_state(state, model, optimizer, scaler)
-    elif bad.state == "checkpoint" and bad.checkpoint_step == bad.step:
+    elif then.loss_scale is not None and scaler is None:
+        raise MakeError(f"replay: the step ran at a loss scale of {then.loss_scale:g}; make() must return the scaler")
+    elif then.loss_scale is not None:
+        kept_step.load_scale(then.loss_scale, scaler, device)
+    if bad.state == "checkpoint" and bad.checkpoint_step == bad.step:
         notes.append(f"the state is that of {bad.checkpoint}, if make() loaded it")
-    else:
+    elif bad.state != "kept":
         at = f"of step {bad.checkpoint_step:,}" if bad.checkpoint_step is not None else "that make() gives"
+        at += "" if then.loss_scale is None else ", at the recorded loss scale"
         notes.append(f"the state before the step was not kept (save_state=True keeps it); it ran in the state {at}")
     # On the host: torch_xla lets a clone share the memory that a step then overwrites.
     start = kept_step.copied(kept_step.on_host(kept_step.state_of(model, optimizer, scaler)))
@@ -187,6 +209,7 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
         elements=elements,
         batch_size=size,
         notes=tuple(notes),
+        of_step=bad.state == "kept" or (bad.state == "checkpoint" and bad.checkpoint_step == bad.step),
     )
     name = f"report_rank_{rank}.txt" if world > 1 else "report.txt"
     (folder.parent / name).write_text(f"{report}\n", encoding="utf-8")

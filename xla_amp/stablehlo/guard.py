@@ -28,7 +28,7 @@ class _Guard:
         self._worker: Worker | None = None
 
     def ask(self, question: Mapping[str, Any], data: bytes, *, failed: str) -> bytes:
-        """What the worker makes of `data`.
+        """The bytes that the worker makes of `data`; none if it only reads them.
 
         Raises:
             ModuleError: the worker's; or `failed` with how the worker ended.
@@ -49,7 +49,7 @@ class _Guard:
             raise ModuleError(f"{failed} failed: {reply['error'].splitlines()[0]}")
         if "refused" in reply:
             raise ModuleError(reply["refused"])
-        made: bytes = reply["data"]
+        made: bytes = reply.get("data", b"")
         return made
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 A worker is ``python -m <module>``; the module calls `serve`.  The protocol on its pipes:
 
 request   one line of JSON with ``"length": n`` on standard input, then n bytes
-reply     the same on standard output; ``{"error": text}`` when the handler raised
+reply     one line of JSON on standard output, with bytes as a request has them, or without; ``{"error": text}`` when
+          the handler raised
 
 A worker exits at the end of its standard input.
 """
@@ -64,7 +65,7 @@ class Worker:
         return self._printed.closed
 
     def ask(self, question: Mapping[str, Any], data: bytes, timeout: float | None = None) -> dict[str, Any]:
-        """The reply to one question; its bytes are ``"data"``.
+        """The reply to one question; its bytes, if it has some, are ``"data"``.
 
         Raises:
             WorkerEndedError: the process died, or did not answer within `timeout` seconds; it is closed then.
@@ -80,10 +81,10 @@ class Worker:
         if not reply.endswith(b"\n"):
             raise WorkerEndedError(self._exit_message())
         answer: dict[str, Any] = json.loads(reply)
-        length = answer.pop("length")
-        answer["data"] = self._process.stdout.read(length) if self._process.stdout else b""
-        if len(answer["data"]) < length:
-            raise WorkerEndedError(self._exit_message())
+        if (length := answer.pop("length", None)) is not None:
+            answer["data"] = self._process.stdout.read(length) if self._process.stdout else b""
+            if len(answer["data"]) < length:
+                raise WorkerEndedError(self._exit_message())
         return answer
 
     def _exchange(self, request: bytes, timeout: float | None) -> bytes:
@@ -142,6 +143,8 @@ def serve(handle: Callable[[dict[str, Any], bytes], dict[str, Any]]) -> None:
             reply = handle(question, data)
         except Exception as error:  # reported to the process that asked
             reply = {"error": f"{type(error).__name__}: {error}"}
-        made: bytes = reply.pop("data", b"")
-        replies.write(json.dumps({**reply, "length": len(made)}).encode() + b"\n" + made)
+        made: bytes | None = reply.pop("data", None)
+        if made is not None:
+            reply["length"] = len(made)
+        replies.write(json.dumps(reply).encode() + b"\n" + (made or b""))
         replies.flush()

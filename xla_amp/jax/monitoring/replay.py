@@ -53,7 +53,7 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
 
     Raises:
         FileError: there is no bad step, or it cannot be read.
-        StepError: the arguments do not fit those that were kept.
+        StepError: the arguments do not fit those that were kept, or have another loss scale than the step had.
 
     Arrays that the processes of a run had in parts are joined, so one process replays the whole step.
     """
@@ -84,18 +84,28 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
     again.skip_to(bad.step)
     again(leaves)
     record = again.read().steps[-1]
-    before = next((each for each in history.read(folder / bad_step.HISTORY).steps if each.step == bad.step), None)
+    then = next((each for each in history.read(folder / bad_step.HISTORY).steps if each.step == bad.step), None)
+    if then is not None and then.loss_scale != record.loss_scale:
+        raise StepError(
+            f"replay: the step ran at a loss scale of {_scale(then)}, the arguments have {_scale(record)}, so it cannot "
+            f"be replayed without the state; pass the state with a loss scale of {_scale(then)}, or record with "
+            "save_state=True"
+        )
     report = find_overflow(call.run, leaves)
     found = Replay(
         bad=bad,
         record=record,
-        reproduced=before is not None and record.to_dict() == before.to_dict(),
+        reproduced=then is not None and record.to_dict() == then.to_dict(),
         overflow=report,
         folder=folder,
         rank=_rank(folder, bad, report),
     )
     (folder.parent / "report.txt").write_text(f"{found}\n", encoding="utf-8")
     return found
+
+
+def _scale(record: StepRecord) -> str:
+    return "none" if record.loss_scale is None else f"{record.loss_scale:g}"
 
 
 def _rank(folder: Path, bad: BadStep, report: ProgramOverflowReport) -> int | None:

@@ -61,10 +61,15 @@ def load_state(
         optimizer.load_state_dict(copied(state["optimizer"]))
     if scaler is not None and "scaler" in state:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(device)
-        scaler._scale.copy_(state["scaler"]["scale"])  # type: ignore[union-attr]
+        load_scale(state["scaler"]["scale"], scaler, device)
         scaler._growth_tracker.copy_(state["scaler"]["growth_tracker"])  # type: ignore[union-attr]
+
+
+def load_scale(scale: float | torch.Tensor, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+    """Gives a scaler, which may be new, a loss scale."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    scaler._scale.copy_(torch.as_tensor(scale))  # type: ignore[union-attr]
 
 
 @torch.no_grad()
