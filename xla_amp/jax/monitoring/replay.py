@@ -87,8 +87,8 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
     then = next((each for each in history.read(folder / bad_step.HISTORY).steps if each.step == bad.step), None)
     if then is not None and then.loss_scale != record.loss_scale:
         raise StepError(
-            f"replay: the step ran at a loss scale of {_scale(then)}, the arguments have {_scale(record)}, so it cannot "
-            f"be replayed without the state; pass the state with a loss scale of {_scale(then)}, or record with "
+            f"replay: the step ran at a loss scale of {_scale(then)}, the arguments have {_scale(record)}, so it "
+            f"cannot be replayed without the state; pass the state with a loss scale of {_scale(then)}, or record with "
             "save_state=True"
         )
     report = find_overflow(call.run, leaves)
