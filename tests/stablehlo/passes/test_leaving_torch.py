@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import xla_amp
 from xla_amp.errors import CaptureError
@@ -191,3 +192,46 @@ def test_what_cannot_be_exported(device: torch.device) -> None:
         export(reads, x)
     with pytest.raises(CaptureError, match="recorded nothing"):
         export(lambda: None)
+
+
+COMPLEX = torch.complex(torch.arange(6.0), torch.arange(6.0) + 10).view(2, 3)
+REAL = torch.arange(12.0).view(3, 4)
+VIEWS: dict[str, tuple[Any, torch.Tensor]] = {
+    "integers": (lambda x: (x + 1).view(torch.int32), REAL),
+    "smaller": (lambda x: (x + 1)[1:].view(torch.uint8), REAL),
+    "larger": (lambda x: {"a": (x + 1).view(torch.float64).t(), "b": x}, REAL),
+    "booleans": (lambda x: (x > 3).view(torch.uint8), REAL),
+    "real": (lambda x: (x + 1).real, COMPLEX),
+    "imaginary": (lambda x: (x + 1).conj().imag[:, 1:], COMPLEX),
+    "pairs": (lambda x: torch.view_as_real(x + 1)[..., 1].t(), COMPLEX),
+    "complex": (lambda x: torch.view_as_complex((x + 1).view(3, 2, 2)), REAL),
+    "adjoint": (lambda x: (x + 1).mH, COMPLEX),
+    "negated": (lambda x: torch._neg_view(x + 1), REAL),
+    "repeated": (lambda x: (x + 1)[0].expand(2, 4), REAL),
+    "overlapping": (lambda x: (x + 1).as_strided((3, 3), (1, 2), 2), REAL),
+    "empty": (lambda x: (x + 1)[1:1].view(torch.int32), REAL),
+    "written": (lambda x: x.clone().view(torch.int32).add_(1), REAL),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_exported_with_their_dtype(device: torch.device, name: str) -> None:
+    function, x = VIEWS[name]
+    program = export(function, x.to(device))
+    expected = [out.resolve_conj().resolve_neg().numpy() for out in tree_leaves(function(x))]
+    results = [np.asarray(result) for result in program.call()]
+    described = [(value.shape, value.dtype) for value in program.outputs]
+    assert described == [(out.shape, out.dtype.name) for out in expected] == [(x.shape, x.dtype.name) for x in results]
+    for result, out in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, out)
+    assert 'constant dense<"0x' not in program.mlir_text  # no memory became a constant
+
+
+def test_of_a_view_the_program_takes_all_memory(device: torch.device) -> None:
+    x = torch.arange(9.0).view(3, 3).to(device)
+    transposed = export(lambda y: y * y[0], x.t())
+    assert [(value.name, value.shape) for value in transposed.inputs] == [("storage of y", (3, 3))]
+    np.testing.assert_array_equal(transposed.call()[0], (x.t() * x.t()[0]).cpu())
+    rows = export(lambda a, b: a.view(torch.int32) + b.view(torch.int32), x[0], x[1])
+    assert [value.name for value in rows.inputs] == ["storage of a"]
+    assert [value.name for value in export(lambda y: y * 2, x.t().clone()).inputs] == ["y"]

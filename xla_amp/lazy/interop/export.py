@@ -31,7 +31,8 @@ class Value:
 
     name: str
     """``x`` or ``batch['ids']`` for an argument, ``fc.weight`` or ``model.fc.weight`` for a parameter or buffer,
-    ``output`` or ``output[0]`` for what the call returned, ``new fc.weight`` for a value that it changed."""
+    ``output`` or ``output[0]`` for what the call returned, ``new fc.weight`` for a value that it changed.  Of a view
+    the program takes all memory: ``storage of x``, with its own shape and dtype (``x.clone()`` is no view)."""
     shape: tuple[int, ...]
     dtype: str
     initial: np.ndarray[Any, Any] | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -105,7 +106,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
     holders: list[Buffer] = []  # keeps the buffers alive, so that their ids stay unique
     for name, tensor in named.items():
         buffer = tensor_io.buffer_of(tensor)
-        names.setdefault(id(buffer), name)
+        names.setdefault(id(buffer), name if tensor_io.is_whole(tensor) else f"storage of {name}")
         holders.append(buffer)
     recorder = _Recorder()
     locations = Locations()
@@ -228,7 +229,7 @@ def _assemble(
         targets = [results[index] if index >= 0 else parameters[~index] for index in program.outputs]
         by_buffer = {id(parameter): value for parameter, value in zip(run.parameters, parameters, strict=True)}
         by_buffer.update((id(target), value) for target, value in zip(run.targets, targets, strict=True))
-        returned_values = [_read_view(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
+        returned_values = [tensor_io.view_of(by_buffer[id(buffer)], tensor) for _, tensor, buffer in given]
         return [*returned_values, *(targets[index] for index in changed)]
 
     known = {id(each) for each in (*run.parameters, *run.targets)}
@@ -254,16 +255,6 @@ def _rank(name: str | None, arguments: list[str]) -> int:
 
 def _value(name: str, initial: np.ndarray[Any, Any]) -> Value:
     return Value(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
-
-
-def _read_view(buffer: jax.Array, tensor: torch.Tensor) -> jax.Array:
-    """The elements of a buffer that a tensor views, in the tensor's shape."""
-    shape, strides, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-    if tensor.is_contiguous() and tensor.numel() == buffer.size:
-        return buffer.reshape(shape)
-    flat = np.arange(buffer.size, dtype=np.int32)
-    where = np.lib.stride_tricks.as_strided(flat[offset:], shape, [4 * stride for stride in strides])
-    return buffer.reshape(-1)[where]
 
 
 # Names.

@@ -30,7 +30,8 @@ from xla_amp.lazy.graph.trace import (
     trace,
 )
 from xla_amp.lazy.runtime.execute import flush
-from xla_amp.lazy.tensors import dlpack_import, transfer
+from xla_amp.lazy.tensors import dlpack_import, transfer, windows
+from xla_amp.lowering.operand import materialize
 from xla_amp.lowering.tensor import strided
 
 DEVICE_TYPE = base.LAZY
@@ -160,30 +161,6 @@ def _elements(base: Spec, dtype: torch.dtype) -> Spec:
     return spec((base.size * base.numpy_dtype.itemsize // spec((), dtype).numpy_dtype.itemsize,), dtype)
 
 
-def _retype(x: Any, dtype: np.dtype) -> Any:
-    """The bits of `x`, flat, as `dtype`."""
-    if x.dtype == dtype:
-        return x
-    if x.dtype.kind == "c" or dtype.kind == "c":
-        return _retype_complex(x, dtype)
-    x = x.reshape(-1)
-    if x.dtype.itemsize < dtype.itemsize:
-        x = x.reshape(-1, dtype.itemsize // x.dtype.itemsize)
-    x = x.astype(np.uint8) if x.dtype == np.bool_ else x
-    if dtype == np.bool_:
-        return jax.lax.bitcast_convert_type(x, np.uint8).reshape(-1) != 0
-    return jax.lax.bitcast_convert_type(x, dtype).reshape(-1)
-
-
-def _retype_complex(x: Any, dtype: np.dtype) -> Any:
-    if x.dtype.kind == "c":
-        pairs = jax.numpy.stack([x.real, x.imag], axis=-1).reshape(-1)
-        return _retype(pairs, dtype)
-    part = np.dtype(np.float32 if dtype == np.complex64 else np.float64)
-    pairs = _retype(x, part).reshape(-1, 2)
-    return jax.lax.complex(pairs[:, 0], pairs[:, 1])
-
-
 def _check_bounds(room: Spec, shape: Any, strides: Any, offset: int) -> None:
     """Raises as torch does for a window outside its storage, which holds no bytes that torch could check."""
     if 0 in shape:
@@ -201,8 +178,7 @@ def _read_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype: 
     _check_bounds(_elements(base, dtype), shape, strides, offset)
 
     def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
-        x = _retype(inputs[0], target.numpy_dtype)
-        return [strided.read(x, target.shape, strides, offset, ints or None)]
+        return [windows.read(inputs[0], target.shape, strides, offset, target.numpy_dtype, ints or None)]
 
     return _window_instruction("view", emit, target, 1, (base, target, strides, dtype), offset)
 
@@ -273,8 +249,8 @@ def _write_instruction(base: Spec, shape: Any, strides: Any, offset: int, dtype:
 
     def emit(context: Any, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
         old, new = inputs
-        changed = strided.write(_retype(old, window.numpy_dtype), new, shape, strides, offset, ints or None)
-        return [_retype(changed, base.numpy_dtype).reshape(base.shape)]
+        changed = strided.write(windows.retype(old, window.numpy_dtype), new, shape, strides, offset, ints or None)
+        return [windows.retype(changed, base.numpy_dtype).reshape(base.shape)]
 
     repeats = 0 not in shape and any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True))
     if repeats:
@@ -327,7 +303,7 @@ def _grow(tensor: torch.Tensor, buffer: Buffer, size: int) -> None:
     if instruction is None:
 
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
-            flat = _retype(inputs[0], old.numpy_dtype).reshape(-1)
+            flat = windows.retype(inputs[0], old.numpy_dtype).reshape(-1)
             return [jax.numpy.pad(flat, (0, target.size - old.size))]
 
         instruction = _growths[old, target] = Instruction("resize", emit, (target,), 1)
@@ -349,12 +325,24 @@ def array_of(tensor: torch.Tensor) -> jax.Array:
     """The tensor's value as a concrete array of its shape; flushes the trace if needed."""
     with trace.lock:
         buffer = buffer_of(tensor)
-        whole = tensor.shape == buffer.spec.shape and tensor.is_contiguous() and tensor.dtype is buffer.spec.dtype
-        if not whole:
+        if not is_whole(tensor):
             number, value_spec = read(tensor)
             buffer = Buffer(value_spec, number)
             trace.computed.append(weakref.ref(buffer))
         return value_of(buffer)
+
+
+def view_of(value: jax.Array, tensor: torch.Tensor) -> jax.Array:
+    """The elements of `tensor` in `value`, any value of its buffer; of a tensor in JAX code, too."""
+    offset: Any = tensor.storage_offset()  # an int; torch's stubs also allow a SymInt
+    dtype = spec((), tensor.dtype).numpy_dtype
+    return materialize(windows.read(value, tuple(tensor.shape), tensor.stride(), offset, dtype))
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its buffer, with the shape and the dtype that the buffer has."""
+    base = buffer_of(tensor).spec
+    return tensor.shape == base.shape and tensor.is_contiguous() and tensor.dtype is base.dtype
 
 
 def value_of(buffer: Buffer) -> jax.Array:
@@ -391,8 +379,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
         buffer = buffer_of(tensor)
         value_spec = buffer.spec
         settled = buffer.number < 0 and isinstance(buffer.array, jax.Array)
-        whole = tensor.shape == value_spec.shape and tensor.is_contiguous() and tensor.dtype is value_spec.dtype
-        on_host = settled and not whole and value_spec.size * value_spec.numpy_dtype.itemsize <= _SMALL
+        on_host = settled and not is_whole(tensor) and value_spec.size * value_spec.numpy_dtype.itemsize <= _SMALL
         array = buffer.array if on_host else array_of(tensor)
     # Outside of the lock, so that other threads record meanwhile; this reference keeps the array from being donated.
     value = transfer.download(array)
@@ -412,13 +399,7 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if source.device.type != DEVICE_TYPE:
         array = dlpack_import.copy_to_device(source, target.dtype)
         buffer = buffer_of(target)
-        value_spec = buffer.spec
-        whole = (
-            source.shape == target.shape == value_spec.shape
-            and target.is_contiguous()
-            and target.dtype is value_spec.dtype
-        )
-        if whole and (buffer.number < 0 or not _is_parameter(buffer)):
+        if source.shape == target.shape and is_whole(target) and (buffer.number < 0 or not _is_parameter(buffer)):
             # An upload of the whole buffer replaces the array; operations recorded before use the old value number.
             buffer.array, buffer.number = array, -1
             return
