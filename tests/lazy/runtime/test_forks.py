@@ -53,6 +53,38 @@ for pin in (False, True):
         loader = DataLoader(data, 4, num_workers=2, pin_memory=pin)
         assert [y.to(device).sum().item() for y, in loader] == [6.0, 22.0]
 
+class Scale(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+class Transformed(Dataset):  # a module in each worker, as torchvision's transforms are, and one that is stepped
+    def __init__(self, steps=False):
+        self.transform, self.steps = Scale(), steps
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        if self.steps:
+            layer = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+            for _ in range(2):
+                layer.weight.grad = layer(torch.ones(1, 1)).detach()
+                optimizer.step()
+        return self.transform(torch.tensor([float(index)]))
+
+model = torch.nn.Linear(1, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+choices = [dict(num_workers=1), dict(num_workers=2, persistent_workers=True, prefetch_factor=4)]
+for options, steps in [(choices[0], False), (choices[1], False), (choices[0], True)]:
+    loader = DataLoader(Transformed(steps), 4, multiprocessing_context="fork", **options)
+    for epoch in range(2):
+        seen = []
+        for y in loader:
+            model(y.to(device)).sum().backward()
+            optimizer.step()  # the next epoch's workers are forked while this awaits the next forward pass
+            seen.append(y.sum().item())
+        assert seen == [12.0, 44.0], seen
+assert model(torch.ones(1, 1, device=device)).isfinite().item()
+
 class OnDevice(Dataset):
     def __len__(self):
         return 4

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Callable
 
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError
@@ -19,6 +20,8 @@ from xla_amp.lazy.graph.trace import trace
 
 _forked = False
 _silenced: list[warnings.catch_warnings] = []
+in_child: list[Callable[[], None]] = []
+"""Called in each forked child: what waits for the device in the parent must not wait for it there."""
 
 
 def is_forked() -> bool:
@@ -75,6 +78,8 @@ def _in_child() -> None:
     _forked = True
     trace.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
     trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
+    for function in in_child:
+        function()
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
     for function in private_api.exit_functions():
         atexit.unregister(function)

@@ -23,7 +23,7 @@ from torch.optim import optimizer as optim
 from xla_amp import interrupts
 from xla_amp.backends import dynamo
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.runtime import execute, forks
 from xla_amp.lazy.runtime.execute import flush
 from xla_amp.lazy.tensors import cpu_training, undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -64,6 +64,7 @@ def install() -> None:
     interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(_after_step))
     execute.after_run.append(_await_forward)
     interrupts.after_undo.append(_await_forward)
+    forks.in_child.append(_forget)
     _await_forward()
 
 
@@ -194,15 +195,29 @@ def graph_begins() -> None:
 
 
 def _forward_begins() -> None:
-    global _forward_hook, _awaited, _ended
+    global _awaited, _ended
     _awaited = False
     if _ended:
         _ended = False
         flush()
-    if _forward_hook is not None and not _kept:
+    if not _kept:
+        _remove_hook()
+    step_begins()
+
+
+def _remove_hook() -> None:
+    global _forward_hook
+    if _forward_hook is not None:
         _forward_hook.remove()
         _forward_hook = None
-    step_begins()
+
+
+def _forget() -> None:
+    """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
+    global _armed, _awaited, _ended
+    _armed, _awaited, _ended = -1, False, False
+    undo.end()
+    _remove_hook()
 
 
 for _hook in (before_forward, _before_step, _after_step):
