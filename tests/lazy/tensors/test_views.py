@@ -424,3 +424,35 @@ def test_writing_one_place_twice_is_refused(device: torch.device) -> None:
         x[:1].expand(4).copy_(torch.arange(4.0).to(device))
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory"):
         x[:1].expand(4).add_(torch.arange(4.0).to(device))
+
+
+COPIED = (1, True, 2.5, -3, 300, 2**40, float("inf"), float("nan"), 2 + 1j)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64])
+def test_a_number_is_copied(dtype: torch.dtype) -> None:
+    where_undefined = dtype in (torch.int64, torch.uint8)  # C++ converts what an integer cannot hold as it likes
+
+    def copied(where: str) -> list[torch.Tensor]:
+        made = []
+        for number in COPIED:
+            if where_undefined and isinstance(number, float) and number != 2.5:
+                continue
+            x = torch.zeros(3, 4, dtype=dtype, device=where)
+            x[1:, ::2].copy_(number)
+            x[0].data.copy_(number)
+            made += [x, torch.zeros((), dtype=dtype, device=where).copy_(number), x.t()[:0].copy_(number)]
+        return made
+
+    check(copied)
+
+
+def test_a_number_is_copied_to_parameters_and_not_to_memory_that_elements_share() -> None:
+    layer = torch.nn.Linear(2, 2).to(engine.device())
+    with torch.no_grad():
+        layer.weight.copy_(3)
+    layer.bias.data.copy_(0.5)
+    assert (layer.weight.tolist(), layer.bias.tolist()) == ([[3.0, 3.0], [3.0, 3.0]], [0.5, 0.5])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        torch.zeros(3, device=engine.device()).expand(2, 3).copy_(1.0)

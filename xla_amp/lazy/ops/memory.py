@@ -229,7 +229,10 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
 
 
 @_kernel("copy_")
-def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(src, torch.Tensor):  # ``copy_(2.0)``: torch gives kernels in Python the number
+        number = src.real if isinstance(src, complex) and not self.is_complex() else src
+        src = aten.full([], number, dtype=self.dtype, device=self.device)
     if self.device.type != DEVICE_TYPE:
         return self.copy_(tensor_io.to_host(src))
     with trace.lock:
