@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -162,6 +164,16 @@ def test_saved_state_resumes_bitwise(tmp_path: Path, record: Any) -> None:
     assert resumed.accelerator.scaler.get_scale() == 128
     assert torch.equal(resumed.epochs(1), expected)
     record("Accelerate", "fp16", {"save and resume": "bitwise"})
+
+
+def test_an_accelerator_is_pickled_and_copied(tmp_path: Path) -> None:
+    accelerator = Accelerator(mixed_precision="fp16")
+    accelerator.prepare(nn.Linear(2, 2))
+    for made in (pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(accelerator)):
+        assert made.device == accelerator.device
+        assert made.scaler.get_scale() == accelerator.scaler.get_scale()
+        made.save_state(str(tmp_path))
+        assert (tmp_path / "rng_state_xla.pth").unlink() is None
 
 
 def test_metrics_are_gathered_and_models_unwrapped() -> None:

@@ -173,8 +173,8 @@ def _construct(original: Callable[..., None]) -> Callable[..., None]:
         if self.mixed_precision == "fp16":
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
             self.scaler = GradScaler(devices.XLA, **options)
-        self.register_save_state_pre_hook(lambda models, weights, folder: _save_random_state(folder))
-        self.register_load_state_pre_hook(lambda models, folder: _load_random_state(folder))
+        self.register_save_state_pre_hook(_save_state)
+        self.register_load_state_pre_hook(_load_state)
 
     return __init__
 
@@ -350,6 +350,14 @@ def _load_random_state(folder: str | os.PathLike[str]) -> None:
     path = _random_state_file(folder)
     if path.is_file():  # not in a checkpoint of another device
         xla_model.set_rng_state(torch.load(path, weights_only=True))
+
+
+def _save_state(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
+    _save_random_state(folder)  # a function of the module, because an Accelerator is pickled with its hooks
+
+
+def _load_state(models: Any, folder: str | os.PathLike[str]) -> None:
+    _load_random_state(folder)
 
 
 def _also_save_random_state(original: Callable[..., None]) -> Callable[..., None]:
