@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import torch
 
 from xla_amp.backends import base
