@@ -13,8 +13,6 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 Cast: TypeAlias = Literal[
     "low",
     "fp8",
-    "fp8_rowwise",
-    "mxfp8",
     "fp32",
     "fp32_inside",
     "low_fp32_out",
@@ -29,8 +27,6 @@ Cast: TypeAlias = Literal[
 ``low``          cast to the region's low dtype
 ``fp8``          cast to the low dtype, bfloat16; the product of a weight and its gradient with regard to the other
                  operand read copies that are scaled and rounded to 8-bit floats (`xla_amp.policy.float8`)
-``fp8_rowwise``  as ``fp8``, with a scale for each row of the left operand and each column of the right one
-``mxfp8``        as ``fp8``, with a scale for each 32 elements that are summed in turn, for GPUs that scale blocks
 ``fp32``         cast to float32
 ``fp32_inside``  computed in float32; the result has the dtype of the first operand
 ``low_fp32_out`` operands are cast to the low dtype, products are summed in float32, and the result is float32
@@ -44,9 +40,6 @@ Cast: TypeAlias = Literal[
 """
 
 CASTS: Final[tuple[Cast, ...]] = get_args(Cast)
-
-FLOAT8_CASTS: Final[tuple[Cast, ...]] = ("fp8", "fp8_rowwise", "mxfp8")
-"""Casts that read operands in 8-bit floats."""
 
 Layer: TypeAlias = Literal["builtin", "file", "environment", "override", "context"]
 """Where a rule is written; a later layer wins over an earlier one."""

@@ -18,7 +18,7 @@ from xla_amp.events import DecisionRecord
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.types import CASTS as CASTS
-from xla_amp.types import FLOAT8_CASTS, Cast
+from xla_amp.types import Cast
 
 LOW, WIDE = "bfloat16", "float32"
 
@@ -153,7 +153,7 @@ def refused_by_torch(program: Program, cast: Cast, on_lazy: bool = False) -> str
     name = program.rule.partition(".")[0]
     if cast in ("fp32_out", "fp32_append") and not (cast == "fp32_out" and name in TAKES_DTYPE):
         return f"'{cast}' for {name}.*give it 'fp32'"
-    if cast in FLOAT8_CASTS and not on_lazy:
+    if cast == "fp8" and not on_lazy:
         return f"'{cast}' is not supported on torch's device"
     return f"'low_fp32_out' for {name}.*JAX and StableHLO follow" if cast == "low_fp32_out" else ""
 
@@ -188,5 +188,5 @@ def run_in_torch(cast: Cast, place: torch.device, *, mixed_products: bool) -> It
                 program.torch(*operands)
                 (record,) = [each for each in report.records if each.layer == "override"]
                 # Sizes of 4 are none of an 8-bit product.
-                assert record.cast == ("low" if cast in FLOAT8_CASTS else cast)
+                assert record.cast == ("low" if cast == "fp8" else cast)
                 yield program, record

@@ -140,20 +140,6 @@ def test_explain_shows_what_8_bits_gain_and_lose() -> None:
     assert shown(64, 16) == float8.estimate(32, 64, 128)
 
 
-@pytest.mark.parametrize("cast", ["fp8_rowwise", "mxfp8"])
-def test_scales_of_rows_and_blocks(cast: str) -> None:
-    rules = {"matmul": cast}
-    whole = autocast(lambda w, x: jax.grad(loss)(w, x), rules=rules)
-    data = (E4, E4) if cast == "mxfp8" else DATA
-    assert products(whole, WEIGHTS, X) == dict(collections.Counter([FORWARD, FORWARD, data, WEIGHT, WEIGHT]))
-    wanted = jax.grad(loss)(WEIGHTS, X)
-    for step in (whole, jax.grad(autocast(loss, rules=rules))):
-        assert 0.01 < distance(jax.jit(step)(WEIGHTS, X), wanted) < 0.15
-    mapped = jax.vmap(jax.grad(autocast(loss, rules=rules)), in_axes=(None, 0))(WEIGHTS, X.reshape(3, 16, 32))
-    found = jax.grad(autocast(loss, rules=rules))(WEIGHTS, X[:16])
-    np.testing.assert_allclose(mapped[0][0], found[0], rtol=0.02, atol=1e-6)  # a map is a batch of the same products
-
-
 def test_refusals() -> None:
     with pytest.raises(PolicyError, match=r"'fp8' is not supported where the low dtype is float16; pass dtype=jnp.bf"):
         jax.make_jaxpr(autocast(loss, rules=RULES, dtype=jnp.float16))(WEIGHTS, X)
@@ -161,22 +147,15 @@ def test_refusals() -> None:
         autocast(loss, policy="fp8", dtype=jnp.float16)
 
 
-@pytest.mark.parametrize(
-    ("target", "cast", "call"),
-    [
-        ("h100", "fp8", "__cublas$lt$matmul$f8"),
-        ("h200", "fp8_rowwise", "__cublas$lt$matmul$f8"),
-        ("b200", "mxfp8", "__cudnn$blockScaledDot"),
-    ],
-)
-def test_gpus_get_8_bit_products_forward_and_for_the_data(target: str, cast: str, call: str) -> None:
+@pytest.mark.parametrize("target", ["h100", "h200"])
+def test_gpus_get_8_bit_products_forward_and_for_the_data(target: str) -> None:
     if not targets.available(target):
         pytest.skip(f"the compiler for {target} is not installed")
-    step = jax.grad(autocast(loss, rules={"matmul": cast}), argnums=(0, 1))
+    step = jax.grad(autocast(loss, rules=RULES), argnums=(0, 1))
     module = targets.lower(step, WEIGHTS, X, target=target)
     hlo = targets.compile_for(module, target).hlo
     # X and the first weight both come from outside, so the gradient of X is in 8 bits because the weight is second.
-    assert hlo.count(f'custom_call_target="{call}"') == 4
+    assert hlo.count('custom_call_target="__cublas$lt$matmul$f8"') == 4
 
 
 def test_a_small_gpt_learns_as_in_bfloat16() -> None:

@@ -61,6 +61,5 @@ def test_the_tables_of_the_page_are_complete():
         "cautious",
         "lean",
         "fp8",
-        "mxfp8",
     ]
     assert set(first_columns[len(CASTS) :]) == set(BUILTIN)

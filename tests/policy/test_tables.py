@@ -13,7 +13,7 @@ from xla_amp.policy.load import _policy
 from xla_amp.policy.op_catalog import catalogue, packet
 from xla_amp.types import CASTS, OPERATION_CLASSES
 
-PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda"), "mxfp8": ("fp8", "gpu", "cuda")}
+PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}
 FP32 = {"fp32", "fp32_out", "fp32_append"}
 
 

@@ -18,7 +18,6 @@ from xla_amp.precision_report import PrecisionReport, summarize
 from xla_amp.report import operations, terminal, units
 from xla_amp.report.document import Column, Document, Row, Table
 from xla_amp.report.shown import Shown
-from xla_amp.types import FLOAT8_CASTS
 
 _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 """Operations that only change the dtype."""
@@ -239,15 +238,14 @@ def _estimate(entry: DecisionRecord) -> float8.Estimate | None:
     """The estimate by which the cast ``fp8`` was decided; None for other decisions, and where shapes are not known."""
     name = entry.operation.partition(".")[0]
     first = 1 if name == "addmm" else 0
-    asked = entry.cast in FLOAT8_CASTS or entry.why.startswith(float8.LEFT_OUT)
+    asked = entry.cast == "fp8" or entry.why.startswith(float8.LEFT_OUT)
     if not asked or len(entry.shapes) < first + 2 or len(entry.result_shapes) != 1:
         return None
     left, right = entry.shapes[first : first + 2]
     if name == "linear":
         right = right[::-1]
-    cast = entry.cast if entry.cast in FLOAT8_CASTS else "fp8"
-    target = float8.target_of(sys.modules["jax"].devices()[0].device_kind if "jax" in sys.modules else "", cast)
-    return float8.estimate_of(left, right, entry.result_shapes[0], target, cast)
+    target = float8.target_of(sys.modules["jax"].devices()[0].device_kind if "jax" in sys.modules else "")
+    return float8.estimate_of(left, right, entry.result_shapes[0], target)
 
 
 def _is_risky(entry: DecisionRecord) -> bool:

@@ -35,7 +35,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import PRIMITIVES
 from xla_amp.lowering.linalg.contraction import contract
-from xla_amp.lowering.linalg.float8 import Format, Scaling, float8_contract
+from xla_amp.lowering.linalg.float8 import Format, float8_contract
 
 _PLATFORMS: Final[Mapping[str | None, str]] = MappingProxyType({"cpu": "cpu", "cuda": "gpu", None: "tpu"})
 """JAX's platform, None for those without a form of their own -> that of `xla_amp.lowering`."""
@@ -50,9 +50,6 @@ class Float8(NamedTuple):
     """Of its operands; None where only gradients do."""
     gradients: tuple[bool, bool]
     """Whether the gradient with regard to the first, to the second operand does."""
-    gradient: Format = "e5m2"
-    """Of the gradient of the result, where it is read in 8 bits."""
-    scaling: Scaling = "tensor"
 
     def without_formats(self) -> Float8 | None:
         """For a term of the derivative, which becomes 8-bit when it is transposed."""
@@ -265,9 +262,7 @@ def _lower(
     left, right, *rest = operands[: len(operands) - sum(masters)]
     left, right = _cast(left, low), _cast(right, low)
     if float8 is not None and float8.formats is not None:
-        form = functools.partial(
-            float8_contract, formats=float8.formats, scaling=float8.scaling, platform=_PLATFORMS[platform]
-        )
+        form = functools.partial(float8_contract, formats=float8.formats, platform=_PLATFORMS[platform])
         return _cast(_as_matrices(form, left, right, params["dimension_numbers"]), out)
     accumulator = jnp.dtype(jnp.float32)
     if platform == "cpu" and primitive is lax.dot_general_p:
@@ -370,7 +365,7 @@ def _transpose(
     values = [(value, None) for value in (cotangent, *known)]
     in_8_bits = None
     if float8 is not None and float8.gradients[linear]:
-        in_8_bits = float8._replace(formats=(float8.gradient, "e4m3"), gradients=(False, False))
+        in_8_bits = float8._replace(formats=("e5m2", "e4m3"), gradients=(False, False))
     result[target] = _replay(primitive, f32_jaxpr, values, low, unknown.dtype, in_8_bits)
     return result
 

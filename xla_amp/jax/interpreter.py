@@ -36,7 +36,6 @@ from xla_amp.jax.value_info import ValueTable
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
-from xla_amp.types import FLOAT8_CASTS, Cast
 
 
 class Interpreter:
@@ -297,10 +296,10 @@ class Interpreter:
         if unsummed and not kept and not decision.from_user:
             kept = NOTHING_SUMMED
         in_8_bits, told = None, ""
-        if decision.cast in FLOAT8_CASTS and not kept:
+        if decision.cast == "fp8" and not kept:
             types = avals or operands
             in_8_bits, told = self._float8(
-                primitive, operands, params, types, eqn, any(f32_outputs), decision.cast, decision.from_user
+                primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user
             )
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
@@ -309,7 +308,7 @@ class Interpreter:
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
-        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", *FLOAT8_CASTS) and not kept:
+        if kind == "contraction" and decision.cast in ("low", "low_fp32_out", "fp8") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs)
             used, outs = self._contract(primitive, operands, params, avals or operands, wide, in_8_bits)
             if in_8_bits is not None and in_8_bits.formats is not None:
@@ -341,17 +340,14 @@ class Interpreter:
         types: Sequence[Any],
         eqn: Any,
         gradient_of_weight: bool,
-        cast: Cast,
         asked: bool,
     ) -> tuple[Float8 | None, str]:
         """What of a contraction under a cast to 8-bit floats reads them, and why, or why nothing does."""
         if self.settings.low != np.dtype("bfloat16"):
-            raise float8.refused(
-                f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast", cast
-            )
+            raise float8.refused(f"where the low dtype is {self.settings.low}", "pass dtype=jnp.bfloat16 to autocast")
         device = jax.devices()[0]
         place = float8.Device(device.platform, device.device_kind, hardware.compute_capability(device))
-        if why := float8.unavailable(cast, place):
+        if why := float8.unavailable(place):
             return None, why
         if primitive is not lax.dot_general_p:
             return None, f"{float8.LEFT_OUT}: it is no plain product"
@@ -364,18 +360,16 @@ class Interpreter:
             (self.table.is_outside(operands[0]), self.table.is_outside(operands[1])),
             params["dimension_numbers"][0],
             asked=asked,
-            target=float8.target_of(place.kind, cast),
-            cast=cast,
+            target=float8.target_of(place.kind),
         )
         if weight is None:
             return None, told
         backward = self.backward if eqn is None else compat.is_backward(eqn, self.backward)
-        recipe = float8.recipe(cast)
         formats: list[Format] = ["e4m3", "e4m3"]
         if backward:
-            formats[1 - weight] = recipe.gradient
+            formats[1 - weight] = "e5m2"
         gradients = (weight != 0 and not backward, weight != 1 and not backward)
-        return Float8((formats[0], formats[1]), gradients, recipe.gradient, recipe.scaling), told
+        return Float8((formats[0], formats[1]), gradients), told
 
     def _kept(
         self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool

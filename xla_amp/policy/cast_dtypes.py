@@ -12,7 +12,7 @@ import functools
 from typing import Generic, NamedTuple, TypeVar
 
 from xla_amp.errors import PolicyError
-from xla_amp.types import FLOAT8_CASTS, Cast
+from xla_amp.types import Cast
 
 D = TypeVar("D")
 """A dtype as the front writes it; hashable."""
@@ -66,7 +66,7 @@ def cast_dtypes(
             cast = "keep"
     given = {dtype for dtype in operands if dtype is not None}
     target: D | None = None
-    if cast == "low" or cast in FLOAT8_CASTS:  # 8-bit copies are made inside of the product
+    if cast in ("low", "fp8"):  # 8-bit copies are made inside of the product
         target = low
     elif cast == "fp32":
         target = float32

@@ -1,6 +1,6 @@
-"""Which products the casts ``fp8``, ``fp8_rowwise`` and ``mxfp8`` make of 8-bit floats, and what they cost.
+"""Which products the cast ``fp8`` makes of 8-bit floats, and what they cost.
 
-A cast is for the product of a weight, a matrix, with other values.  The product itself and its gradient with regard
+The cast is for the product of a weight, a matrix, with other values.  The product itself and its gradient with regard
 to the other operand read 8-bit copies; the gradient of the weight reads the 16-bit operands.  Where a product cannot be
 made so, or would be slower, it runs in the region's low dtype, and reports say why.  A rule of the user's decides
 against the estimate, but not against what the hardware can do.
@@ -14,7 +14,7 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from xla_amp import hardware
 from xla_amp.errors import PolicyError
@@ -28,26 +28,6 @@ least."""
 
 LEFT_OUT: Final = "not in 8 bits"
 """How each reason begins why a product under the cast stays in 16 bits."""
-
-
-class Recipe(NamedTuple):
-    """How a cast makes 8-bit operands: a row of ``tables/float8.toml``."""
-
-    scaling: Literal["tensor", "row", "block"]
-    """Which elements share a scale (`xla_amp.lowering.linalg.float8`)."""
-    told: str
-    """For reports."""
-    gradient: Literal["e4m3", "e5m2"]
-    """Format of the gradient of the result."""
-    multiple: int
-    """Divides the summed and the written dimension of the weight."""
-    multiple_why: str
-    bytes_scaled: int
-    """Moved for one element that is scaled."""
-    capability: tuple[int, int]
-    """Least compute capability of a GPU that has such products."""
-    default: str
-    """Target to estimate for where the device is none of the table."""
 
 
 class Device(NamedTuple):
@@ -80,34 +60,13 @@ def _data() -> Mapping[str, Any]:
     return tomllib.loads(read_table("float8"))
 
 
-@functools.cache
-def recipe(cast: Cast) -> Recipe:
-    """The row of a cast of `xla_amp.types.FLOAT8_CASTS`."""
-    row: dict[str, Any] = {key: value for key, value in _data()["casts"][cast].items() if key not in ("why", "source")}
-    return Recipe(**{**row, "capability": tuple(row["capability"])})
-
-
-def unavailable(cast: Cast, device: Device) -> str:
-    """Why a device has no products of the cast, so that they run in 16 bits; empty if it has them, or rehearses them.
-
-    Raises:
-        PolicyError: blocks cannot be scaled there.  XLA would expand the product without a word, into something slower.
-    """
-    row = recipe(cast)
-    if device.platform == "gpu":
-        if device.capability is not None and device.capability >= row.capability:
-            return ""
-    elif device.platform == "cpu" or row.scaling != "block":
+def unavailable(device: Device) -> str:
+    """Why a device has no products of 8-bit floats, so that they run in 16 bits; empty if it has or rehearses them."""
+    needed = tuple(_data()["shapes"]["capability"])
+    if device.platform != "gpu" or (device.capability is not None and device.capability >= needed):
         return ""
     name = device.kind or device.platform
-    needed = ".".join(map(str, row.capability))
-    if row.scaling == "block":
-        raise refused(
-            f"on {name}, which scales no blocks; it needs a GPU of compute capability {needed}, as the B200",
-            "use 'fp8'",
-            cast,
-        )
-    return f"{LEFT_OUT}: {name} has no such products, which need a GPU of compute capability {needed}"
+    return f"{LEFT_OUT}: {name} has no such products, which need a GPU of compute capability {needed[0]}.{needed[1]}"
 
 
 def targets() -> tuple[str, ...]:
@@ -115,17 +74,17 @@ def targets() -> tuple[str, ...]:
     return tuple(name for name in hardware.names() if "float8" in hardware.specification(name))
 
 
-def target_of(device: str, cast: Cast = "fp8") -> str:
-    """The target for a device by the name that its driver gives it; the cast's default for others.
+def target_of(device: str) -> str:
+    """The target for a device by the name that its driver gives it; `DEFAULT_TARGET` for others.
 
     Example:
         >>> target_of("NVIDIA H200"), target_of("cpu")
         ('h200', 'h100')
     """
-    return next((name for name in targets() if name in device.lower()), recipe(cast).default)
+    return next((name for name in targets() if name in device.lower()), DEFAULT_TARGET)
 
 
-def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET, cast: Cast = "fp8") -> Estimate:
+def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> Estimate:
     """The cost of ``(rows, depth) @ (depth, columns)`` and of its gradient with regard to the left operand.
 
     Args:
@@ -133,7 +92,6 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET, 
         depth: summed dimension.
         columns: of the weight.
         target: a name of `targets`.
-        cast: of `xla_amp.types.FLOAT8_CASTS`.
 
     Raises:
         PolicyError: an unknown target.
@@ -155,18 +113,8 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET, 
         return float(max(operations, moved / bandwidth) + 2 * costs["seconds_per_kernel"])
 
     operands = rows * depth + depth * columns + rows * columns  # data, weight and the gradient of the result
-    scaling = recipe(cast).bytes_scaled * operands / bandwidth + 6 * costs["seconds_per_kernel"]
+    scaling = costs["bytes_scaled"] * operands / bandwidth + 6 * costs["seconds_per_kernel"]
     return Estimate(product(row["matrix"]["bfloat16"], 2), product(row["float8"], 1) + scaling, scaling)
-
-
-def compiler_options(platform: str) -> dict[str, str]:
-    """XLA's options for StableHLO programs with 8-bit products, as ``compiler_options`` of `jax.jit`.
-
-    Args:
-        platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-    """
-    row = _data()["options"].get(platform, {})
-    return {name: value for name, value in row.items() if name not in ("source", "why")}
 
 
 def left_out(
@@ -180,9 +128,8 @@ def left_out(
         columns: of the weight.
         asked: whether a rule of the user's decides: the estimate then does not count.
         target: a name of `targets`.
-        cast: of `xla_amp.types.FLOAT8_CASTS`.
     """
-    multiple, multiple_why = recipe(cast).multiple, recipe(cast).multiple_why
+    multiple, multiple_why = _data()["shapes"]["multiple"], _data()["shapes"]["multiple_why"]
     for what, size in (("sums over", depth), ("writes columns of", columns)):
         if size % multiple or size == 0:
             return f"{LEFT_OUT}: it {what} {size}, no multiple of {multiple}: {multiple_why}"
@@ -190,7 +137,7 @@ def left_out(
         return f"{LEFT_OUT}: it has no rows"
     if asked:
         return ""
-    found = estimate(rows, depth, columns, target, cast)
+    found = estimate(rows, depth, columns, target)
     if found.gain > 1:
         return ""
     return (
@@ -206,7 +153,6 @@ def weight_of(
     *,
     asked: bool,
     target: str = DEFAULT_TARGET,
-    cast: Cast = "fp8",
 ) -> tuple[int | None, str]:
     """Which operand of a product is the weight, of whose product the cast makes one in 8 bits, and what a report says.
 
@@ -216,7 +162,6 @@ def weight_of(
         summed: the axes of each operand that are summed.
         asked: as of `left_out`.
         target: a name of `targets`.
-        cast: of `xla_amp.types.FLOAT8_CASTS`.
 
     Returns:
         0 or 1, or None where the product stays in 16 bits, and the reason.
@@ -228,9 +173,9 @@ def weight_of(
     found = sizes_of(shapes, outside, summed)
     if isinstance(found, str):
         return None, found
-    if why := left_out(found.rows, found.depth, found.columns, asked=asked, target=target, cast=cast):
+    if why := left_out(found.rows, found.depth, found.columns, asked=asked, target=target):
         return None, why
-    return found.weight, explained(found.rows, found.depth, found.columns, target, cast)
+    return found.weight, explained(found.rows, found.depth, found.columns, target)
 
 
 class Sizes(NamedTuple):
@@ -263,7 +208,6 @@ def estimate_of(
     right: Sequence[int],
     result: Sequence[int],
     target: str = DEFAULT_TARGET,
-    cast: Cast = "fp8",
 ) -> Estimate | None:
     """`estimate` by the shapes of a product, of which one operand is a matrix: the weight, the right one of two.
 
@@ -281,18 +225,18 @@ def estimate_of(
     rows, depth, columns = (products // math.prod(each) for each in (weight, result, data))
     if len(weight) != 2 or sorted(weight) != sorted((depth, columns)) or rows * depth != math.prod(data):
         return None
-    return estimate(rows, depth, columns, target, cast)
+    return estimate(rows, depth, columns, target)
 
 
-def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET, cast: Cast = "fp8") -> str:
+def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> str:
     """What a report says of a product in 8 bits."""
-    found = estimate(rows, depth, columns, target, cast)
+    found = estimate(rows, depth, columns, target)
     return (
-        f"8 bits, {recipe(cast).told}: estimated {found.float8 * 1e6:.0f} us on {target}, "
+        f"8 bits, scaled by their largest magnitude: estimated {found.float8 * 1e6:.0f} us on {target}, "
         f"{found.scaling * 1e6:.0f} of them for scaling, against {found.low * 1e6:.0f} us in bfloat16"
     )
 
 
-def refused(front: str, instead: str, cast: Cast = "fp8") -> PolicyError:
+def refused(front: str, instead: str) -> PolicyError:
     """The error of a front without 8-bit products."""
-    return PolicyError(f"the cast {cast!r} is not supported {front}; {instead}")
+    return PolicyError(f"the cast 'fp8' is not supported {front}; {instead}")

@@ -21,7 +21,7 @@ from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import CASTS, LOW_DTYPES, Layer, LowDtype
 
-BUILTIN: Final = ("cautious", "cpu", "cuda", "fp8", "gpu", "hpu", "lean", "mps", "mxfp8", "torch_tpu", "tpu", "xpu")
+BUILTIN: Final = ("cautious", "cpu", "cuda", "fp8", "gpu", "hpu", "lean", "mps", "torch_tpu", "tpu", "xpu")
 """Names of the built-in policies."""
 
 DEFAULT: Final = "default"
@@ -45,7 +45,6 @@ _CAST_SPELLINGS: Final = {
     "float32_inside": "fp32_inside",
     "float8": "fp8",
     "float8_e4m3fn": "fp8",
-    "rowwise": "fp8_rowwise",
     "widest": "promote",
     "none": "keep",
     "banned": "ban",

@@ -179,7 +179,5 @@ _SOME_OPERATIONS: Final[dict[Cast, str]] = {
     "fp32_inside": "softmax",
     "low_fp32_out": "linear",
     "fp8": "linear",
-    "fp8_rowwise": "linear",
-    "mxfp8": "linear",
 }
 """Casts that not every operation can follow -> one that can."""

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from xla_amp.errors import PolicyError
-from xla_amp.types import FLOAT8_CASTS, OPERATION_CLASSES, Cast, OperationClass
+from xla_amp.types import OPERATION_CLASSES, Cast, OperationClass
 
 Vocabulary: TypeAlias = Literal["jaxpr", "stablehlo"]
 
@@ -202,13 +202,13 @@ def unfit(operations: Iterable[str], cast: Cast) -> str:
     elif cast == "low_fp32_out":
         wrong = sorted(name for name in operations if operation_class(name) not in ("contraction", "convolution"))
         why = "it is for matrix products and convolutions, which sum products of low operands in float32"
-    elif cast in FLOAT8_CASTS and GRADIENT_SUM not in operations:
+    elif cast == "fp8" and GRADIENT_SUM not in operations:
         wrong = sorted(set(operations) - _WEIGHTED)
         why = f"it is for products with a weight matrix: {', '.join(sorted(_WEIGHTED))}"
     elif GRADIENT_SUM in operations and cast not in ("fp32", "low", "keep"):
         wrong = [GRADIENT_SUM]
         narrow = "a sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it"
-        why = narrow if cast in FLOAT8_CASTS else "gradients are added in float32, the low dtype or their own ('keep')"
+        why = narrow if cast == "fp8" else "gradients are added in float32, the low dtype or their own ('keep')"
     else:
         return ""
     if not wrong:

@@ -179,3 +179,25 @@ def test_estimates_say_where_8_bits_lose():
     assert [float8.target_of(name) for name in ("NVIDIA H200", "NVIDIA B200", "cpu")] == ["h200", "b200", "h100"]
     with pytest.raises(PolicyError, match="float8 for target 'a100': expected one of h100, h200, b200"):
         float8.estimate(16, 16, 16, "a100")
+
+
+def test_a_gpu_without_8_bit_products_runs_them_in_16_bits_and_says_so(device):
+    model, x = torch.nn.Linear(64, 32).to(device), torch.zeros(16, 64, device=device)
+
+    def make_step():
+        def step():
+            with xla_amp.autocast(device, policy="fp8", rules={"linear": "fp8"}):
+                return model(x)
+
+        return step
+
+    with xla_amp.explain() as report:
+        program = xla_amp.export_for("a100", make_step)
+    assert "f8E4M3FN" not in program.mlir_text
+    (record, *_) = [each for each in report.records if each.operation == "linear"]
+    assert (record.cast, record.used[0]) == ("low", "bfloat16")
+    assert "a100 has no such products, which need a GPU of compute capability 8.9" in record.why
+    for place in (float8.Device("gpu", "Radeon", None), float8.Device("gpu", "NVIDIA A10G", (8, 6))):
+        assert "has no such products" in float8.unavailable(place)
+    for place in (float8.Device("gpu", "NVIDIA L40S", (8, 9)), float8.Device("cpu", "cpu", None)):
+        assert not float8.unavailable(place)

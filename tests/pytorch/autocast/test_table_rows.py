@@ -18,7 +18,6 @@ import torch
 import xla_amp
 from xla_amp import autocast
 from xla_amp.policy import BUILTIN, Policy, Rule, load
-from xla_amp.types import FLOAT8_CASTS
 
 NOT_ON_DEVICE: Mapping[str, str] = MappingProxyType(
     {
@@ -36,7 +35,7 @@ FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FIRST_OPERAND_ONLY = ("batch_norm", "instance_norm")
 """Their running statistics are written to; see `xla_amp.pytorch.autocast.casting`."""
 
-LOW = ("low", *FLOAT8_CASTS)
+LOW = ("low", "fp8")
 
 
 def given(cast: str, low: torch.dtype) -> list[torch.dtype]:

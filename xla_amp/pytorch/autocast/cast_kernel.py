@@ -18,7 +18,7 @@ from xla_amp import policy as policies
 from xla_amp.backends import dynamo, module_paths
 from xla_amp.policy import Decision, Policy, effects
 from xla_amp.pytorch.autocast import casting, decision_events, float8_products
-from xla_amp.types import FLOAT8_CASTS, Cast
+from xla_amp.types import Cast
 
 Kernel = Callable[..., Any]
 Rules = Callable[[], Policy]
@@ -73,7 +73,7 @@ def make(
         effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
             return policy, decision, None
-        asked = decision.cast in FLOAT8_CASTS and decision.from_user
+        asked = decision.cast == "fp8" and decision.from_user
         prepare = made.get((decision.cast, asked))
         if prepare is None:
             prepare = casting.make(decision.cast, operands, device_type, asked=asked)

@@ -25,7 +25,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy import op_catalog
 from xla_amp.policy.cast_dtypes import CastDtypes, cast_dtypes
 from xla_amp.pytorch.autocast import float8_products
-from xla_amp.types import FLOAT8_CASTS, Cast
+from xla_amp.types import Cast
 
 Arguments: TypeAlias = Sequence[Any]
 Keywords: TypeAlias = Mapping[str, Any]
@@ -117,8 +117,8 @@ def make(cast: Cast, operands: Operands, device_type: str, *, asked: bool = Fals
             f"cast 'low_fp32_out' for {operands.name}: torch has no differentiable product of low operands with a "
             "float32 result; JAX and StableHLO follow this rule. Give it 'low' or 'fp32'"
         )
-    if cast in FLOAT8_CASTS:
-        return float8_products.make(operands.name, _to(operands, device_type, "low"), device_type, cast, asked)
+    if cast == "fp8":
+        return float8_products.make(operands.name, _to(operands, device_type, "low"), device_type, asked)
     if cast == "promote":
         return _promote(operands, device_type)
     if cast == "keep":

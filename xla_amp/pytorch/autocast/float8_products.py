@@ -1,4 +1,4 @@
-"""The casts to 8-bit floats for one operation of torch on the lazy device (`xla_amp.policy.float8`).
+"""The cast ``fp8`` for one operation of torch on the lazy device (`xla_amp.policy.float8`).
 
 The product is the operator ``xla_amp::float8_mm``, which only the lazy device has.  The gradient with regard to the
 data reads the gradient of the result in ``float8_e5m2``; that of the weight is a product of 16-bit operands.
@@ -15,7 +15,6 @@ import torch
 
 from xla_amp.backends import base, devices
 from xla_amp.policy import Decision, float8
-from xla_amp.types import Cast
 
 _DEVICE: Final = base.LAZY
 _OPERANDS: Final[Mapping[str, tuple[int, int]]] = {"addmm": (1, 2), "linear": (0, 1), "matmul": (0, 1), "mm": (0, 1)}
@@ -52,7 +51,6 @@ def make(
     name: str,
     low: Callable[..., tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]],
     device: str,
-    cast_name: Cast,
     asked: bool,
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]]:
     """The prepare function (`xla_amp.pytorch.autocast.casting`) of the cast.
@@ -61,7 +59,6 @@ def make(
         name: of the operation.
         low: the prepare function of the cast ``low``, which runs first.
         device: device type of the region.
-        cast_name: the cast, of `xla_amp.types.FLOAT8_CASTS`.
         asked: whether a rule of the user's gives the cast.
 
     Raises:
@@ -71,29 +68,27 @@ def make(
         raise float8.refused(
             f"on torch's device {device!r}",
             "move the model to xla_amp.xla_device(), use torchao.float8 there, or give the operation 'low'",
-            cast_name,
         )
-    recipe = float8.recipe(cast_name)
 
     def prepare(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         call, cast, named = low(arguments, keywords)
         given = torch.get_autocast_dtype(device)
         if given is not torch.bfloat16:
-            raise float8.refused(f"where the low dtype is {given}", "pass dtype=torch.bfloat16 to autocast", cast_name)
+            raise float8.refused(f"where the low dtype is {given}", "pass dtype=torch.bfloat16 to autocast")
         engine = devices.engine()
         place = float8.Device(engine.platform(), engine.device_kind(), engine.compute_capability())
-        if why := float8.unavailable(cast_name, place):
+        if why := float8.unavailable(place):
             return Told(call, (), why), cast, named
         factors, why = _factors(name, arguments, cast, named)
         if factors is None:
             return Told(call, (), f"{float8.LEFT_OUT}: {why}"), cast, named
         depth, columns = factors.weight.shape[::-1] if factors.weight_first else factors.weight.shape
         rows = math.prod(factors.data.shape) // max(1, depth)
-        target = float8.target_of(place.kind, cast_name)
-        if why := float8.left_out(rows, depth, columns, asked=asked, target=target, cast=cast_name):
+        target = float8.target_of(place.kind)
+        if why := float8.left_out(rows, depth, columns, asked=asked, target=target):
             return Told(call, (), why), cast, named
-        told = float8.explained(rows, depth, columns, target, cast_name)
-        return Told(_call(name, factors, recipe), _OPERANDS[name], told), cast, named
+        told = float8.explained(rows, depth, columns, target)
+        return Told(_call(name, factors), _OPERANDS[name], told), cast, named
 
     return prepare
 
@@ -140,19 +135,19 @@ def _is_weight(tensor: Any) -> bool:
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
-def _call(name: str, factors: _Factors, recipe: float8.Recipe) -> Callable[..., torch.Tensor]:
+def _call(name: str, factors: _Factors) -> Callable[..., torch.Tensor]:
     def run(*arguments: Any) -> torch.Tensor:
         added = arguments[0] if name == "addmm" else arguments[2] if len(arguments) > 2 else None
-        result = _product(factors, recipe)
+        result = _product(factors)
         return result if added is None else torch.add(result, added)
 
     return run
 
 
-def _product(factors: _Factors, recipe: float8.Recipe) -> torch.Tensor:
+def _product(factors: _Factors) -> torch.Tensor:
     data, weight, weight_first = factors
     flat = data if weight_first or data.dim() == 2 else data.reshape(-1, data.shape[-1])
-    rows: torch.Tensor = _Product.apply(flat, weight, weight_first, recipe)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = _Product.apply(flat, weight, weight_first)  # type: ignore[no-untyped-call]
     if flat is data:
         return rows
     return rows.view(*data.shape[:-1], weight.shape[1])
@@ -162,23 +157,23 @@ class _Product(torch.autograd.Function):
     """``data @ weight`` of two bfloat16 matrices, or ``weight @ data``."""
 
     @staticmethod
-    def forward(ctx: Any, data: Any, weight: Any, weight_first: bool, recipe: float8.Recipe) -> Any:
+    def forward(ctx: Any, data: Any, weight: Any, weight_first: bool) -> Any:
         ctx.save_for_backward(data, weight)
-        ctx.weight_first, ctx.recipe = weight_first, recipe
+        ctx.weight_first = weight_first
         left, right = (weight, data) if weight_first else (data, weight)
-        return _operator()(left, right, "e4m3", "e4m3", recipe.scaling)
+        return _operator()(left, right, "e4m3", "e4m3")
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         data, weight = ctx.saved_tensors
         of_data, of_weight, *_ = ctx.needs_input_grad
-        results: list[Any] = [None, None, None, None]
+        results: list[Any] = [None, None, None]
         if of_data:
             left, right = (weight.t(), gradient) if ctx.weight_first else (gradient, weight.t())
-            formats = ("e4m3", ctx.recipe.gradient) if ctx.weight_first else (ctx.recipe.gradient, "e4m3")
+            formats = ("e4m3", "e5m2") if ctx.weight_first else ("e5m2", "e4m3")
             # With create_graph=True the gradient is differentiated itself.
             again = torch.is_grad_enabled()
-            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats, ctx.recipe.scaling)
+            results[0] = torch.mm(left, right) if again else _operator()(left, right, *formats)
         if of_weight:
             results[1] = torch.mm(gradient, data.t()) if ctx.weight_first else torch.mm(data.t(), gradient)
         return tuple(results)
@@ -187,7 +182,7 @@ class _Product(torch.autograd.Function):
 @functools.cache
 def _operator() -> Any:
     library = torch.library.Library("xla_amp", "FRAGMENT")
-    library.define(f"{_NAME}(Tensor left, Tensor right, str left_format, str right_format, str scaling) -> Tensor")
+    library.define(f"{_NAME}(Tensor left, Tensor right, str left_format, str right_format) -> Tensor")
     library.impl(_NAME, lambda left, right, *_: left.new_empty((left.shape[0], right.shape[1])), "Meta")
     _libraries.append(library)
     return getattr(torch.ops.xla_amp, _NAME).default
