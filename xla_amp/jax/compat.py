@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,21 @@ def is_partitioned() -> bool:
     """Whether the compiler distributes the running code over the mesh around, at least along some of its axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and not mesh.are_all_axes_manual
+
+
+def low_sums_crash(mesh: Any = None, manual: Iterable[str] = ()) -> bool:
+    """Whether XLA:CPU ends the process at a low sum over devices: in a `jax.shard_map` that is manual over some axes.
+
+    jaxlib 0.10.2: "Invalid binary instruction opcode copy" in ``AllReducePromotion``, also without autocast.
+
+    Args:
+        mesh: of a `jax.shard_map`; None for that of the running code.
+        manual: its axes that the `jax.shard_map` makes manual.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    split = {name for name, extent in mesh.shape.items() if extent > 1}
+    inside = {*mesh.manual_axes, *manual}
+    return bool(inside) and not split <= inside and jax.default_backend() == "cpu"
 
 
 def is_laid_out(value: Any) -> bool:

@@ -30,7 +30,7 @@ from xla_amp.jax.contraction_primitives import (
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
-from xla_amp.jax.primitives import DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
+from xla_amp.jax.primitives import ADDED_BETWEEN_DEVICES, DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import NOTHING_SUMMED, asked_precision, request
 from xla_amp.jax.value_info import ValueTable
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
@@ -277,6 +277,8 @@ class Interpreter:
         """
         if eqn is not None and any(map(compat.is_region_scope, compat.name_stack(eqn))):
             return compat.bind(primitive, self.cast_to_avals(operands, _avals(eqn)), params)
+        if primitive.name in ADDED_BETWEEN_DEVICES and compat.low_sums_crash():
+            operands = [self.table.cast(value, F32) for value in operands]
         policy = self.settings.current_policy()
         info = PRIMITIVES.get(primitive.name)
         kind = info.kind if info else None

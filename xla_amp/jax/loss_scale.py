@@ -389,7 +389,7 @@ def select(finite: Any, new: _Tree, old: _Tree) -> _Tree:
             return after
         if before.dtype != after.dtype:
             before = jnp.asarray(before).astype(after.dtype)
-        return jax.lax.select(jnp.broadcast_to(finite, jnp.shape(after)), after, jnp.asarray(before))
+        return jax.lax.select(jnp.asarray(finite), jnp.asarray(after), jnp.asarray(before))
 
     selected: _Tree = jax.tree.map(chosen, new, old)
     return selected

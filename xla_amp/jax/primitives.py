@@ -176,6 +176,14 @@ CAST_BEFORE: Final = frozenset({"all_gather", "all_gather_invariant", "reshard",
 """Primitives that move elements between devices: what a contraction reads of a weight is rounded before, not after, so
 half as many bytes travel."""
 
+ADDED_BETWEEN_DEVICES: Final = frozenset(
+    {
+        *("all_gather", "all_gather_invariant", "pbroadcast", "pcast", "pvary"),
+        *("pmax", "pmin", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum"),
+    }
+)
+"""Primitives that reduce over devices, and those whose derivative does."""
+
 DTYPE_PARAMETER: Final[Mapping[str, str]] = MappingProxyType({"mul": "out_dtype"})
 """Primitive -> the parameter that holds the dtype of its result."""
 

@@ -172,6 +172,9 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
         return tuple(outs)
 
     axes = params["newly_manual_axes"]
+    operands = call.operands
+    if compat.low_sums_crash(params["mesh"], axes):  # `jax.shard_map` adds up the gradients of what all devices read
+        operands = [call.cast(value, F32) for value in operands]
     mapped = jax.shard_map(
         shard,
         mesh=params["mesh"],
@@ -180,7 +183,7 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
         check_vma=params["check_vma"],
         axis_names=set(axes) if axes else set(),
     )
-    return list(mapped(*call.operands))
+    return list(mapped(*operands))
 
 
 def _composite(call: HigherOrderCall) -> list[Any]:
