@@ -250,7 +250,7 @@ PROGRAMS = {
 
 
 def both(function, around, derivative):
-    """Result and gradients: `around` is autocast or nothing, around the function or, with `derivative`, its gradient."""
+    """Result and gradients; `around` (autocast or nothing) wraps the function or, with `derivative`, its gradient."""
 
     def loss(w, x):
         return jnp.mean(jnp.sin(function(w, x)))
