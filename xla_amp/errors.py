@@ -58,15 +58,23 @@ class CaptureError(XlaAmpError, RuntimeError):
     """A step that cannot be replayed, or that no longer matches its capture."""
 
 
-class RecompileWarning(UserWarning):
+class XlaAmpWarning(UserWarning):
+    """Base class of the warnings of this library, and the class of those without another."""
+
+
+class RecompileWarning(XlaAmpWarning):
     """A line of the program that leads to one compilation after the other."""
 
 
-class KernelWarning(UserWarning):
+class KernelWarning(XlaAmpWarning):
     """A library's kernel that this machine's compiler or driver refuses, so that another form computes its calls."""
 
 
-class RuleWarning(UserWarning):
+class AutocastWarning(XlaAmpWarning):
+    """A region of autocast that does not cast what runs in it."""
+
+
+class RuleWarning(XlaAmpWarning):
     """A rule of the user's that has no effect on a program."""
 
 

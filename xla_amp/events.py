@@ -12,10 +12,12 @@ import contextlib
 import dataclasses
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeAlias
 
+from xla_amp.errors import XlaAmpWarning
 from xla_amp.types import Cast, Layer
 
 
@@ -109,6 +111,34 @@ def capture() -> Iterator[list[DecisionRecord]]:
         remove(sink)
 
 
+_OURS = frozenset({"", "torch", "xla_amp"})
+_LIBRARIES = (
+    _OURS
+    | {"contextlib", "concurrent", "functools", "threading"}
+    | {"accelerate", "equinox", "flax", "jax", "lightning", "transformers"}
+)
+"""Packages that are never the user's program."""
+
+
+def warn(text: str, category: type[XlaAmpWarning] = XlaAmpWarning, at: tuple[str, int] | None = None) -> None:
+    """Warns at the user's line.  No other function of this library calls `warnings`.
+
+    Args:
+        text: what happened, and what to type instead.
+        category: by which users filter it.
+        at: file and line; None is the innermost stack frame outside torch, JAX, xla_amp and the frameworks above them.
+    """
+    frame, _ = user_frame(_LIBRARIES)
+    if at is not None:
+        warnings.warn_explicit(text, category, *at)
+    elif frame is None:
+        warnings.warn(text, category, stacklevel=2)
+    else:
+        registry = frame.f_globals.setdefault("__warningregistry__", {})
+        name = frame.f_globals.get("__name__")
+        warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, name, registry)
+
+
 def user_location() -> str:
     """``file:line`` of the innermost stack frame outside torch and xla_amp, or ``""``.
 
@@ -119,14 +149,18 @@ def user_location() -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def user_frame() -> tuple[FrameType | None, str]:
-    """The frame of `user_location`, or None; and the name of the function of torch or xla_amp that it called."""
+def user_frame(libraries: frozenset[str] = _OURS) -> tuple[FrameType | None, str]:
+    """The frame of `user_location`, or None; and the name of the function of torch or xla_amp that it called.
+
+    Args:
+        libraries: packages whose frames are not the user's.
+    """
     frame: FrameType | None = sys._getframe(1)
     called = ""
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
         root = module.partition(".")[0]
-        if root not in ("", "torch", "xla_amp"):
+        if root not in libraries:
             return frame, called
         if root and not frame.f_code.co_name.startswith("<"):
             called = frame.f_code.co_name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from xla_amp import config
+from xla_amp import config, events
 from xla_amp.errors import EngineError
 from xla_amp.types import LAZY as LAZY
 
@@ -282,9 +281,7 @@ def _finds_torch_xla() -> bool:
     """Whether torch_xla can be used; warns once if it is installed and cannot."""
     problem = _problem_of_torch_xla()
     if problem and find_spec("torch_xla") is not None:
-        warnings.warn(
+        events.warn(
             f"{problem}, so XLA tensors are on the lazy JAX device; to silence this warning set XLA_AMP_ENGINE=jax",
-            UserWarning,
-            stacklevel=4,
         )
     return not problem

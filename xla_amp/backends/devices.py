@@ -30,15 +30,15 @@ def device_type(device: Any, caller: str = "autocast") -> str:
         caller: the public function that was called, for the error message.
 
     Raises:
-        DeviceArgumentError: neither a string nor a `torch.device`, an index that is not a number, or the device of
-            an XLA engine that is not in use.
+        DeviceArgumentError: neither a string nor a `torch.device`, an index that is not a number or of no device, or
+            the device of an XLA engine that is not in use.
 
     Example:
         >>> device_type("cuda:1"), device_type(torch.device("cpu")), device_type("xla")
         ('cuda', 'cpu', 'jax')
     """
     if isinstance(device, torch.device):
-        name = device.type
+        name, index = device.type, "" if device.index is None else str(device.index)
     elif isinstance(device, str):
         name, colon, index = device.partition(":")
         if not name or (colon and not index.isdigit()):
@@ -50,15 +50,25 @@ def device_type(device: Any, caller: str = "autocast") -> str:
             f"{caller}({device!r}): expected a device: a string such as 'xla', 'cuda' or 'cpu', or a torch.device; "
             f"got {type(device).__name__}"
         )
+    if name == "cuda" and index and torch.cuda.is_available():
+        _check_index(device, int(index), torch.cuda.device_count(), caller)
     if name not in base.DEVICE_TYPES:
         return name
     active = engine().DEVICE_TYPE
+    if active == base.LAZY and index:
+        _check_index(device, int(index), 1, caller)
     if name not in (XLA, active):
         raise DeviceArgumentError(
             f"{caller}({device!r}): the XLA engine in use has the device {active!r}; pass 'xla', or set "
             f"XLA_AMP_ENGINE={name} before the first use"
         )
     return active
+
+
+def _check_index(device: Any, index: int, count: int, caller: str) -> None:
+    if index >= count:
+        legal = "0" if count == 1 else f"0 to {count - 1}"
+        raise DeviceArgumentError(f"{caller}({str(device)!r}): no such device; expected the index {legal} or none")
 
 
 def is_xla(name: str) -> bool:

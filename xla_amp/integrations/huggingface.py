@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
 from xla_amp.errors import PolicyError
@@ -624,9 +625,8 @@ def _warn_of_chosen_device() -> None:
     chosen = {} if state is None else state._shared_state
     device = chosen.get("device")
     if device is not None and not chosen["_cpu"] and not _ours(device):
-        warnings.warn(
+        events.warn(
             f"Accelerate chose the device {str(device)!r} before xla_amp.integrations.huggingface.enable() "
             "was called, and keeps it: call enable() before the first Accelerator, or reset Accelerate's state with "
             "accelerate.state.AcceleratorState._reset_state(True)",
-            stacklevel=3,
         )

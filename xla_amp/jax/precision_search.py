@@ -56,7 +56,7 @@ def search(
 
     Returns:
         The plan, its achieved errors and its times.  If no plan is within the budget, which only a function that is not
-        reproducible or not float32 can cause, ``result.met`` is False and a `RuntimeWarning` is issued.
+        reproducible or not float32 can cause, ``result.met`` is False and an `XlaAmpWarning` is issued.
 
     Raises:
         SearchError: the arguments do not fit a search.

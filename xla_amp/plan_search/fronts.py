@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from xla_amp import events
 from xla_amp.errors import SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.plan_search.candidates import running_low
@@ -76,7 +76,7 @@ def searched(
             progress=progress,
         )
     if not found.met:
-        warnings.warn(not_met(found), RuntimeWarning, stacklevel=3)
+        events.warn(not_met(found))
     useful = frozenset(each.name for each in program.candidates if each.seconds > 0)
     shown = {"float32": Plan(), "all low": useful, "plan": found.plan}
     return SearchResult(

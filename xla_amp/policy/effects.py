@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final
 
-from xla_amp import config
+from xla_amp import config, events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
@@ -262,23 +260,7 @@ _measured: set[RuleLayer] = set()
 
 
 def _warn(text: str) -> None:
-    file, line = _caller()
-    warnings.warn_explicit(text, RuleWarning, file, line, registry=_shown)
-
-
-_shown: dict[Any, Any] = {}
-"""Warnings that have been shown, for the filter "default"."""
-
-
-def _caller() -> tuple[str, int]:
-    """File and line of the user's call."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
-
-
-_LIBRARIES: Final = frozenset({"contextlib", "equinox", "flax", "functools", "jax", "xla_amp"})
+    events.warn(text, RuleWarning)
 
 
 def _text(lines: list[str], program: str) -> str:

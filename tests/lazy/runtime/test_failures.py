@@ -20,7 +20,6 @@ from xla_amp import lowering
 from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
 from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.tensors import tensor_io
 
 LIBRARY = torch.library.Library("lazy_failures", "DEF")
 broken = True
@@ -387,25 +386,6 @@ def test_a_failed_step_gives_its_random_numbers_back(device: torch.device) -> No
 
 
 # ---- noticing others -------------------------------------------------------------------------------------------------
-
-
-def test_autocast_for_xla_is_noticed_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_io, "_reported", set())
-    x = torch.ones(2, 17).to(device)
-    torch.set_autocast_enabled("xla", True)
-    try:
-        with pytest.warns(UserWarning, match=r"torch.autocast\('xla'\) is active.*xla_amp\.autocast\("):
-            y = x * 1.5 - x
-    finally:
-        torch.set_autocast_enabled("xla", False)
-    assert y.dtype is torch.float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.set_autocast_enabled("xla", True)
-        try:
-            x[:1] * 1.5 - x[:1] / 3
-        finally:
-            torch.set_autocast_enabled("xla", False)
 
 
 def _python(code: str) -> str:

@@ -30,7 +30,7 @@ CLASSES = {
     "torch.UntypedStorage": torch.UntypedStorage, "torch.TypedStorage": torch.TypedStorage,
     "torch.optim.Optimizer": torch.optim.Optimizer, "torch.nn.utils.rnn.PackedSequence": PackedSequence,
     "torch.jit.RecursiveScriptModule": torch.jit.RecursiveScriptModule,
-    "torch.amp.GradScaler": torch.amp.GradScaler,
+    "torch.amp.GradScaler": torch.amp.GradScaler, "torch.autocast": torch.autocast,
     "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "torch.distributed.DeviceMesh": torch.distributed.device_mesh.DeviceMesh,
     "torch.distributed.fsdp.FullyShardedDataParallel": FullyShardedDataParallel,

@@ -9,7 +9,7 @@ import torch
 
 import xla_amp
 from xla_amp import autocast
-from xla_amp.errors import DeviceError, PolicyError, UnsupportedDtypeError
+from xla_amp.errors import AutocastWarning, DeviceError, PolicyError, UnsupportedDtypeError
 from xla_amp.pytorch.autocast import autocast as module
 
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
@@ -41,9 +41,42 @@ def test_strings_that_are_no_device(device):
         autocast(device)
 
 
-def test_an_unknown_name():
-    with pytest.raises(DeviceError, match="torch knows no device type 'gpu'; expected 'cuda'"):
-        autocast("gpu")
+@pytest.mark.parametrize("kind", [DeviceError, ValueError])
+def test_an_unknown_name(kind):
+    with pytest.raises(kind, match="torch knows no device type 'qpu'; expected 'cuda'"):
+        autocast("qpu")
+
+
+@pytest.mark.parametrize("device", ["xla:99", "jax:7", torch.device("xla", 1)])
+@pytest.mark.parametrize("use", [autocast, xla_amp.is_autocast_available, xla_amp.GradScaler])
+def test_an_index_of_no_device(use, device):
+    with pytest.raises(ValueError, match=r"\('(xla|jax):\d+'\): no such device; expected the index 0 or none"):
+        use(device)
+
+
+def test_an_index_of_no_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"autocast\('cuda:4'\): no such device; expected the index 0 to 3 or none"):
+        autocast("cuda:4")
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("flags", [{"cache_enabled": "x"}, {"enabled": 1}, {"enabled": None}, {"cache_enabled": 0}])
+def test_flags_that_are_no_bool(device, flags):
+    [(name, value)] = flags.items()
+    with pytest.raises(TypeError, match=rf"{name}={value!r}\): expected True or False, got {type(value).__name__}"):
+        autocast(device, **flags)
+
+
+def test_torchs_name_of_the_first_parameter():
+    assert autocast(device_type="xla").device == "jax"
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Linear, dict])
+def test_a_class_is_not_decorated(kind):
+    with pytest.raises(TypeError, match=rf"got the class {kind.__name__}.*decorate its method"):
+        autocast("cpu")(kind)
 
 
 def test_a_device_without_autocast():
@@ -69,15 +102,27 @@ def test_cuda_without_cuda_when_it_is_off_anyway():
 
 
 @pytest.mark.parametrize("device", ["cpu", "xla"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, "bfloat16", True])
 def test_dtypes_that_are_not_low(device, dtype):
     with pytest.raises(UnsupportedDtypeError, match=r"expected torch.bfloat16 or torch.float16, got"):
         autocast(device, dtype=dtype)
 
 
-def test_torch_only_warns_there():
-    with pytest.warns(UserWarning, match="Disabling autocast"):
-        torch.autocast("cpu", dtype=torch.float32)
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+def test_float32_disables_with_a_warning_as_in_torch(device):
+    place = xla_amp.xla_device() if device == "xla" else torch.device("cpu")
+    matrix = torch.ones(2, 2, device=place)
+    texts = []
+    for region in (torch.autocast, autocast):
+        with pytest.warns(UserWarning, match="Disabling autocast") as caught:
+            off = region(place.type, torch.float32)
+        with off:
+            assert torch.mm(matrix, matrix).dtype is torch.float32
+            assert not torch.is_autocast_enabled(place.type)
+        assert [each.filename for each in caught] == [__file__]
+        texts.append(str(caught[0].message))
+    assert caught[0].category is AutocastWarning
+    assert all("torch.bfloat16" in text and "torch.float16" in text for text in texts)
 
 
 def test_a_dtype_that_the_policy_does_not_offer():

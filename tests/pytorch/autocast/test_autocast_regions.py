@@ -12,6 +12,8 @@ import torch
 
 import xla_amp
 from xla_amp import autocast
+from xla_amp import policy as policies
+from xla_amp.policy import regions
 
 LOW, FULL = torch.bfloat16, torch.float32
 
@@ -387,3 +389,34 @@ def test_an_asynchronous_generator_that_runs_out(device, mm_dtype):
 def test_decorating_what_cannot_be_called(device):
     with pytest.raises(TypeError, match=r"expects a function, got 3 \(int\)"):
         autocast(device)(3)
+
+
+@pytest.mark.parametrize("what", ["torch's region", "the installation of kernels", "a mode that looks on"])
+def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monkeypatch, what):
+    before, depth = policies.current(device.type), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    region = autocast(device, dtype=torch.float16)
+
+    def fail(*_):
+        raise LookupError(what)
+
+    with monkeypatch.context() as patch:
+        if what == "torch's region":
+            patch.setattr(
+                torch,
+                "set_autocast_cache_enabled",
+                lambda flag, real=torch.set_autocast_cache_enabled: (patch.undo(), fail()),
+            )
+        elif what == "a mode that looks on":
+            entered = torch.autocast.__enter__
+            patch.setattr(torch.autocast, "__enter__", lambda self: fail(entered(self)))
+        else:
+            patch.setattr(regions, "_push_listeners", (fail,))
+        with pytest.raises(LookupError, match=what), region:
+            pass
+    assert mm_dtype() is FULL
+    assert policies.current(device.type) is before
+    assert torch.autocast_increment_nesting() == depth
+    torch.autocast_decrement_nesting()
+    with region:
+        assert mm_dtype() is torch.float16

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +19,7 @@ from jax.sharding import Mesh
 from torch import nn
 from torch.utils import _pytree
 
+from xla_amp import events
 from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
@@ -214,10 +214,8 @@ def shard(model: nn.Module, mesh: Mesh, recipe: str) -> Layout:
                 spmd.mark_sharding(value, mesh, spec)
     whole = [each.name for each in placed if each.why is _UNEVEN]
     if whole:
-        warnings.warn(
+        events.warn(
             f"shard(recipe={recipe!r}): whole on every device, because no dimension divides: {', '.join(whole)}",
-            UserWarning,
-            stacklevel=2,
         )
     if layout.batch:
         batches = _Batches(layout)
@@ -389,10 +387,8 @@ class _Batches:
         uneven = [extent for (extent, _), axis in zip(pairs, spec, strict=True) if axis is None and extent > 1]
         if uneven and not self._reported:
             self._reported = True
-            warnings.warn(
+            events.warn(
                 f"a batch of shape {list(value.shape)} is whole on every device in the dimensions of extent {uneven}, "
                 f"which do not divide over {meshes.describe(self._layout.mesh)}: each computes all of it; "
                 "xla_amp.pad_to_bucket or drop_last=True make batches that divide",
-                UserWarning,
-                stacklevel=4,
             )

@@ -95,7 +95,6 @@ class _Operation:
 
     def specialize(self, values: Sequence[Any]) -> Instruction:
         """The instruction for these argument values."""
-        tensor_io.notice_foreign_autocast()
         named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
         validation.check_dim(self.name.partition(".")[0], named)
         refused_dtypes.check(_functional(self.operator) if self.form == "out" else self.operator, named)

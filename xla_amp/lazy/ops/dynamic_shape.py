@@ -8,12 +8,12 @@ the host can compute the operands (`host_eval`), as a mask of uploaded labels, t
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from xla_amp import events
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -41,11 +41,9 @@ def announce(name: str) -> None:
     if name in _announced:
         return
     _announced.add(name)
-    warnings.warn(
+    events.warn(
         f"the size of what {name} returns depends on data: each call runs what was recorded and waits for it. Inside a "
         "training step, prefer an operation of fixed size (torch.where, nonzero_static, a mask that multiplies)",
-        UserWarning,
-        stacklevel=3,
     )
 
 

@@ -13,7 +13,6 @@ import dis
 import itertools
 import linecache
 import logging
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -124,7 +123,7 @@ def _again(location: str, line: _Line, what: str, reason: str) -> None:
         "one: pad to few shapes (xla_amp.pad_to_bucket), or make the value a tensor. XLA_AMP_DEBUG=recompile logs "
         "each, and metrics.report() counts them"
     )
-    warnings.warn_explicit(text, RecompileWarning, file or "<backward pass>", int(number or 0))
+    events.warn(text, RecompileWarning, at=(file or "<backward pass>", int(number or 0)))
 
 
 def _change(old: Program, new: Program) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Final, Protocol
 import jax
 import numpy as np
 
+from xla_amp import events
 from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
@@ -231,7 +231,7 @@ def _run() -> None:
                     refused = is_new and forms.refuse(str(error))
                     if not refused:
                         raise
-                    warnings.warn(refused, KernelWarning, stacklevel=2)
+                    events.warn(refused, KernelWarning)
                     program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
                     _admit(program, arrays, floats, ints)
                     outputs = execute(program, arrays, floats, ints)

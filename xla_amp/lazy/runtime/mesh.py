@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from xla_amp import events
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
@@ -102,10 +102,8 @@ def use_processes() -> None:
     replicas = True
     local = jax.local_devices(backend=pjrt.jax_device().platform)
     if len(local) > 1 and pjrt.platform() != "cpu":
-        warnings.warn(
+        events.warn(
             f"this process trains on one of its {len(local)} {local[0].platform} devices; start one process for each",
-            UserWarning,
-            stacklevel=2,
         )
 
 

@@ -5,12 +5,11 @@ A training framework that does not know the device puts the model on the CPU and
 
 from __future__ import annotations
 
-import warnings
 import weakref
 
 import torch
 
-from xla_amp import config
+from xla_amp import config, events
 
 LEAST_ELEMENTS = 100_000
 """Parameters of a model that is worth a device; smaller ones may be on the CPU on purpose."""
@@ -43,11 +42,9 @@ def stepped(optimizer: torch.optim.Optimizer) -> None:
         return
     device_was_used()
     if config.warns_of_cpu_training():
-        warnings.warn(
+        events.warn(
             f"{type(optimizer).__name__} has made {STEPS} steps on {elements} parameters that are on the CPU, and none "
             "has been made on the XLA device that this program started. Move the model with "
             "model.to(xla_amp.xla_device()) before the optimizer is built, or tell the framework the device; "
             f"{config.CPU_TRAINING}=allow silences this",
-            UserWarning,
-            stacklevel=2,
         )

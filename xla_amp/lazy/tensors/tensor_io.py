@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -411,18 +410,3 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _is_parameter(buffer: Buffer) -> bool:
     return any(held is buffer for held in trace.parameters)
-
-
-_reported: set[str] = set()
-
-
-def notice_foreign_autocast() -> None:
-    """Warns once if ``torch.autocast("xla")`` is on, which has no effect on tensors of the lazy device."""
-    if "xla" not in _reported and torch.is_autocast_enabled("xla"):
-        _reported.add("xla")
-        warnings.warn(
-            "torch.autocast('xla') is active, but these tensors live on the lazy device 'jax', where it does nothing: "
-            "operations keep the dtype of their inputs. Use xla_amp.autocast(xla_amp.xla_device()) instead",
-            UserWarning,
-            stacklevel=2,
-        )

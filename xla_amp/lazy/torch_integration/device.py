@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp import config, interrupts
+from xla_amp import config, events, interrupts
 from xla_amp.backends import dynamo
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
@@ -376,7 +376,7 @@ def _on_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
     metrics.fallbacks += 1
     if name not in _fell_back:
         _fell_back.add(name)
-        warnings.warn(f"{name} has no lowering and runs on the CPU (XLA_AMP_FALLBACK=cpu)", UserWarning, stacklevel=3)
+        events.warn(f"{name} has no lowering and runs on the CPU (XLA_AMP_FALLBACK=cpu)")
 
     def down(value: Any) -> Any:
         if isinstance(value, torch.device):

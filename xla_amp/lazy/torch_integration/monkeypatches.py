@@ -29,7 +29,7 @@ from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import step_marker, storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, device_guard, safetensors_files, torch_parallel
+from xla_amp.lazy.torch_integration import accelerator, autocast_names, device_guard, safetensors_files, torch_parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -403,6 +403,12 @@ PATCHES = (
         reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
         "lazy device where a step begins (`step_marker`).",
         install=_replace_has_any_global_hook,
+    ),
+    Patch(
+        names=("torch.autocast.__enter__", "torch.autocast.__exit__"),
+        reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing. torch.autocast('cpu') "
+        "around tensors of the device casts nothing either, without a word.",
+        install=autocast_names.install,
     ),
     Patch(
         names=("torch.amp.GradScaler._maybe_opt_step",),

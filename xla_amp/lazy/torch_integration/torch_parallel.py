@@ -6,14 +6,13 @@ import functools
 import importlib.machinery
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from xla_amp import config
+from xla_amp import config, events
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.lazy.runtime import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -69,10 +68,9 @@ def _check_rules(module: torch.nn.Module) -> None:
     if not sums.has_rules:
         low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
         if low is not None:
-            warnings.warn(
+            events.warn(
                 f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; use "
                 "xla_amp.DistributedDataParallel, which adds them in float32, or the rule reduce_gradients = keep",
-                stacklevel=3,
             )
         return
     for name, parameter in module.named_parameters():

@@ -10,20 +10,19 @@ while it is open, used by several threads, and decorate a recursive function.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from xla_amp import config, interrupts
+from xla_amp import config, events, interrupts
 from xla_amp import policy as policies
-from xla_amp.backends import devices, dynamo
+from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.policy import Policy, effects
@@ -41,9 +40,9 @@ class _Entry:
 
     owner: autocast
     region: torch.autocast
-    token: policies.Token | None
     rules: Policy | None
-    hook: RemovableHandle | None = None
+    leave: contextlib.ExitStack
+    """What to undo beside `region`."""
 
 
 class _Open(threading.local):
@@ -60,9 +59,10 @@ class autocast:
     """Context manager and decorator: operations inside run in the dtypes that a policy gives them.
 
     Args:
-        device: ``"xla"`` (the active XLA engine's device), ``"cuda"``, ``"cpu"`` and other device strings, a
+        device_type: ``"xla"`` (the active XLA engine's device), ``"cuda"``, ``"cpu"`` and other device strings, a
             `torch.device`, or what `xla_device()` returned.
-        dtype: the low dtype, `torch.bfloat16` or `torch.float16`; None is the policy's.
+        dtype: the low dtype, `torch.bfloat16` or `torch.float16`; None is the policy's.  `torch.float32` is
+            ``enabled=False`` with an `AutocastWarning`.
         enabled: False switches mixed precision off inside.
         cache_enabled: torch's flag of the same name; None leaves it unchanged.  On XLA, casts are never cached.  On
             torch's own devices cached casts are dropped after each optimizer step inside; if you write to a weight
@@ -78,8 +78,9 @@ class autocast:
             `RuleWarning`.
 
     Raises:
-        DeviceError: `device` is not a device (also a `ValueError`), or autocast would have no effect on it.
+        DeviceError: `device_type` is not a device (also a `ValueError`), or autocast would have no effect on it.
         UnsupportedDtypeError: the policy or the device does not offer the low dtype.
+        TypeError: `enabled` or `cache_enabled` is not a bool.
         PolicyError: `policy` cannot be loaded, or `rules` are malformed.
 
     Example:
@@ -93,7 +94,7 @@ class autocast:
 
     def __init__(
         self,
-        device: str | torch.device,
+        device_type: str | torch.device,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
         cache_enabled: bool | None = None,
@@ -103,10 +104,11 @@ class autocast:
         strict: bool = False,
     ) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self._arguments = (device, dtype, enabled, cache_enabled, policy, rules)
+            self._arguments = (device_type, dtype, enabled, cache_enabled, policy, rules)
             self._compiled: list[Any] = []
             return
-        self.device = devices.device_type(device)
+        self.device = devices.device_type(device_type)
+        enabled = native.check_flags(self.device, dtype, enabled, cache_enabled)
         self.dtype = dtype
         self.enabled = enabled
         self.cache_enabled = cache_enabled
@@ -203,13 +205,9 @@ class autocast:
         rules = self._effective or self._native_rules()
         low = self._low(rules) if self.enabled and self._has_rules() and rules is not None else self.dtype
         region = native.region(self.device, low, self.enabled, self.cache_enabled)
-        token = None
         if rules is not None:
             effects.report_sums(rules, self.device)
-            named = str(region.fast_dtype).removeprefix("torch.")
-            token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
-        region.__enter__()
-        return _Entry(self, region, token, rules, native.drop_casts_after_steps() if self.enabled else None)
+        return self._open(region, rules)
 
     def _enter_xla(self) -> _Entry:
         engine = devices.engine()
@@ -217,11 +215,19 @@ class autocast:
         engine.step_begins()
         rules = self._rules(engine)
         low = self._low(rules) if self.enabled else getattr(torch, rules.low)
-        region = torch.autocast(self.device, low, self.enabled, self.cache_enabled)
-        named = str(low).removeprefix("torch.")
-        token = policies.push(self.device, policies.Region(policy=rules, low=named, enabled=self.enabled))
-        region.__enter__()
-        return _Entry(self, region, token, rules)
+        return self._open(torch.autocast(self.device, low, self.enabled, self.cache_enabled), rules)
+
+    def _open(self, region: torch.autocast, rules: Policy | None) -> _Entry:
+        """Enters the region; whatever fails leaves the state of this thread as it was."""
+        with contextlib.ExitStack() as undo:
+            if rules is not None:
+                low = str(region.fast_dtype).removeprefix("torch.")
+                made = policies.Region(policy=rules, low=low, enabled=self.enabled)
+                undo.callback(policies.pop, policies.push(self.device, made))
+            if self.enabled and not self._is_xla:
+                undo.callback(native.drop_casts_after_steps().remove)
+            native.enter(region)
+            return _Entry(self, region, rules, undo.pop_all())
 
 
 interrupts.uninterruptible(autocast.__enter__, autocast.__exit__)
@@ -231,10 +237,11 @@ for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
 
 @dynamo.constant
 def _region_of_torch(
-    device: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any, rules: Any
+    device_type: Any, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, policy: Any, rules: Any
 ) -> tuple[str, torch.dtype | None, bool, bool | None] | None:
-    """Arguments of the `torch.autocast` with the casts of ``autocast(device, ...)``; None if there is none."""
-    made = autocast(device, dtype, enabled, cache_enabled)
+    """Arguments of the `torch.autocast` with the casts of ``autocast(device_type, ...)``; None if there is none."""
+    made = autocast(device_type, dtype, enabled, cache_enabled)
+    enabled = made.enabled
     region = policies.current(made.device)
     around = None if region is None else region.policy
     if policy is not None or rules is not None:
@@ -270,14 +277,11 @@ def _leave(owner: autocast) -> Policy | None:
         raise RuntimeError(f"leaving {owner!r}: this thread has not entered it; leave a region in the thread it is for")
     entry = stack.pop(index)
     above = stack[index:]
-    if not above:
-        entry.region.__exit__(None, None, None)
-    else:
-        _leave_from_below(entry, above)
-    if entry.token is not None:
-        policies.pop(entry.token)
-    if entry.hook is not None:
-        entry.hook.remove()
+    with entry.leave:
+        if above:
+            _leave_from_below(entry, above)
+        else:
+            entry.region.__exit__(None, None, None)
     return entry.rules
 
 
@@ -288,8 +292,9 @@ def _leave_from_below(entry: _Entry, above: list[_Entry]) -> None:
     """
     same = next((other for other in above if other.owner.device == entry.owner.device), None)
     if same is None:
-        torch.set_autocast_enabled(entry.region.device, entry.region.prev)
-        torch.set_autocast_dtype(entry.region.device, entry.region.prev_fastdtype)
+        for name in base.DEVICE_TYPES if entry.region.device == base.LAZY else (entry.region.device,):
+            torch.set_autocast_enabled(name, entry.region.prev)
+            torch.set_autocast_dtype(name, entry.region.prev_fastdtype)
     else:
         same.region.prev = entry.region.prev
         same.region.prev_fastdtype = entry.region.prev_fastdtype
@@ -306,9 +311,7 @@ def _warn_of_legacy_flags() -> None:
         return
     _warned = True
     names = " and ".join(flags)
-    warnings.warn(
+    events.warn(
         f"{names} set in the environment: torch_xla then stores every float tensor in that dtype, so the dtypes that "
         f"autocast chooses for each operation have no effect. Unset {names} when you use autocast",
-        UserWarning,
-        stacklevel=3,
     )

@@ -23,8 +23,13 @@ def inside(context: Context, function: Callable[..., Any], again: Callable[[], C
     `again` makes an equal context, for a function that `torch.compile` traces.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` cannot be called, or is a class.
     """
+    if isinstance(function, type):
+        raise TypeError(
+            f"{context!r} used as a decorator expects a function, got the class {function.__name__}, of which only the "
+            "constructor would run inside; decorate its method, e.g. forward"
+        )
     if not callable(function):
         raise TypeError(
             f"{context!r} used as a decorator expects a function, got {function!r} ({type(function).__name__}); "

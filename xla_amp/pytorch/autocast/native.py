@@ -1,6 +1,7 @@
 """Checked `torch.autocast` regions for PyTorch's own devices (cuda, cpu, xpu, hpu, mps, torch_tpu's tpu).
 
-torch disables autocast with a warning where it does not support the dtype or the device; here both are errors.
+torch disables autocast with a warning where it does not support the dtype or the device; here both are errors, but for
+float32.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp.errors import DeviceError, UnsupportedDtypeError
+from xla_amp import events
+from xla_amp.backends import devices
+from xla_amp.errors import AutocastWarning, DeviceError, UnsupportedDtypeError
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 """Low dtypes that torch's autocast accepts on each of these devices."""
@@ -21,12 +24,12 @@ def is_available(device_type: str) -> bool:
     """Whether this torch has autocast for the device type (not whether such a device is present).
 
     Raises:
-        DeviceError: torch knows no device of that name.
+        DeviceArgumentError: torch knows no device of that name.
     """
     try:
         return bool(torch.amp.is_autocast_available(device_type))
     except RuntimeError as error:
-        raise DeviceError(
+        raise devices.DeviceArgumentError(
             f"autocast: torch knows no device type {device_type!r}; expected 'cuda', 'cpu', 'xpu', 'hpu', 'mps', "
             "or 'xla' for the active XLA device"
         ) from error
@@ -60,12 +63,55 @@ def check_dtype(device_type: str, dtype: object) -> None:
     if dtype not in LOW_DTYPES:
         raise UnsupportedDtypeError(
             f"autocast({device_type!r}, dtype={dtype!r}): expected torch.bfloat16 or torch.float16, got {dtype!r} "
-            f"({type(dtype).__name__}); for float32 pass enabled=False"
+            f"({type(dtype).__name__}); to switch autocast off pass enabled=False"
         )
     if device_type == "cuda" and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise UnsupportedDtypeError(
             "autocast('cuda', dtype=torch.bfloat16): this CUDA device has no bfloat16; pass dtype=torch.float16"
         )
+
+
+def check_flags(device_type: str, dtype: object, enabled: object, cache_enabled: object) -> bool:
+    """Whether a region is enabled: `enabled`, but with the low dtype float32 False and a warning, as torch does.
+
+    Raises:
+        TypeError: a flag is not a bool.
+    """
+    for name, flag in (("enabled", enabled), ("cache_enabled", False if cache_enabled is None else cache_enabled)):
+        if not isinstance(flag, bool):
+            raise TypeError(
+                f"autocast({device_type!r}, {name}={flag!r}): expected True or False, got {type(flag).__name__}"
+            )
+    if enabled and dtype is torch.float32:
+        events.warn(
+            f"autocast({device_type!r}, dtype=torch.float32): Disabling autocast, whose low dtypes are torch.bfloat16 "
+            "and torch.float16. For float32 pass enabled=False",
+            AutocastWarning,
+        )
+        return False
+    return bool(enabled)
+
+
+def enter(region: torch.autocast) -> None:
+    """Enters the region of torch, which leaves its state half set if entering fails; here it is restored."""
+    name = region.device
+    before = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name), torch.is_autocast_cache_enabled()
+    depth = _depth()
+    try:
+        region.__enter__()
+    except BaseException:
+        while _depth() > depth:
+            torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled(name, before[0])
+        torch.set_autocast_dtype(name, before[1])
+        torch.set_autocast_cache_enabled(before[2])
+        raise
+
+
+def _depth() -> int:
+    """How many regions are open in this thread."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def region(

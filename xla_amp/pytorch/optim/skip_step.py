@@ -8,7 +8,6 @@ skipped step leaves no change in either case.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from xla_amp import events
 from xla_amp.backends import devices
 from xla_amp.pytorch.optim import capturable
 
@@ -261,10 +261,8 @@ def _warn_of_host_state(optimizer: Optimizer) -> None:
     if type(optimizer) in _warned:
         return
     _warned.add(type(optimizer))
-    warnings.warn(
+    events.warn(
         f"{type(optimizer).__name__} keeps state on the host that changes in every step, so each step waits for "
         "the device to learn whether it was skipped. xla_amp.syncfree.SGD, Adam and AdamW, and torch.optim's with "
         "fused=True, do not wait",
-        UserWarning,
-        stacklevel=2,
     )

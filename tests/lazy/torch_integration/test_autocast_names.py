@@ -1,0 +1,270 @@
+"""`torch.autocast` with the names "xla", "jax" and "cpu" around tensors of the lazy device."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import threading
+import warnings
+
+import forked
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import config
+from xla_amp.errors import AutocastWarning, XlaAmpWarning
+from xla_amp.lazy.torch_integration import autocast_names
+
+LOW, FULL = torch.bfloat16, torch.float32
+SPELLINGS = [torch.autocast, torch.amp.autocast]
+
+
+@pytest.fixture
+def matrix() -> torch.Tensor:
+    return torch.ones(4, 4, device=xla_amp.xla_device())
+
+
+def states() -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in autocast_names.NAMES]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open(matrix):
+    before = states()
+    yield
+    assert states() == before
+    assert autocast_names._thread.others == []
+
+
+@pytest.mark.parametrize("name", ["xla", "jax"])
+@pytest.mark.parametrize("autocast", SPELLINGS)
+def test_the_rules_of_the_device(autocast, name, matrix):
+    with autocast(name):
+        assert (matrix @ matrix).dtype is LOW
+        assert (matrix @ matrix).softmax(0).dtype is xla_dtype(lambda: (matrix @ matrix).softmax(0))
+        assert matrix.sum().dtype is FULL
+        assert states() == [(True, LOW)] * 2
+    assert (matrix @ matrix).dtype is FULL
+
+
+def xla_dtype(function) -> torch.dtype:
+    with xla_amp.autocast("xla"):
+        return function().dtype
+
+
+def test_every_operation_is_cast_as_inside_our_region(matrix):
+    def program():
+        hidden = torch.nn.functional.linear(matrix, matrix).relu()
+        return hidden, hidden.exp(), hidden.mean(), torch.nn.functional.layer_norm(hidden, [4]), hidden + matrix
+
+    with xla_amp.autocast("xla"):
+        expected = program()
+    with torch.autocast("xla"):
+        found = program()
+    for ours, theirs in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("xla", "xla"), ("xla", "jax"), ("jax", "xla")])
+def test_nested_and_disabled(outer, inner, matrix):
+    with torch.autocast(outer, torch.float16):
+        assert (matrix @ matrix).dtype is torch.float16
+        with torch.autocast(inner, enabled=False):
+            assert (matrix @ matrix).dtype is FULL
+            assert not torch.is_autocast_enabled("xla")
+            with torch.autocast(outer, dtype=LOW):
+                assert (matrix @ matrix).dtype is LOW
+            assert (matrix @ matrix).dtype is FULL
+        assert states() == [(True, torch.float16)] * 2
+        assert (matrix @ matrix).dtype is torch.float16
+
+
+def test_inside_and_around_our_region(matrix):
+    with xla_amp.autocast("xla", torch.float16):
+        assert states() == [(True, torch.float16)] * 2
+        with torch.autocast("xla", enabled=False):
+            assert (matrix @ matrix).dtype is FULL
+        assert (matrix @ matrix).dtype is torch.float16
+    with torch.autocast("xla"), xla_amp.autocast("xla", enabled=False):
+        assert (matrix @ matrix).dtype is FULL
+
+
+def test_decorated_before_use_and_recursive(matrix):
+    @torch.autocast("xla", cache_enabled=False)
+    def product(depth: int) -> torch.Tensor:
+        assert not torch.is_autocast_cache_enabled()
+        return product(depth - 1) if depth else matrix @ matrix
+
+    assert product(0).dtype is LOW
+    assert (matrix @ matrix).dtype is FULL
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_an_exception_and_a_later_close_restore(matrix):
+    with pytest.raises(KeyError), torch.autocast("xla"):
+        raise KeyError
+    assert (matrix @ matrix).dtype is FULL
+    first, second = xla_amp.autocast("xla"), xla_amp.autocast("cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.is_autocast_enabled("xla")
+    second.__exit__(None, None, None)
+
+
+def test_float32_is_disabled_by_torch(matrix):
+    with pytest.warns(UserWarning, match="In XLA autocast, but the target dtype is not supported"):
+        region = torch.autocast("xla", dtype=torch.float32)
+    with region:
+        assert (matrix @ matrix).dtype is FULL
+
+
+def test_the_backward_pass_and_a_checkpointed_layer(matrix):
+    weight = torch.nn.Parameter(matrix.clone())
+    with torch.autocast("xla"):
+        loss = torch.utils.checkpoint.checkpoint(lambda x: (x @ weight).sin(), matrix, use_reentrant=False).sum()
+    loss.backward()
+    expected = weight.grad.clone()
+    weight.grad = None
+    with xla_amp.autocast("xla"):
+        (matrix @ weight).sin().sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "xla_amp"])
+def test_inside_a_compiled_function(backend, matrix):
+    @torch.compile(backend=backend)
+    def product(x):
+        with torch.autocast("xla"):
+            y = x @ x
+        return y, x @ x
+
+    assert [y.dtype for y in product(matrix)] == [LOW, FULL]
+
+
+def test_torchs_scaler_of_that_name(matrix):
+    weight = torch.nn.Parameter(matrix.clone())
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), torch.amp.GradScaler("xla")
+    with torch.autocast("xla", torch.float16):
+        loss = (matrix @ weight).float().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(weight.detach().cpu(), torch.ones(4, 4))
+
+
+def test_other_threads(matrix):
+    seen = []
+
+    def work():
+        seen.append(states()[0][0])
+        with torch.autocast("xla", LOW):
+            seen.append((matrix @ matrix).dtype)
+
+    with torch.autocast("xla"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [False, LOW]
+
+
+# ---- regions of another device ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(autocast_names, "_reported", False)
+
+
+def test_a_region_for_the_cpu_is_reported_once_at_the_users_line(fresh, matrix):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
+                assert (matrix @ matrix).dtype is FULL
+    [warning] = caught
+    assert (warning.category, warning.filename) == (AutocastWarning, __file__)
+    source = linecache.getline(__file__, warning.lineno)
+    assert 'torch.autocast(device_type="cpu"' in source
+    assert r"torch.autocast('cpu') does not cast tensors of the device 'jax'" in str(warning.message)
+
+
+def test_also_as_a_decorator_and_by_way_of_our_autocast(fresh, monkeypatch, matrix):
+    @torch.autocast("cpu")
+    def forward():
+        return matrix @ matrix
+
+    with pytest.warns(XlaAmpWarning, match="does not cast") as caught:
+        forward()
+    assert caught[0].filename == __file__
+    monkeypatch.setattr(autocast_names, "_reported", False)
+    region = xla_amp.autocast("cpu")
+    with pytest.warns(AutocastWarning, match="does not cast"), region:
+        forward()
+
+
+def test_an_error_of_a_filter_leaves_nothing_open(fresh, matrix):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        region = torch.autocast("cpu")
+        with pytest.raises(AutocastWarning), region:
+            matrix @ matrix
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    "case", ["the CPU's tensors", "ours inside", "ours around", "disabled", "ours disabled inside", "copies"]
+)
+def test_what_is_not_reported(fresh, matrix, case):
+    host = torch.ones(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if case == "ours around":
+            with torch.autocast("xla"), torch.autocast("cpu"):
+                matrix @ matrix
+            return
+        with torch.autocast("cpu", enabled=case != "disabled"):
+            host @ host
+            if case.startswith("ours"):
+                with xla_amp.autocast("xla", enabled="disabled" not in case):
+                    matrix @ matrix
+            elif case == "disabled":
+                matrix @ matrix
+            elif case == "copies":
+                (host @ host).to(matrix.device)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_is_recorded_before_or_after_ours_is_reported(fresh, matrix, before):
+    region = torch.autocast("cpu").__enter__()
+    for ours in (not before, before):
+        with torch.autocast("xla") if ours else contextlib.nullcontext():
+            matrix @ matrix
+    with pytest.warns(AutocastWarning, match="does not cast"):
+        region.__exit__(None, None, None)
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import torch, xla_amp
+region = torch.autocast("xla")  # made before the device exists
+device = xla_amp.xla_device()
+with region:
+    print(torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype)
+print(torch.is_autocast_enabled("xla"), torch.is_autocast_enabled("jax"))
+"""
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_with_and_without_torch_xla(tmp_path, installed):
+    """`installed`: a torch_xla that can be imported, with the lazy device chosen."""
+    environment = config.child_environment({"JAX_PLATFORMS": "cpu", "XLA_AMP_ENGINE": "jax"})
+    program = PROGRAM
+    if installed:
+        (tmp_path / "torch_xla.py").write_text("")
+        program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport torch_xla\n{PROGRAM}"
+    run = forked.run(program=program, environment=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["torch.bfloat16", "False", "False"]
