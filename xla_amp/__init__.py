@@ -17,18 +17,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
+    from xla_amp import checkpoint as checkpoint
     from xla_amp import errors as errors
     from xla_amp import jax as jax
     from xla_amp import lowering as lowering
     from xla_amp import policy as policy
     from xla_amp import stablehlo as stablehlo
+    from xla_amp import syncfree as syncfree
+    from xla_amp import torch_xla as torch_xla
+    from xla_amp import xla_model as xla_model
     from xla_amp.backends.base import metrics as metrics
     from xla_amp.backends.base import sync as sync
     from xla_amp.diagnose.explain import explain as explain
     from xla_amp.diagnose.overflow import find_overflow as find_overflow
     from xla_amp.diagnose.torch_search import search as search
     from xla_amp.lazy.capture.compiled_step import compile as compile
-    from xla_amp.lazy.distributed import checkpoint as checkpoint
     from xla_amp.lazy.distributed.launch import launch as launch
     from xla_amp.lazy.distributed.layouts import shard as shard
     from xla_amp.lazy.distributed.spmd import full_tensor as full_tensor
@@ -44,10 +47,8 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.autocast.custom_function import is_autocast_available as is_autocast_available
     from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
     from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
-    from xla_amp.pytorch.distributed import xla_model as xla_model
     from xla_amp.pytorch.distributed.data_parallel import DistributedDataParallel as DistributedDataParallel
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
-    from xla_amp.pytorch.optim import syncfree as syncfree
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
     from xla_amp.pytorch.recorder.monitor import monitor as monitor
 
@@ -83,14 +84,15 @@ _PUBLIC = {
 """Public name -> module that defines it."""
 
 _MODULES = {
-    "checkpoint": "xla_amp.lazy.distributed.checkpoint",
+    "checkpoint": "xla_amp.checkpoint",
     "errors": "xla_amp.errors",
     "jax": "xla_amp.jax",
     "lowering": "xla_amp.lowering",
     "policy": "xla_amp.policy",
     "stablehlo": "xla_amp.stablehlo",
-    "syncfree": "xla_amp.pytorch.optim.syncfree",
-    "xla_model": "xla_amp.pytorch.distributed.xla_model",
+    "syncfree": "xla_amp.syncfree",
+    "torch_xla": "xla_amp.torch_xla",
+    "xla_model": "xla_amp.xla_model",
 }
 """Public module -> its full name."""
 

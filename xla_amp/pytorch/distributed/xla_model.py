@@ -38,6 +38,46 @@ from xla_amp.pytorch.distributed.xm_collectives import collective_permute as col
 from xla_amp.pytorch.distributed.xm_collectives import reduce_gradients as reduce_gradients
 from xla_amp.pytorch.distributed.xm_collectives import reduce_scatter as reduce_scatter
 
+__all__ = [
+    "REDUCE_AND",
+    "REDUCE_MAX",
+    "REDUCE_MIN",
+    "REDUCE_MUL",
+    "REDUCE_OR",
+    "REDUCE_SUM",
+    "REDUCE_TYPES",
+    "_fetch_gradients",
+    "add_step_closure",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast_master_param",
+    "collective_broadcast",
+    "collective_permute",
+    "get_local_ordinal",
+    "get_memory_info",
+    "get_ordinal",
+    "get_rng_state",
+    "get_world_size",
+    "get_xla_supported_devices",
+    "is_master_ordinal",
+    "is_xla_tensor",
+    "mark_step",
+    "master_print",
+    "mesh_reduce",
+    "optimizer_step",
+    "reduce_gradients",
+    "reduce_scatter",
+    "rendezvous",
+    "save",
+    "send_cpu_data_to_device",
+    "set_rng_state",
+    "wait_device_ops",
+    "xla_device",
+    "xla_device_hw",
+    "xrt_world_size",
+]
+
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
 
@@ -46,7 +86,7 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
 
     Args:
         n: index of the device; only 0 exists.
-        devkind: ``"CPU"``, ``"GPU"`` or ``"TPU"``; raises if the device is of another kind.
+        devkind: ``"CPU"``, ``"CUDA"`` (or ``"GPU"``) or ``"TPU"``; raises if the device is of another kind.
 
     Raises:
         DeviceError: no such device.
@@ -66,14 +106,14 @@ def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device
 
 
 def xla_device_hw(device: Any) -> str:
-    """Kind of hardware under a device: ``"CPU"``, ``"GPU"`` or ``"TPU"``."""
+    """Kind of hardware under a device: ``"CPU"``, ``"CUDA"`` or ``"TPU"``, torch_xla's names."""
     name = devices.device_type(device, "xla_device_hw")
     return _kind(devices.engine().platform() if devices.is_xla(name) else name)
 
 
 def _kind(name: str) -> str:
     kind = name.upper()
-    return "GPU" if kind in ("CUDA", "ROCM") else kind
+    return "CUDA" if kind in ("GPU", "ROCM") else kind
 
 
 def get_xla_supported_devices(devkind: str | None = None, max_devices: int | None = None) -> list[str]:
