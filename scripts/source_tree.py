@@ -15,6 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Modules beside `xla_amp/__init__.py` that give a name to import to what is elsewhere.
+ENTRIES = frozenset({"checkpoint", "device", "metrics", "syncfree", "torch_xla", "xla_model"})
+
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
@@ -38,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("xla_amp.lazy",),
     ("xla_amp.pytorch", "xla_amp.jax", "xla_amp.stablehlo"),
     ("xla_amp.diagnose", "xla_amp.integrations"),
-    ("xla_amp", "xla_amp.cli", "xla_amp.__main__"),
+    ("xla_amp", "xla_amp.cli", "xla_amp.__main__", *(f"xla_amp.{name}" for name in ENTRIES)),
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.

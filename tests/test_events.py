@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import textwrap
 import threading
+import warnings
 from importlib import util
 
 import pytest
+import source_tree
 
-from xla_amp import events
+from xla_amp import errors, events
 
 
 def entry(operation="mm"):
@@ -85,3 +89,53 @@ def test_the_users_line_is_found_by_module_whatever_the_folder_is_called(folder,
         inside = eval("lambda: user_location()", scope | skipped)
         assert train.step(inside) == f"{file}:3"
     assert train.step(eval("lambda: user_location()", scope | {"__name__": "torch_geometric.nn"})) == "<string>:1"
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def bare_warnings(source: str) -> list[int]:
+    """Lines that call `warnings.warn` or `warn_explicit`, by whatever name."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in ("warn", "warn_explicit")
+            and ast.unparse(call.func) != "events.warn"]  # fmt: skip
+
+
+def test_every_warning_has_a_category_of_the_library_and_the_users_line():
+    files = [path for path in source_tree.python_files() if path.startswith(("xla_amp/", "lowering/"))]
+    found = {path: lines for path in files if (lines := bare_warnings((source_tree.ROOT / path).read_text()))}
+    assert list(found) == ["xla_amp/events.py"]
+    categories = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Warning)]
+    assert len(categories) > 3
+    assert all(issubclass(kind, errors.XlaAmpWarning) for kind in categories)
+
+
+def test_the_walk_can_fail():
+    assert bare_warnings("import warnings\nwarnings.warn('x')") == [2]
+    assert bare_warnings("from warnings import warn\nwarn('x', UserWarning)") == [2]
+    assert bare_warnings("events.warn('x')") == []
+
+
+@pytest.mark.parametrize("library", ["xla_amp.lazy", "torch.nn", "jax._src", "contextlib", "transformers.trainer"])
+def test_a_warning_is_at_the_users_line(library):
+    scope = {"__name__": library, "events": events, "RuleWarning": errors.RuleWarning}
+    exec(compile("def inner():\n    events.warn('something', RuleWarning)", "inside.py", "exec"), scope)
+    with pytest.warns(errors.RuleWarning, match="something") as caught:
+        scope["inner"]()
+    line = caught[0].lineno
+    assert caught[0].filename == __file__
+    assert 'scope["inner"]()' in linecache.getline(__file__, line)
+
+
+def test_a_place_may_be_given_and_filters_work():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            events.warn("once a line")
+        events.warn("there", at=("model.py", 7))
+        warnings.filterwarnings("ignore", category=errors.XlaAmpWarning)
+        events.warn("unseen")
+    assert [str(each.message) for each in caught] == ["once a line", "there"]
+    assert (caught[1].filename, caught[1].lineno) == ("model.py", 7)
+    with pytest.raises(errors.XlaAmpWarning, match="raised"):
+        events.warn("raised")

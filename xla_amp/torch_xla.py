@@ -160,3 +160,7 @@ def mark_sharding(
         return tuple(map(named, entry)) if isinstance(entry, (tuple, list)) else entry
 
     return spmd.mark_sharding(t, mesh, [named(entry) for entry in partition_spec])
+
+
+def __dir__() -> list[str]:
+    return __all__

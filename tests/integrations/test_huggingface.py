@@ -364,6 +364,29 @@ def test_an_overflow_is_skipped_and_the_scale_is_in_the_logs(tmp_path: Path) -> 
     assert made.args.logging_nan_inf_filter is True
 
 
+@pytest.mark.parametrize("reads", [False, True])
+def test_whether_a_step_was_skipped_is_known_if_asked(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "_read_skips", False)
+    ours.enable(read_skips=reads)
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(mixed_precision="fp16")
+    plain = torch.optim.SGD((model := nn.Linear(4, 1)).parameters(), 1.0)
+    model, optimizer = accelerator.prepare(model, plain)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(plain, 0.5))
+    found, rates = [], []
+    for factor in (0.01, float("inf"), 0.01):
+        loss = (model(torch.ones(2, 4, device=accelerator.device)) * factor).sum()
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append((accelerator.optimizer_step_was_skipped, optimizer.step_was_skipped))
+        rates.append(schedule.get_last_lr()[0])
+    AcceleratorState._reset_state(True)
+    assert found == [(False, False), (reads, reads), (False, False)]
+    assert rates == ([0.5, 0.5, 0.25] if reads else [0.5, 0.25, 0.125])
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(precision: str, tmp_path: Path, record: Any) -> None:
     options = {precision: True, "save_strategy": "steps", "save_steps": 11}

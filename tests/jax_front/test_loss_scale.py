@@ -16,7 +16,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.jax.loss_scale import LARGEST, SMALLEST, LossScale, all_finite, reduce_gradients, select, value_and_grad
 
 SETTINGS = {
-    "initial": 64.0,
+    "init_scale": 64.0,
     "growth_factor": 4.0,
     "backoff_factor": 0.25,
     "growth_interval": 3,
@@ -113,9 +113,9 @@ def test_a_static_scale_is_constant():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("initial", 0.0),
-        ("initial", float("nan")),
-        ("initial", "65536"),
+        ("init_scale", 0.0),
+        ("init_scale", float("nan")),
+        ("init_scale", "65536"),
         ("growth_factor", 0.5),
         ("backoff_factor", 2.0),
         ("backoff_factor", 0.0),

@@ -52,9 +52,34 @@ def test_each_name_and_its_methods_are_documented(package: ModuleType, name: str
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_no_module_hides_a_public_name(package: ModuleType):
-    """Importing ``xla_amp.jax.x`` binds the module as ``x``, also where a function has that name."""
+    """Importing ``xla_amp.jax.x`` binds the module as ``x``; ``xla_amp.metrics`` is the object of that name itself."""
     modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
-    assert modules.isdisjoint(package._PUBLIC)
+    both = modules.intersection(package._PUBLIC)
+    assert both == ({"metrics"} if package is xla_amp else set())
+    for name in both:
+        value = getattr(importlib.import_module(package._PUBLIC[name]), name)
+        assert importlib.import_module(f"{package.__name__}.{name}") is value
+
+
+def test_each_module_can_be_imported_by_its_documented_name():
+    names = [*xla_amp._MODULES, "metrics"]
+    lines = [f"import xla_amp.{name} as found\nassert found is xla_amp.{name}" for name in names]
+    lines += ["from xla_amp.metrics import report, reset", "print(sorted(xla_amp.metrics())[0], report().split()[0])"]
+    program = "import xla_amp\n" + "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["compilations", "executions"]
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "syncfree", "torch_xla", "xla_model"])
+def test_a_module_has_the_public_names_and_no_others(name: str):
+    module = getattr(xla_amp, name)
+    names = {each for each in dir(module) if not each.startswith("__")}
+    implementation = sys.modules[xla_amp._MODULES[name]]
+    public = set(getattr(implementation, "__all__", names))
+    assert names == public
+    assert all(
+        getattr(getattr(module, each), "__module__", "").startswith("xla_amp") for each in names if each.islower()
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

@@ -12,8 +12,13 @@ import pytest
 PROGRAM = """
 import torch
 import xla_amp
+import xla_amp.checkpoint
 import xla_amp.jax
+import xla_amp.torch_xla as xr
+import xla_amp.xla_model as xm
 from xla_amp import GradScaler, autocast, syncfree, xla_device
+from xla_amp.metrics import report
+from xla_amp.syncfree import AdamW
 
 
 @autocast("cpu")
@@ -45,6 +50,13 @@ reveal_type(xla_amp.metrics())  # shown: dict[str, int]
 reveal_type(GradScaler().get_scale())  # shown: float
 reveal_type(GradScaler().scale(torch.ones(1)))  # shown: Tensor
 reveal_type(syncfree.AdamW([torch.ones(1)]).step(lambda: 1.0))  # shown: float
+reveal_type(AdamW([torch.ones(1)]).step(lambda: 1.0))  # shown: float
+reveal_type(report())  # shown: str
+reveal_type(xm.get_ordinal())  # shown: int
+reveal_type(xm._fetch_gradients)  # shown: (optimizer: Optimizer) -> list[Tensor]
+reveal_type(xr.world_size())  # shown: int
+reveal_type(xr.compile(loss))  # shown: (weight: float, x: int) -> str
+reveal_type(xla_amp.checkpoint.save_async({}, "x").wait())  # shown: None
 reveal_type(backward)  # shown: (ctx: object, width: int) -> str
 reveal_type(forward)  # shown: (x: Tensor, width: int) -> Tensor
 reveal_type(step(torch.ones(1), 2))  # shown: Tensor
@@ -56,6 +68,9 @@ reveal_type(xla_amp.jax.value_and_grad(loss)(xla_amp.jax.LossScale.dynamic(), 1.
 xla_amp.autocastt("cpu")  # refused
 xla_amp.jax.autocats(loss)  # refused
 xla_amp.stablehlo.autocats  # refused
+xm.xla_devise()  # refused
+xr.world_sice()  # refused
+xla_amp.checkpoint.sve  # refused
 autocast("cpu", polcy=3)  # refused
 autocast("cpu", policy=3)  # refused
 syncfree.AdamW([torch.ones(1)], lrr=1e-3)  # refused

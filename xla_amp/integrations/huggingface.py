@@ -52,6 +52,7 @@ _RANDOM_STATE = "rng_state_xla{}.pth"
 """File of a checkpoint: the state of the device's random generator; of several processes with their rank."""
 
 _policy: Policy | None = None
+_read_skips = False
 _hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
 
 
@@ -127,6 +128,8 @@ def _end_program(original: Callable[..., None]) -> Callable[..., None]:
             from xla_amp.lazy.tensors import step_marker
 
             step_marker.end_step()
+        if _read_skips and isinstance(self.scaler, GradScaler) and self.gradient_state.sync_gradients:
+            self._is_overflow = bool(self.scaler.step_was_skipped())
 
     return step
 
@@ -437,7 +440,8 @@ PATCHES = (
         module="accelerate.optimizer",
         owner="AcceleratedOptimizer",
         name="step",
-        reason="What one process reads after a step would make the next a program that the others do not have.",
+        reason="What one process reads after a step would make the next a program that the others do not have. Whether "
+        "a step was skipped is known on the device only.",
         replace=_end_program,
     ),
     Patch(
@@ -592,7 +596,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 _PACKAGES = ("accelerate", "transformers")
 
 
-def enable(policy: Policy | str | Path | None = None) -> None:
+def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = False) -> None:
     """Makes Accelerate and transformers' Trainer use the XLA device; call it before their first object is made.
 
     ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.  Warns if Accelerate has chosen
@@ -601,19 +605,23 @@ def enable(policy: Policy | str | Path | None = None) -> None:
     Args:
         policy: the rules for ``"bf16"`` and ``"fp16"``, as for `xla_amp.autocast`; None is the device's default.  A
             second call sets it for regions that are made from then on.
+        read_skips: with ``"fp16"``, wait after each step to learn whether it was skipped.  Then
+            ``accelerator.optimizer_step_was_skipped`` and ``optimizer.step_was_skipped`` are right, and a prepared
+            schedule stays where it is in a skipped step.  Otherwise they are always False.
 
     Raises:
         ImportError: Accelerate is not installed.
         PolicyError: `policy` cannot be loaded.
         DeviceError: the engine in use is torch_xla, which Accelerate finds by itself.
     """
-    global _policy
+    global _policy, _read_skips
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(
             "xla_amp.integrations.huggingface needs the package `accelerate`: pip install 'xla-amp[huggingface]'"
         )
     base.require_lazy("xla_amp.integrations.huggingface.enable()", "Accelerate's own support of torch_xla")
     _policy = None if policy is None else policies.load(policy)
+    _read_skips = read_skips
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _apply()

@@ -63,7 +63,7 @@ class LossScale:
     @classmethod
     def dynamic(
         cls,
-        initial: float = formula.INITIAL,
+        init_scale: float = formula.INITIAL,
         *,
         growth_factor: float = formula.GROWTH_FACTOR,
         backoff_factor: float = formula.BACKOFF_FACTOR,
@@ -74,7 +74,7 @@ class LossScale:
         """A scale that falls after an overflow and rises after consecutive finite steps; defaults are torch's.
 
         Args:
-            initial: first scale.
+            init_scale: first scale.
             growth_factor: multiplies the scale after `growth_interval` finite steps; at least 1.
             backoff_factor: multiplies it after an overflow; above 0, at most 1.
             growth_interval: finite steps between two growths; at least 1.
@@ -89,9 +89,9 @@ class LossScale:
         _require("growth_interval", growth_interval, 1, 2**31 - 1, numbers.Integral)
         _require("min_scale", min_scale, SMALLEST, LARGEST)
         _require("max_scale", max_scale, min_scale, LARGEST)
-        _require("initial", initial, min_scale, max_scale)
+        _require("init_scale", init_scale, min_scale, max_scale)
         return cls(
-            value=_float(initial),
+            value=_float(init_scale),
             growth_tracker=_int(0),
             growth_factor=_float(growth_factor),
             backoff_factor=_float(backoff_factor),

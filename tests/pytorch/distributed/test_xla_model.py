@@ -13,6 +13,7 @@ import xla_amp
 from xla_amp import GradScaler, autocast, syncfree
 from xla_amp import xla_model as xm
 from xla_amp.errors import DeviceError
+from xla_amp.pytorch.distributed import xla_model as implementation
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_step_closures_on_a_thread(device):
 
     xm.add_step_closure(fail, run_async=True)
     xm.mark_step()
-    xm._closures.worker.submit(int).result()  # the failing closure is done when this is
+    implementation._closures.worker.submit(int).result()  # the failing closure is done when this is
     with pytest.raises(LookupError, match="in a closure"):
         xm.mark_step()
 
@@ -176,7 +177,7 @@ def test_save(device, tmp_path):
     assert isinstance(loaded["model"]["a"], nn.Parameter)
     assert loaded["model"]["a"].tolist() == [1.0, 1.0]
     assert loaded["step"] == 3
-    saved = xm._to_cpu([weight, weight])
+    saved = implementation._to_cpu([weight, weight])
     assert saved[0] is saved[1]
 
 

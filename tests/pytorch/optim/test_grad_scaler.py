@@ -12,7 +12,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import GradScaler, syncfree
-from xla_amp.pytorch.optim.grad_scaler import SkipLimitError
+from xla_amp.errors import SkipLimitError
 
 INF = float("inf")
 

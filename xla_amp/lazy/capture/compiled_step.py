@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -276,7 +275,7 @@ class Compiled(Generic[_Arguments, _Result]):
             raise CaptureError(text)
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warnings.warn(f"{text}. Each call is recorded: correct, but slower", UserWarning, 4)
+            events.warn(f"{text}. Each call is recorded: correct, but slower")
 
 
 def _require_the_lazy_device() -> None:

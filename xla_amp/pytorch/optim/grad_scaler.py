@@ -18,25 +18,8 @@ from torch.utils._pytree import tree_map
 
 from xla_amp import interrupts
 from xla_amp.backends import devices
-from xla_amp.errors import XlaAmpError
+from xla_amp.errors import SkipLimitError
 from xla_amp.pytorch.optim.skip_step import step_where_finite
-
-
-class SkipLimitError(XlaAmpError, RuntimeError):
-    """Too many steps in a row were skipped.
-
-    `skips` is their number; `parameters` names those whose gradients were not finite in the newest step.
-    """
-
-    def __init__(self, skips: int, scale: float, parameters: list[str]) -> None:
-        self.skips = skips
-        self.parameters = parameters
-        shown = ", ".join(parameters[:8]) + (f" and {len(parameters) - 8} more" if len(parameters) > 8 else "")
-        super().__init__(
-            f"GradScaler: {skips} steps in a row were skipped, and the scale is {scale:g} now. In the newest, "
-            f"gradients were not finite of {shown}. xla_amp.find_overflow(step, ...) tells which operation made the "
-            "first inf or NaN; max_consecutive_skips sets the limit"
-        )
 
 
 class GradScaler(torch.amp.GradScaler):
