@@ -63,7 +63,8 @@ def _report(name: str) -> None:
 
 def install() -> None:
     """Replaces the methods of `torch.autocast`; the low dtype of this thread becomes the device's."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    enter: Any = torch.autocast.__enter__
+    leave: Any = torch.autocast.__exit__
 
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
