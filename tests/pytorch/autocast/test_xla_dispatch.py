@@ -149,6 +149,7 @@ def test_in_place_and_out_are_left_alone(full, low):
         assert result.addmm_(full, full).dtype is FULL
 
 
+@pytest.mark.filterwarnings("ignore::xla_amp.errors.AutocastWarning")
 def test_tensors_of_the_cpu_are_left_alone(full):
     host = torch.ones(2, 2)
     with autocast("xla"):
