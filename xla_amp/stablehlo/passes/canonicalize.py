@@ -4,6 +4,9 @@ Differentiation gives weight gradients as ``transpose(dot(dy, x))``, which equal
 embedding that also makes the logits (``x @ E.T``) is ``transpose(transpose(dot(dy, x)))``, which equals ``dot(dy, x)``.
 XLA:CPU cannot run a transposed product of low operands into a float32 result (jaxlib 0.10.2: "Unsupported element type
 for DotThunk::Execute: BF16 x BF16 = F32").
+
+A sharding names the axes of one result.  What takes the place of a transpose gets its sharding; where that has none and
+the other has one, both stay.
 """
 
 from __future__ import annotations
@@ -14,6 +17,10 @@ from xla_amp.stablehlo import ir
 
 _NUMBERS: Final = "dot_dimension_numbers"
 _PERMUTATION: Final = "permutation"
+_SHARDINGS: Final = ("mhlo.sharding", "sdy.sharding")
+"""Attributes that name the axes of an operation's result."""
+_FACTORS: Final = "sdy.sharding_rule"
+"""The attribute that names the axes of an operation's operands and result."""
 
 
 def untranspose(operation: Any) -> bool:
@@ -36,6 +43,12 @@ def untranspose(operation: Any) -> bool:
     exchanged = [*range(lead), *range(lead + free[0], lead + sum(free)), *range(lead, lead + free[0])]
     if not users or any(_permutation(user) != exchanged for user in users):
         return changed
+    shardings = [_shardings(user) for user in users]
+    fits = all(each == shardings[0] for each in shardings) and _shardings(operation).keys() <= shardings[0].keys()
+    if not fits or _FACTORS in operation.attributes:
+        return changed
+    for name, sharding in shardings[0].items():
+        operation.attributes[name] = sharding
     operation.operands[0], operation.operands[1] = right, left
     operation.attributes[_NUMBERS] = stablehlo.DotDimensionNumbers.get(
         lhs_batching_dimensions=batches[1],
@@ -59,10 +72,12 @@ def _fold_pairs(value: Any) -> bool:
         before = _permutation(outer)
         for inner in [use.owner.operation for use in outer.results[0].uses]:
             after = _permutation(inner)
-            if not after:
+            if not after or _FACTORS in inner.attributes:
                 continue
             both = [before[axis] for axis in after]
             if both == sorted(both):
+                if _shardings(inner) not in ({}, _shardings(value.owner)):
+                    continue
                 inner.results[0].replace_all_uses_with(value)
                 inner.erase()
             else:
@@ -73,6 +88,10 @@ def _fold_pairs(value: Any) -> bool:
         if changed and next(iter(outer.results[0].uses), None) is None:
             outer.erase()
     return changed
+
+
+def _shardings(operation: Any) -> dict[str, Any]:
+    return {name: operation.attributes[name] for name in _SHARDINGS if name in operation.attributes}
 
 
 def _permutation(operation: Any) -> list[int]:
