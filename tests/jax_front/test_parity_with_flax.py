@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
 
 SCRIPT = Path(__file__).with_name("decoder_on_eight_devices.py")
@@ -205,6 +206,35 @@ def test_float32_inside_of_a_gelu_and_of_attention_is_not_saved(form, carry):
         for got in (jax.jit(jax.grad(f))(weights, x) for f in (ours, loss(Attentive(form, jnp.bfloat16))))
     ]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("form", ["unrolled", "scanned"])
+def test_a_low_residual_stream_saves_less(form):
+    x = jax.random.normal(jax.random.key(0), (2, 32, 16))
+    model = Attentive(form)
+    weights = model.init(jax.random.key(1), x)
+    kept, low = (saved_bytes(autocast(loss(model), residual=each), weights, x) for each in ("keep", "low"))
+    assert low < 0.9 * kept
+
+
+def test_a_low_residual_stream_leaves_sums_alone():
+    def layers(x, w, total):
+        def body(carry, _):
+            x, total = carry
+            h = jax.nn.relu(x @ w)
+            return (x + h @ w, total + h), None
+
+        (x, total), _ = jax.lax.scan(body, (x, total), None, length=3)
+        return x, total
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    for residual, stream in (("keep", "f32"), ("low", "bf16")):
+        program = jax.make_jaxpr(autocast(layers, residual=residual))(x, w, x)
+        (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+        carried = [atom.aval.str_short(short_dtypes=True) for atom in loop.outvars]
+        assert carried == [f"{stream}[4,8]", "f32[4,8]"]
+    with pytest.raises(PolicyError, match=r"residual='half'.*'keep', 'low'"):
+        autocast(layers, residual="half")
 
 
 def test_layers_of_a_kind_share_the_float32_islands():

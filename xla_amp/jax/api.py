@@ -71,6 +71,7 @@ class AutocastContext:
         dtype: Any,
         enabled: bool,
         carry: Carry,
+        residual: Carry = "keep",
         strict: bool = False,
     ) -> None:
         self.policy = policy
@@ -78,12 +79,13 @@ class AutocastContext:
         self.dtype = dtype
         self.enabled = enabled
         self.carry = carry
+        self.residual = residual
         self.strict = strict
         self._open = threading.local()
 
     def settings(self) -> Settings:
         """The arguments, resolved for the current backend, file and environment."""
-        return resolve_settings(self.policy, self.dtype, self.carry, self.rules)
+        return resolve_settings(self.policy, self.dtype, self.carry, self.residual, self.rules)
 
     def __enter__(self) -> AutocastContext:
         if self.enabled:
@@ -122,6 +124,7 @@ def autocast(
     dtype: Any = None,
     enabled: bool = True,
     carry: Carry = "keep",
+    residual: Carry = "keep",
     strict: bool = False,
     driver: None = None,
 ) -> AutocastContext: ...
@@ -136,6 +139,7 @@ def autocast(
     dtype: Any = None,
     enabled: bool = True,
     carry: Carry = "keep",
+    residual: Carry = "keep",
     strict: bool = False,
     driver: None = None,
 ) -> AutocastFunction[_P, _R]: ...
@@ -149,6 +153,7 @@ def autocast(
     dtype: Any = None,
     enabled: bool = True,
     carry: Carry = "keep",
+    residual: Carry = "keep",
     strict: bool = False,
     driver: None = None,
 ) -> AutocastContext | AutocastFunction[..., Any]:
@@ -164,6 +169,8 @@ def autocast(
         enabled: False switches mixed precision off inside, also within a function that is under autocast.
         carry: ``"keep"``: loops carry the dtypes that they were written with; ``"low"``: float32 arrays that the body
             computes in the low dtype are carried in it.
+        residual: ``"keep"``: ``x + f(x)``, where a product in ``f`` depends on ``x``, has the widest dtype of both;
+            ``"low"``: it is low if ``f(x)`` is, and so is a carry of a loop that is such a sum.
         strict: a rule of yours without an effect on the function is an error instead of a `RuleWarning`.
         driver: removed; any value is an error.
 
@@ -188,11 +195,14 @@ def autocast(
             f"autocast(driver={driver!r}): autocast has one driver; leave driver= out. A kernel runs in the dtypes "
             "that its caller gives it: cast its operands, kernel(x.astype(jnp.bfloat16))"
         )
-    if carry not in get_args(Carry):
-        raise PolicyError(f"autocast(carry={carry!r}): expected one of {', '.join(map(repr, get_args(Carry)))}")
+    for name, value in (("carry", carry), ("residual", residual)):
+        if value not in get_args(Carry):
+            raise PolicyError(f"autocast({name}={value!r}): expected one of {', '.join(map(repr, get_args(Carry)))}")
     if not isinstance(enabled, bool):
         raise PolicyError(f"autocast(enabled={enabled!r}): expected True or False, got {type(enabled).__name__}")
-    region = AutocastContext(policy=policy, rules=rules, dtype=dtype, enabled=enabled, carry=carry, strict=strict)
+    region = AutocastContext(
+        policy=policy, rules=rules, dtype=dtype, enabled=enabled, carry=carry, residual=residual, strict=strict
+    )
     if enabled and (policy is not None or rules is not None or dtype is not None):
         region.settings()
     return region if function is None else region(function)

@@ -64,6 +64,7 @@ class Settings:
     low: Any
     """The low dtype, a NumPy dtype."""
     carry: Carry = "keep"
+    residual: Carry = "keep"
     after_gradients: bool = False
     """Whether the program follows the gradients of a training step: the optimizer's contractions are left alone."""
 
@@ -73,7 +74,7 @@ class Settings:
 
 
 def resolve_settings(
-    policy: PolicyLike | None, dtype: Any, carry: Carry, rules: Mapping[str, Cast] | None = None
+    policy: PolicyLike | None, dtype: Any, carry: Carry, residual: Carry, rules: Mapping[str, Cast] | None = None
 ) -> Settings:
     """Resolves the arguments of `autocast` against the current backend, file and environment.
 
@@ -83,7 +84,7 @@ def resolve_settings(
     """
     chosen = policies.default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
-    return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry)
+    return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry, residual=residual)
 
 
 def _low_dtype(policy: Policy, dtype: Any) -> Any:

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from xla_amp.jax.contraction_primitives import (
 )
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
-from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_outputs
+from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
 from xla_amp.jax.primitives import ADDED_BETWEEN_DEVICES, DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
 from xla_amp.jax.program_request import NOTHING_SUMMED, asked_precision, request
 from xla_amp.jax.value_info import ValueTable
@@ -70,6 +70,8 @@ class Interpreter:
         self.saves = saves and not backward
         self.residuals: frozenset[Any] = frozenset()
         """Results of sharded functions that only a backward pass reads."""
+        self.streams: frozenset[Any] = frozenset()
+        """Sums ``x + f(x)`` that are low if ``f(x)`` is."""
 
     def eval_jaxpr(
         self,
@@ -97,6 +99,8 @@ class Interpreter:
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
         optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
         self.residuals = residual_outputs(jaxpr)
+        if self.settings.residual == "low":
+            self.streams = residual_additions(jaxpr)
 
         def read(atom: Any) -> Any:
             return _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
@@ -176,6 +180,7 @@ class Interpreter:
 
         def evaluate(*arguments: Any) -> list[Any]:
             inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
+            inner.streams = self.streams
             given = iter(arguments)
             inside = dict(zip(island.reads, values, strict=True))
             for var, value, is_array in zip(island.reads, values, arrays, strict=True):
@@ -196,7 +201,8 @@ class Interpreter:
         )
         policy = self.settings.current_policy()
         scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in island.members)) if policy.by_module else ()
-        key = (self.settings, policy, scopes, tuple(avals), facts, islands.structure(jaxpr, island))
+        streams = [not self.streams.isdisjoint(jaxpr.eqns[number].outvars) for number in island.members]
+        key = (self.settings, policy, scopes, tuple(avals), facts, tuple(streams), islands.structure(jaxpr, island))
         outs = islands.function(key, evaluate, avals)(*itertools.compress(values, arrays))
         environment.update(zip(island.leaving, outs, strict=True))
 
@@ -322,6 +328,9 @@ class Interpreter:
         elif decision.cast == "fp32_inside" and kind not in ("conversion", "fixed_dtype"):
             used, outs = self._inside(primitive, decision, operands, params, weak)
         else:
+            low = self.settings.low
+            if eqn is not None and eqn.outvars[0] in self.streams and low in map(dtype_of, operands):
+                operands, told = [self.table.cast(value, low) for value in operands], _RESIDUAL
             used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
             outs = compat.bind(primitive, used, params)
             if kind in ("data_movement", "conversion"):
@@ -560,6 +569,9 @@ def _recomputed(function: Callable[..., list[Any]], operands: Sequence[Any]) -> 
 
     outs: list[Any] = jax.checkpoint(with_arrays)(*(operands[index] for index in arrays))
     return outs
+
+
+_RESIDUAL: Final = "x + f(x): residual='low' lets it be low as f(x) is"
 
 
 def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -> dict[str, Any]:

@@ -185,3 +185,58 @@ def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
                 made.update(var for var, flag in zip(eqn.outvars, selecting_outputs(inner), strict=True) if flag)
         _selecting[jaxpr] = tuple(not isinstance(v, compat.Literal) and v in made for v in jaxpr.outvars)
     return _selecting[jaxpr]
+
+
+_additions: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
+
+
+def residual_additions(jaxpr: Any) -> frozenset[Any]:
+    """Results of additions ``x + f(x)`` of two arrays of one shape, where a contraction in ``f`` depends on ``x``."""
+    if jaxpr not in _additions:
+        sums = [index for index, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "add" and _of_one_shape(eqn)]
+        found = set()
+        for index in sums:
+            first, second = jaxpr.eqns[index].invars
+            before = jaxpr.eqns[:index]
+            if second in _through_products(before, first) or first in _through_products(before, second):
+                found.update(jaxpr.eqns[index].outvars)
+        _additions[jaxpr] = frozenset(found)
+    return _additions[jaxpr]
+
+
+def _of_one_shape(eqn: Any) -> bool:
+    variables = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal) and atom.aval.ndim]
+    return len(variables) == 2 and variables[0].aval == variables[1].aval
+
+
+def residual_carries(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
+    """For each carry of a loop's body, whether its next value depends on a contraction that depends on it.
+
+    Args:
+        jaxpr: the body.
+        first: the argument that is the first carry.
+        count: how many carries there are; they are the first results.
+    """
+    carries = zip(jaxpr.invars[first : first + count], jaxpr.outvars[:count], strict=True)
+    return tuple(
+        not isinstance(after, compat.Literal) and after in _through_products(jaxpr.eqns, before)
+        for before, after in carries
+    )
+
+
+def _through_products(eqns: Sequence[Any], source: Any) -> set[Any]:
+    """Variables that depend on a contraction that depends on `source`."""
+    reached, found = {source}, set[Any]()
+    for eqn in eqns:
+        variables = _variables(eqn)
+        if not found.isdisjoint(variables):
+            found.update(eqn.outvars)
+        elif not reached.isdisjoint(variables):
+            (found if _contracts(eqn) else reached).update(eqn.outvars)
+    return found
+
+
+def _contracts(eqn: Any) -> bool:
+    info = PRIMITIVES.get(eqn.primitive.name)
+    inner = (each for jaxpr in compat.sub_jaxprs(eqn.params) for each in jaxpr.eqns)
+    return (info is not None and info.kind == "contraction") or any(map(_contracts, inner))

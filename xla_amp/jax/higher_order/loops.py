@@ -14,7 +14,7 @@ from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.higher_order.common import avals_of, retrace
 from xla_amp.jax.interpreter import HigherOrderCall
-from xla_amp.jax.jaxpr_analysis import contracted_arguments
+from xla_amp.jax.jaxpr_analysis import contracted_arguments, residual_carries
 
 
 def scan(call: HigherOrderCall) -> list[Any]:
@@ -50,6 +50,7 @@ def scan(call: HigherOrderCall) -> list[Any]:
             body(carry), (*avals_of([*consts, *copies]), *carry, *x_avals), closed.jaxpr.debug_info
         ),
         lambda carry: _uncast_carry_dtypes(call, closed, consts, weights, carry, x_avals),
+        _may_be_low(call, closed, num_consts, num_carry),
     )
     operands = [*traced.consts, *consts, *copies, *init, *call.operands[first_xs:]]
     new = compat.scan_params(params, _constants_as_arguments(traced), len(traced.consts) + num_consts + len(copies))
@@ -85,6 +86,7 @@ def while_loop(call: HigherOrderCall) -> list[Any]:
         body.in_avals[len(consts) :],
         lambda carry: compat.trace(body_for(carry), (*avals_of([*consts, *copies]), *carry), body.jaxpr.debug_info),
         lambda carry: _uncast_carry_dtypes(call, body, consts, weights, carry, ()),
+        _may_be_low(call, body, len(consts), len(call.operands) - first_carry),
     )
     condition_operands = [*call.operands[:first_body_const], *init]
     no_weights = (False,) * len(condition_operands)
@@ -118,12 +120,21 @@ def _uncast_carry_dtypes(
     return [aval.dtype for aval in outs[: len(carry)]]
 
 
+def _may_be_low(call: HigherOrderCall, body: compat.ClosedJaxpr, first: int, count: int) -> Sequence[bool]:
+    """For each carry, whether the region lets it be low: all, residual streams, or none."""
+    settings = call.interpreter.settings
+    if settings.carry == "low" or settings.residual == "keep":
+        return [settings.carry == "low"] * count
+    return residual_carries(body.jaxpr, first, count)
+
+
 def _trace_with_carry(
     call: HigherOrderCall,
     init: Sequence[Any],
     avals: Sequence[Any],
     trace: Callable[[Sequence[Any]], compat.ClosedJaxpr],
     uncast_dtypes: Callable[[Sequence[Any]], list[Any]],
+    may_be_low: Sequence[bool],
 ) -> tuple[list[Any], compat.ClosedJaxpr]:
     """Chooses the dtypes of the carry and traces the body: the jaxpr's dtypes, or low where the body computes low.
 
@@ -133,11 +144,12 @@ def _trace_with_carry(
         avals: types of the carry in the jaxpr.
         trace: traces the body for these types of the carry.
         uncast_dtypes: dtypes that the body computes from these types of the carry.
+        may_be_low: which of the carry may be low, if the body computes it low.
     """
     low = call.interpreter.settings.low
     dtypes = [aval.dtype for aval in avals]
-    if call.interpreter.settings.carry == "low":
-        tried = [low if dtype == F32 else dtype for dtype in dtypes]
+    if any(may_be_low):
+        tried = [low if dtype == F32 and may else dtype for dtype, may in zip(dtypes, may_be_low, strict=True)]
         # Start with all floats low and restore those that the body widens, until nothing changes.
         while True:
             outs = uncast_dtypes([_with_dtype(aval, dtype) for aval, dtype in zip(avals, tried, strict=True)])
