@@ -6,6 +6,7 @@ import copy
 import io
 import operator
 import pickle
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 
 from xla_amp import lazy as engine
 from xla_amp.errors import DeviceError
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.torch_integration import accelerator
 
 # ---- printing --------------------------------------------------------------------------------------------------------
@@ -478,6 +480,87 @@ def test_the_device_module(device: torch.device) -> None:
         torch.jax.get_device_name(2)
     with pytest.raises(DeviceError, match="keeps no statistic bytes_limit"):
         torch.jax.mem_get_info()
+
+
+def test_streams_and_events_wait_for_the_device(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    streams = [torch.jax.current_stream(), torch.jax.Stream(), torch.accelerator.current_stream()]
+    for wait in [stream.synchronize for stream in streams] + [streams[0].query, torch.jax.Event().query]:
+        y = x + 1
+        assert trace.code
+        assert wait() in (None, True)
+        assert not trace.code
+        assert y.tolist() == [2.0, 2.0, 2.0]
+    begin, end = (torch.jax.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    time.sleep(0.02)
+    y = x + 1
+    streams[1].record_event(end)
+    assert not trace.code
+    assert 20 <= begin.elapsed_time(end) < 20_000
+    y = x + 1
+    unmeasured = torch.jax.current_stream().record_event()
+    streams[0].wait_event(unmeasured)
+    unmeasured.wait()
+    assert trace.code  # without timing an event ends no program
+    torch.accelerator.set_stream(streams[0])
+    with torch.jax.stream(streams[0]), pytest.raises(ValueError, match="both recorded"):
+        begin.elapsed_time(unmeasured)
+    with pytest.raises(ValueError, match="another process cannot wait"):
+        torch.jax.Event(interprocess=True)
+    with pytest.raises(DeviceError, match="does not exist"):
+        torch.jax.Stream("jax:2")
+
+
+def test_what_the_device_module_has_and_lacks(device: torch.device) -> None:
+    torch.jax.init()
+    assert torch.jax.is_bf16_supported()
+    properties = torch.jax.get_device_properties(0)
+    assert properties.name == torch.jax.get_device_name()
+    assert not hasattr(properties, "multi_processor_count")
+    assert torch.jax.memory_reserved() == torch.jax.memory_allocated() <= torch.jax.max_memory_reserved()
+    states = torch.jax.get_rng_state_all()
+    first = torch.rand(3, device=device).tolist()
+    torch.jax.set_rng_state_all(states)
+    assert torch.rand(3, device=device).tolist() == first
+    with pytest.raises(DeviceError, match="cannot be reset"):
+        torch.jax.reset_accumulated_memory_stats()
+    with pytest.raises(AttributeError, match=r"'torch.jax' has no attribute 'cudart'; .* has .*manual_seed"):
+        torch.jax.cudart()
+    for name in ("synchronize", "current_stream", "get_device_properties"):
+        with pytest.raises(RuntimeError, match="does not exist"):
+            getattr(torch.jax, name)(3)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_of_the_layout_strided_are_refused(device: torch.device) -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    lazy = [part.to(device) for part in parts]
+    for make in (
+        lambda: torch.nested.nested_tensor(parts, device=device),
+        lambda: torch.nested.nested_tensor([], device=device),
+        lambda: torch.nested.as_nested_tensor(lazy),
+        lambda: torch.nested.as_nested_tensor(parts, device=device),
+        lambda: torch.nested.nested_tensor(parts).to(device),
+        lambda: torch._nested_tensor_from_tensor_list(parts, device=device) * 2,
+    ):
+        with pytest.raises(DeviceError, match=r"torch\.strided do not exist .* layout=torch\.jagged"):
+            make()
+    assert torch.nested.nested_tensor(parts)[1].tolist() == [1.0, 1.0, 1.0]
+    jagged = torch.nested.as_nested_tensor(lazy, layout=torch.jagged)
+    assert (jagged * 2).values().tolist() == [2.0] * 5
+
+
+def test_padded_rows_of_an_encoder_in_inference(device: torch.device) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1).eval()
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[False] * 3 + [True], [False] * 2 + [True] * 2])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        found = model.to(device)(x.to(device), src_key_padding_mask=mask.to(device)).cpu()
+    torch.testing.assert_close(found[~mask], expected[~mask])
+    assert not expected[mask].any()
+    assert found[mask].all()  # docs/limits.md
 
 
 def test_contexts_of_a_device(device: torch.device) -> None:

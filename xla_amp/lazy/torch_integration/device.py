@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+import types
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,22 +26,8 @@ from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.runtime.metrics import metrics
 from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, inductor, monkeypatches
+from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, inductor, monkeypatches, nested, streams
 from xla_amp.lowering import Lowering, registry, table
-
-
-class _Stream:
-    """The device's only stream: operations and copies run in the order in which they are recorded."""
-
-    def synchronize(self) -> None:
-        """Runs what was recorded and waits for the device."""
-        sync(wait=True)
-
-    def wait_stream(self, stream: Any) -> None:
-        """Returns at once: the other stream is this one."""
-
-
-_STREAM = _Stream()
 
 
 class BackendModule:
@@ -82,16 +70,38 @@ class BackendModule:
         accelerator.select(device)
         return contextlib.nullcontext()
 
-    def current_stream(self, device: Any = None) -> _Stream:
-        """The device's only stream."""
-        return _STREAM
+    Stream, Event = streams.Stream, streams.Event
+
+    def current_stream(self, device: Any = None) -> streams.Stream:
+        """The device's only stream; raises as `set_device` does."""
+        return streams.Stream(device)
+
+    default_stream = current_stream
+
+    def set_stream(self, stream: Any) -> None:
+        """Does nothing: the device has one stream."""
 
     def stream(self, stream: Any) -> Any:
         """Context manager that selects a stream."""
         return contextlib.nullcontext()
 
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError with what there is; for names that are not found only."""
+        known = ", ".join(found for found in dir(type(self)) if not found.startswith("_"))
+        raise AttributeError(
+            f"module 'torch.{DEVICE_TYPE}' has no attribute {name!r}; the lazy device has {known}, and what "
+            "torch.accelerator has"
+        )
+
     def _is_in_bad_fork(self) -> bool:
         return forks.is_forked()
+
+    def init(self) -> None:
+        """Does nothing: the device has been started."""
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        """Whether bfloat16 can be used: always; where no hardware multiplies it, XLA computes it in float32."""
+        return including_emulation or pjrt.platform() != "cpu"
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Low dtypes that autocast accepts."""
@@ -121,14 +131,32 @@ class BackendModule:
         """Restores a state."""
         generator.set_rng_state(new_state)
 
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        """The state of each device's generator, of which a process has one."""
+        return [generator.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: Sequence[torch.Tensor]) -> None:
+        """Restores a list of one state."""
+        (state,) = new_states
+        generator.set_rng_state(state)
+
     def synchronize(self, device: Any = None) -> None:
-        """Runs what was recorded and waits for the device."""
+        """Runs what was recorded and waits for the device; raises as `set_device` does."""
+        accelerator.select(device)
         sync(wait=True)
 
     def get_device_name(self, device: Any = None) -> str:
         """PJRT's name of the device."""
         accelerator.select(device)
         return str(pjrt.jax_device().device_kind)
+
+    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
+        """``name``, ``platform`` and, where PJRT counts memory, ``total_memory`` in bytes; nothing else is known."""
+        accelerator.select(device)
+        found = types.SimpleNamespace(name=self.get_device_name(), platform=pjrt.platform())
+        if "bytes_limit" in (stats := accelerator.memory_stats()):
+            found.total_memory = stats["bytes_limit"]
+        return found
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """Bytes of device memory that are free, and in all; raises on a platform that does not count them."""
@@ -142,6 +170,18 @@ class BackendModule:
     def max_memory_allocated(self, device: Any = None) -> int:
         """Most bytes of device memory in use so far (`accelerator.memory_stats` says how they are counted)."""
         return accelerator.allocator_stats()["allocated_bytes.all.peak"]
+
+    def memory_reserved(self, device: Any = None) -> int:
+        """Bytes of device memory that the allocator has taken, or those in use where PJRT does not count them."""
+        return accelerator.allocator_stats()["reserved_bytes.all.current"]
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        """Most bytes of `memory_reserved` so far."""
+        return accelerator.allocator_stats()["reserved_bytes.all.peak"]
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        """Raises: what PJRT counts cannot be reset."""
+        accelerator.refuse_reset()
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Lowers the peak to the bytes in use; raises where PJRT counts it."""
@@ -210,7 +250,9 @@ def device() -> torch.device:
 
 
 def _install_kernels() -> None:
-    for name, kernel in (memory.KERNELS | dynamic_shape.KERNELS | wrappers.KERNELS | sparse.KERNELS).items():
+    for name, kernel in (
+        memory.KERNELS | dynamic_shape.KERNELS | wrappers.KERNELS | sparse.KERNELS | nested.KERNELS
+    ).items():
         _implement("aten", name, kernel)
     for lowering in list(table().values()):
         _install(lowering)
@@ -226,7 +268,8 @@ def _install_kernels() -> None:
             _implement("c10d", name, kernel)
     for name, kernel in sparse.SPARSE_KERNELS.items():
         _implement("aten", name, kernel, "SparsePrivateUse1")
-    for key, missing in (("PrivateUse1", _missing), ("SparsePrivateUse1", sparse.missing)):
+    fallbacks = {"PrivateUse1": _missing, "SparsePrivateUse1": sparse.missing, "NestedTensorPrivateUse1": nested.refuse}
+    for key, missing in fallbacks.items():
         fallback = _libraries["_", key] = torch.library.Library("_", "IMPL", key)
         fallback.fallback(dynamo.skip(missing))
 

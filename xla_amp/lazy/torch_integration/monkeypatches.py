@@ -29,7 +29,15 @@ from xla_amp.lazy.runtime import generator
 from xla_amp.lazy.runtime.execute import sync
 from xla_amp.lazy.tensors import step_marker, storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, autocast_names, device_guard, safetensors_files, torch_parallel
+from xla_amp.lazy.torch_integration import (
+    accelerator,
+    autocast_names,
+    device_guard,
+    nested,
+    safetensors_files,
+    streams,
+    torch_parallel,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,6 +260,7 @@ _ACCELERATOR: dict[str, Callable[..., Any]] = {
     "_accelerator_setDeviceIndex": accelerator.select,
     "_accelerator_exchangeDevice": accelerator.select,
     "_accelerator_maybeExchangeDevice": accelerator.select,
+    "_accelerator_getStream": lambda index: streams.Stream(index),
     "_accelerator_synchronizeDevice": lambda device: sync(wait=True),
     "_accelerator_isAllocatorInitialized": lambda: True,
     "_accelerator_getDeviceStats": lambda device: accelerator.allocator_stats(),
@@ -444,6 +453,12 @@ PATCHES = (
         install=_replace_object_exchange,
     ),
     Patch(
+        names=("torch.nested.nested_tensor", "torch.nested.as_nested_tensor"),
+        reason="A nested tensor of the layout strided would be made of no memory, and each operation on it an internal "
+        "error.",
+        install=nested.replace_constructors,
+    ),
+    Patch(
         names=("torch.Generator",),
         reason="The constructor asks a C++ hook for a device's generator, which a Python device cannot give (an "
         "error). Every generator is an instance of the replacement, as before.",
@@ -464,7 +479,8 @@ PATCHES = (
     Patch(
         names=tuple(f"torch._C.{name}" for name in _ACCELERATOR),
         reason="torch.accelerator calls a C++ allocator and guard, which a Python device lacks: these functions are "
-        "internal errors, and empty_host_cache() a segmentation fault.",
+        "internal errors, and empty_host_cache() a segmentation fault. Its streams would return from synchronize() at "
+        "once.",
         install=_replace_accelerator,
     ),
 )
