@@ -11,8 +11,16 @@ import os
 from collections.abc import Iterator
 
 
+def printable(text: str) -> str:
+    """A text that may have names from files, without codes that a terminal acts on: they are written as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 class XlaAmpError(Exception):
     """Base class of the errors that this library raises."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class PolicyError(XlaAmpError, ValueError):

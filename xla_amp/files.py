@@ -56,8 +56,3 @@ def parsed(loads: Callable[[Any], Any], text: str | bytes) -> Any:
         return loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def printable(text: str) -> str:
-    """A text from a file, without codes that a terminal acts on: they become their escape sequences."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

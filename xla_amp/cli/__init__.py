@@ -18,7 +18,7 @@ from typing import Final
 from xla_amp import __version__
 from xla_amp.cli import arguments as common
 from xla_amp.cli import convert_command, native, progress
-from xla_amp.errors import ModuleError, TargetError, XlaAmpError
+from xla_amp.errors import ModuleError, TargetError, XlaAmpError, printable
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -44,7 +44,7 @@ _LONGEST: Final = 1000
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     top = argparse.ArgumentParser(prog="xla-amp", description="Automatic mixed precision for XLA.")
-    top.set_defaults(on_cpu=False, quiet=False, output=None)
+    top.set_defaults(on_cpu=False, quiet=False, output=None, timeout=None)
     common.epilog(
         top,
         {
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     show = contextlib.nullcontext() if arguments.quiet or not arguments.on_cpu else progress.shown(arguments.command)
     try:
-        with show:
+        with show, common.limited(arguments):
             if arguments.on_cpu:
                 native.start()
             answer: tuple[str, int] = arguments.run(arguments)
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.quiet:
         return status
     try:
-        print(text, file=sys.stderr if arguments.output == common.STANDARD else sys.stdout, flush=True)
+        print(printable(text), file=sys.stderr if arguments.output == common.STANDARD else sys.stdout, flush=True)
     except BrokenPipeError:  # `xla-amp ... | head`
         sys.stderr.close()
     return status

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
+import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +19,10 @@ if TYPE_CHECKING:
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.program import Program
 
+TIMED_OUT: Final = 124
+"""Exit status of a command that ran longer than ``--timeout``, as of coreutils' ``timeout``."""
+_LIMIT: Final = 3600
+"""Seconds that a command may run by default."""
 STANDARD: Final = Path("-")
 """Standard input, or standard output."""
 
@@ -82,6 +89,41 @@ _STATUSES: Final = {
     130: "interrupted",
 }
 """Exit statuses of every command."""
+
+
+def timeout(parser: argparse.ArgumentParser) -> None:
+    """``--timeout``, of a command that runs programs; `limited` acts on it."""
+    parser.add_argument(
+        "--timeout",
+        type=positive,
+        default=_LIMIT,
+        metavar="SECONDS",
+        help=f"end with status {TIMED_OUT} after so long: a program may hold an endless loop (default {_LIMIT})",
+    )
+
+
+@contextlib.contextmanager
+def limited(arguments: argparse.Namespace) -> Iterator[None]:
+    """Inside, this process ends after ``--timeout``; nothing else stops a program that XLA runs."""
+
+    def end() -> None:
+        sys.stderr.write(
+            f"xla-amp: {arguments.command} has not ended within {arguments.timeout:g} s; a program may hold an endless "
+            "loop. --timeout SECONDS allows more\n"
+        )
+        sys.stderr.flush()
+        os._exit(TIMED_OUT)
+
+    if arguments.timeout is None:
+        yield
+        return
+    timer = threading.Timer(arguments.timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def report(parser: argparse.ArgumentParser) -> None:

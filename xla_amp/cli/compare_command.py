@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worst", type=common.count, default=10, metavar="N", help="operations to list (default 10)")
     common.function(parser)
     common.report(parser)
+    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

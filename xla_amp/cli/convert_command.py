@@ -102,6 +102,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     common.function(parser)
     common.report(parser)
+    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

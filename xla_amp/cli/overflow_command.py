@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
     common.function(parser)
     common.report(parser)
+    common.timeout(parser)
     common.json_instead(parser)
     common.epilog(
         parser,

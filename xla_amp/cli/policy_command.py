@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from xla_amp import tables
+from xla_amp import files, tables
 from xla_amp.cli import arguments as common
 from xla_amp.errors import PolicyError
 from xla_amp.policy import BUILTIN, Decision, Policy, extend_known_operations, load, op_catalog, resolve
@@ -138,8 +138,8 @@ def _check(arguments: argparse.Namespace) -> Answer:
 def _is_policy(file: Path) -> bool:
     """Whether the file is a policy (it has a low dtype, or extends one); otherwise it holds rows for XLA_AMP_POLICY."""
     try:
-        header = tomllib.loads(read_file(file))
-    except tomllib.TOMLDecodeError:
+        header = files.parsed(tomllib.loads, read_file(file))
+    except ValueError:
         return True
     return not header.keys().isdisjoint(("dtypes", "extends", "low"))
 

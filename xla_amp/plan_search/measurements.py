@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from xla_amp import files
 from xla_amp.errors import FileError, writing
 from xla_amp.plan_search.candidates import Candidate
 
@@ -62,7 +63,7 @@ class Measurements:
             raise FileError(f"reading {path}: {error.strerror}") from error
         for line in lines:
             try:
-                row: dict[str, Any] = json.loads(line)
+                row: dict[str, Any] = files.parsed(json.loads, line)
                 if row["program"] == self._program.fingerprint:
                     self._known[row["plan"], row["batch"]] = {k: float(v) for k, v in row["errors"].items()}
             except (ValueError, KeyError, TypeError, AttributeError):

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
+from xla_amp import files
 from xla_amp.errors import PolicyError
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
@@ -185,8 +186,8 @@ def _policy(file: str, text: str, layer: Layer) -> Policy:
 
 def _parse(file: str, text: str, layer: Layer) -> tuple[dict[str, Any], RuleLayer]:
     try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        data = files.parsed(tomllib.loads, text)
+    except ValueError as error:
         _fail(file, f"not TOML: {error}")
     rows = data.pop("rule", [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -24,8 +24,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
+from xla_amp import files
 from xla_amp.errors import FileError
 from xla_amp.recorder import history
 from xla_amp.recorder.advice import is_probe
@@ -72,6 +74,13 @@ class BadStep:
         return json.dumps({"format": FORMAT, **plain}, indent=1, allow_nan=False) + "\n"
 
 
+_KINDS: Final[Mapping[str, type]] = MappingProxyType(
+    {"front": str, "low": str, "options": dict, "rank": int, "reason": str, "state": str, "step": int, "versions": dict,
+     "world_size": int}
+)  # fmt: skip
+"""Fields of step.json that are always there."""
+
+
 def reason(good: StepRecord | None, record: StepRecord) -> str:
     """Why a step is bad, as in `BadStep.reason`, or empty; `good` is the last step that was not skipped."""
     if record.loss is not None and not math.isfinite(record.loss):
@@ -105,15 +114,18 @@ def read(path: str | Path) -> BadStep:
     """
     file = Path(path) / METADATA
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = files.parsed(json.loads, file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{file}: {error}") from error
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise FileError(f'{file}: expected "format": "{FORMAT}"')
     numbers = ("loss", "loss_scale", "gradient_norm")
     try:
+        for name, kind in _KINDS.items():
+            if not isinstance(found.get(name), kind):
+                raise ValueError(f"{name}: expected {kind.__name__}, got {str(found.get(name))[:40]!r}")
         return BadStep(**{name: history.number(value) if name in numbers else value for name, value in found.items()})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise FileError(f"{file}: {error}") from error
 
 

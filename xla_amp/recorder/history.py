@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TextIO, TypeAlias, get_args
 
+from xla_amp import files
 from xla_amp.errors import FileError
 from xla_amp.types import DTYPES, RANGES, Dtype
 
@@ -160,6 +161,8 @@ class StepRecord:
                 for layer, kind, *numbers in line["statistics"]
             }
             given = {name: number(line[name]) for name in _FIELDS if name in line}
+            if not isinstance(given["step"], int) or any(key.kind not in get_args(Kind) for key in rows):
+                raise ValueError("expected a whole number as step, and statistics by layer and kind")
             return cls(**given, statistics=rows)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -175,8 +178,18 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """What `plain` was given."""
-    return float(value) if isinstance(value, str) else value
+    """What `plain` was given.
+
+    Raises:
+        ValueError: it is no number, nor None.
+    """
+    if isinstance(value, bool | float | None):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, str):
+        return float(value)
+    raise ValueError(f"expected a number, got {str(value)[:40]!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +257,6 @@ def read(path: str | Path) -> History:
 def _parsed(path: str | Path, lines: Iterable[str]) -> Iterator[Any]:
     for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
+            yield files.parsed(json.loads, line)
+        except ValueError as error:
             raise FileError(f"{path}:{number}: no JSON: {error}") from error

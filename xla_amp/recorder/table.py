@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xla_amp import tables
-from xla_amp.errors import MissingLibraryError
+from xla_amp.errors import MissingLibraryError, printable
 from xla_amp.recorder import history_report
 from xla_amp.recorder.history import History, StepRecord
 from xla_amp.report import terminal
@@ -20,7 +20,7 @@ def lines(record: StepRecord) -> list[list[str]]:
     """The rows of `COLUMNS`, least headroom first."""
     rows = sorted(record.statistics.items(), key=lambda item: item[1].headroom)
     return [
-        [key.layer or "(model)", key.kind, f"{row.amax:.3g}", f"{row.rms:.3g}", f"{row.headroom:.1f}",
+        [printable(key.layer) or "(model)", key.kind, f"{row.amax:.3g}", f"{row.rms:.3g}", f"{row.headroom:.1f}",
          f"{row.underflow:.1%}", f"{row.inf:.1%}", f"{row.nan:.1%}",
          "" if row.update_ratio is None else f"{row.update_ratio:.1e}"]
         for key, row in rows

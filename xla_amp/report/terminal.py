@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from xla_amp import tables
+from xla_amp.errors import printable
 from xla_amp.report import paths, units
 from xla_amp.report.document import Cell, Column, Document, Finding, Table
 
@@ -40,7 +41,7 @@ def text(document: Document, width: int | None = None, *, most: int = MOST_ROWS)
     parts += [_finding(each, width) for each in document.findings]
     tables_ = [each for each in document.tables if each.rows and not each.page_only]
     parts += [_table(each, width, MOST_ROWS if number else most) for number, each in enumerate(tables_)]
-    return "\n\n".join(parts)
+    return printable("\n\n".join(parts))
 
 
 def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tuple[list[Column], list[list[str]], int]:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from xla_amp import files
+from xla_amp.errors import EngineError
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _TAG = "xla_amp"
@@ -25,14 +27,27 @@ def encode(data: Any, what: str) -> bytes:
     """`data` as JSON; `what` names the call in errors.
 
     Raises:
-        TypeError: a value of another type, which is named.
+        TypeError: a value of another type, which is named, or containers in containers without an end.
     """
-    return json.dumps(_plain(data, what)).encode()
+    try:
+        return json.dumps(_plain(data, what)).encode()
+    except (RecursionError, ValueError) as error:  # also a number of thousands of digits
+        raise TypeError(f"{what}: cannot send this value: {error}") from error
 
 
 def decode(text: bytes) -> Any:
-    """What `encode` was given."""
-    return _value(json.loads(text))
+    """What `encode` was given.
+
+    Raises:
+        EngineError: it is no such text.
+    """
+    try:
+        return _value(files.parsed(json.loads, text))
+    except (ValueError, TypeError, KeyError, RecursionError, RuntimeError) as error:
+        raise EngineError(
+            f"another process sent something that xla_amp.lazy.distributed.exchange does not write: "
+            f"{type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _plain(data: Any, what: str) -> Any:
@@ -93,9 +108,16 @@ def _value(data: Any) -> Any:
 
 def _read_tensor(parts: Any) -> torch.Tensor:
     dtype, shape, on_device, text = parts
-    kind, data = getattr(torch, dtype), bytearray(base64.b64decode(text))
+    kind, data = _read_dtype(dtype), bytearray(base64.b64decode(text))
     flat = torch.frombuffer(data, dtype=torch.uint8).view(kind) if data else torch.empty(0, dtype=kind)
     return flat.reshape(shape).to(DEVICE_TYPE if on_device else "cpu")
+
+
+def _read_dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return found
 
 
 def _read_array(parts: Any) -> Any:
@@ -113,7 +135,7 @@ _TAGS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "bytes": base64.b64decode,
         "complex": lambda parts: complex(*parts),
         "path": Path,
-        "dtype": lambda name: getattr(torch, name),
+        "dtype": _read_dtype,
         "tensor": _read_tensor,
         "array": _read_array,
     }

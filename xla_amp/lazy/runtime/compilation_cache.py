@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
-from xla_amp.errors import FileError, PolicyError
+from xla_amp import files
+from xla_amp.errors import PolicyError
 
 
 def compilation_cache(
@@ -19,13 +19,15 @@ def compilation_cache(
     The folder is JAX's cache (``jax_compilation_cache_dir``), so it also stores programs of JAX code.  A program from
     the cache gives bitwise the same results.  ``XLA_AMP_CACHE`` names a folder without a call.
 
+    Whoever can write the folder can run code in every process that reads it: it is made for this user alone (0700).
+
     Args:
         path: the folder, created if it is missing; None switches the cache off.
         least_seconds: programs that compile faster are not stored; 0 stores all.
         most_bytes: size at which the least recently used programs are dropped; None is no limit.
 
     Raises:
-        FileError: the folder cannot be made or written.
+        FileError: the folder cannot be made or written, or other users can write it.
         PolicyError: a number is negative.
 
     Source:
@@ -36,24 +38,10 @@ def compilation_cache(
             f"compilation_cache(least_seconds={least_seconds!r}, most_bytes={most_bytes!r}): expected numbers that are "
             "not negative"
         )
-    folder = None if path is None else Path(path).expanduser().absolute()
+    folder = None if path is None else files.own_folder(path, f"compilation_cache({os.fspath(path)!r})")
     if folder is not None:
-        _require_writable(folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", float(least_seconds))
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
         jax.config.update("jax_compilation_cache_max_size", -1 if most_bytes is None else most_bytes)
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     jax_cache.reset_cache()  # JAX reads these options once, at its first compilation
-
-
-def _require_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(
-            f"compilation_cache({str(folder)!r}): the folder cannot be made: {error}; name another one"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise FileError(
-            f"compilation_cache({str(folder)!r}): the folder cannot be written; name another one, or change its mode"
-        )
