@@ -68,9 +68,12 @@ def train(case, rank):
             return
         x = torch.randn(5 if other and case == "shape" else 4, 8).to(device)
         optimizer.zero_grad()
+        if other and case == "rate":
+            optimizer.param_groups[0]["lr"] *= 2
         if other and case == "optimizer":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loss = F.mse_loss(model(x), x)
+        own = 1.0 + rank if case == "factor" else 1.0  # of its own batch
+        loss = own * F.mse_loss(model(x), x)
         if other:
             go_another_way(case, loss, model, device)
         if other and case == "order":

@@ -137,7 +137,9 @@ def all_reduce(
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
             return list(REDUCTIONS[reduce_type](tuple(inputs), lists))
 
-        return Instruction(f"all_reduce.{reduce_type}", emit, specs, len(specs), collective=True)
+        return Instruction(
+            f"all_reduce.{reduce_type}", emit, specs, len(specs), collective=True, constants=_constants(lists)
+        )
 
     return _record(("all_reduce", reduce_type), tensors, groups, make)
 
@@ -155,9 +157,13 @@ def collective(name: str, tensors: Sequence[torch.Tensor], groups: Any, **option
         def emit(context: Any, inputs: Any, *_: Any) -> list[Any]:
             return [row.emit(x, lists, count, options) for x in inputs]
 
-        return Instruction(name, emit, outs, len(specs), collective=True)
+        return Instruction(name, emit, outs, len(specs), collective=True, constants=_constants(lists))
 
     return _record((name, tuple(sorted(options.items()))), tensors, groups, make)
+
+
+def _constants(lists: Any) -> Mapping[str, Any]:
+    return {} if lists is None else {"groups": lists}
 
 
 def _record(

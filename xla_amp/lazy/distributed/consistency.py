@@ -26,7 +26,7 @@ import torch
 from xla_amp import config, events
 from xla_amp.config import Process
 from xla_amp.errors import EngineError
-from xla_amp.lazy.distributed import agreement
+from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
 from xla_amp.lazy.runtime import execute, mesh
 from xla_amp.lazy.runtime.compile import Program, steps
@@ -239,21 +239,25 @@ def admit(program: Program, arguments: Sequence[Any]) -> None:
     """Sets the digest of a new program that several processes run together."""
     if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
         program.digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).digest()
+        program.shared = None if mesh.spans_processes() else shared_numbers.positions(program)
 
 
 class together:
     """Waits until all processes are at `program`, which has a digest; inside it is dispatched.
 
-    On a mesh of several processes the Python numbers of the program are compared, too: XLA takes them to be equal.
+    The Python numbers of the program are compared, too: on a mesh of several processes all, because XLA takes them to
+    be equal, and otherwise those that go into weights behind a collective (`shared_numbers`).
 
     Raises:
-        EngineError: another process is at another program, or has other numbers on a mesh, has ended, or did not come
-            within the timeout.
+        EngineError: another process is at another program, or has other numbers, has ended, or did not come within
+            the timeout.
     """
 
     def __init__(self, program: Program, numbers: Sequence[np.ndarray]) -> None:
         self._program = program
-        self._numbers = numbers if mesh.spans_processes() else ()
+        if program.shared is not None:
+            numbers = [each[part] for each, part in zip(numbers, program.shared, strict=True) if part]
+        self._numbers = numbers
 
     def __enter__(self) -> None:
         digest = self._program.digest
@@ -355,7 +359,7 @@ def _difference(first: int, here: Mapping[str, Any], second: int, there: Mapping
         one, other = next((a, b) for a, b in zip(here["numbers"], there["numbers"], strict=True) if a != b)
         found.append(
             f"a Python number that they read, or the seed of random numbers, is {one} on process {first}, {other} on "
-            f"process {second}, and processes of one mesh have one value"
+            f"process {second}; it goes into the weights, which are the same on all processes"
         )
     same = "the operations are the same and something in them differs, such as a constant, or an earlier program failed"
     return "; ".join(found) or same

@@ -71,6 +71,10 @@ class Program:
     """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
     input_formats: tuple[InputFormat, ...] = ()
     """Inputs of `call` that need another memory layout than JAX's default."""
+    overwritten: tuple[int, ...] = ()
+    """Parameters that the first of the wanted values overwrite, in that order; of a program with a digest."""
+    shared: tuple[Sequence[int], Sequence[int]] | None = None
+    """Floats and ints that must be the same in all processes; None: all (`execute.together`)."""
     digest: bytes | None = None
     """Of its text, for a program that several processes run together (`execute.together`)."""
     compared: bool = False

@@ -223,7 +223,7 @@ def _run() -> None:
             for parameter, _, order in program.input_formats:
                 arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
             if is_new:
-                _admit(program, arrays, floats, ints)
+                _admit(program, arrays, floats, ints, overwritten)
             with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
                 try:
                     outputs = (_instead or execute)(program, arrays, floats, ints)
@@ -233,7 +233,7 @@ def _run() -> None:
                         raise
                     events.warn(refused, KernelWarning)
                     program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
-                    _admit(program, arrays, floats, ints)
+                    _admit(program, arrays, floats, ints, overwritten)
                     outputs = execute(program, arrays, floats, ints)
     except BaseException as error:
         message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
@@ -275,8 +275,12 @@ def _run() -> None:
         listener()
 
 
-def _admit(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> None:
+def _admit(
+    program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray, overwritten: list[Buffer]
+) -> None:
     if admit is not None:
+        index_of = {id(buffer): index for index, buffer in enumerate(trace.parameters)}
+        program.overwritten = tuple(index_of[id(buffer)] for buffer in overwritten)
         donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
         admit(program, (donated, kept, floats, ints))
 
