@@ -12,7 +12,7 @@ from contractions import contractions
 from jax import lax
 
 import xla_amp
-from xla_amp import policy
+from xla_amp import policy, stablehlo
 from xla_amp.jax import autocast
 
 LOW, WIDE = ("bf16", "bf16"), ("f32", "f32")
@@ -275,3 +275,30 @@ def test_a_float32_layer_of_a_bfloat16_flax_model_stays_float32():
     x = array(4, 8)
     weights = Model().init(jax.random.key(0), x)
     assert contractions(autocast(Model().apply), weights, x) == {LOW: 1, WIDE: 1}
+
+
+def test_a_float64_result_is_computed_from_operands_that_are_not_rounded():
+    with jax.enable_x64(True):
+        x, w = (jax.random.normal(jax.random.key(seed), (8, 8), jnp.float32) for seed in (0, 1))
+
+        def product(x, w):
+            return jnp.dot(x, w, preferred_element_type=jnp.float64)
+
+        exported = jax.export.export(jax.jit(product))(x, w)
+        expected = product(x, w)
+        for found in (autocast(product)(x, w), stablehlo.autocast(exported).program.exported.call(x, w)):
+            assert found.dtype == jnp.float64
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_a_product_of_one_term_names_its_reason_and_a_rule_of_the_user_acts():
+    def angles(frequencies, positions):
+        return jnp.cos(frequencies[:, None] @ positions[None])
+
+    x = jnp.arange(8.0)
+    (line,) = autocast(angles).report(x, x).float32
+    assert "nothing is summed" in line.why
+    assert "nothing is summed" in " ".join(str(stablehlo.autocast(jax.jit(angles).lower(x, x)).report).split())
+    assert autocast(angles, rules={"linear": "low"}).report(x, x).low
+    low = stablehlo.autocast(jax.jit(angles).lower(x, x), rules={"linear": "low"})
+    assert low.report.casts

@@ -56,6 +56,6 @@ def request(params: Mapping[str, Any], eqn: Any | None, dtypes: Sequence[Any], l
         if dtype not in (F32, low):
             return f"the program asks for {dtype} operands"
     wanted = params.get("preferred_element_type")
-    if wanted not in (None, F32, low):
+    if wanted is not None and wanted not in (F32, low):  # to NumPy, None is equal to float64
         return f"the program asks for a {wanted} result"
     return ""
