@@ -328,6 +328,7 @@ def test_rules_from_outside_are_part_of_what_is_compared(monkeypatch):
 def test_a_process_that_does_not_come_is_named(monkeypatch):
     [alone] = meeting(monkeypatch, {}, come=(0,), timeout=1)
     assert "waited in vain for process 1, which did not start within 1 s" in alone
+    assert "1 of 2 processes came: 0. " in alone
 
 
 def test_the_place_of_a_process(monkeypatch):

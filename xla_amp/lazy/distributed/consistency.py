@@ -6,6 +6,7 @@ that holds a collective before each run (`agreement`).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import hashlib
@@ -117,7 +118,10 @@ def meet(process: Process) -> None:
         try:
             text: bytes = store.get(f"{room}/{rank}")
         except RuntimeError as error:
-            raise _absent(process, rank, error) from error
+            came = []
+            with contextlib.suppress(RuntimeError):  # process 0 has ended, which serves the store
+                came = [each for each in range(process.world_size) if store.check([f"{room}/{each}"])]
+            raise _absent(process, rank, error, came) from error
         return text
 
     _compare_settings(process, mine, read)
@@ -182,11 +186,12 @@ def rank_on_host(rank: int) -> int | None:
     return sum(facts["_host"] == _met[rank]["_host"] for facts in _met[:rank])
 
 
-def _absent(process: Process, rank: int, error: Exception) -> EngineError:
+def _absent(process: Process, rank: int, error: Exception, came: Sequence[int] = ()) -> EngineError:
+    those = f"{len(came)} of {process.world_size} processes came: {', '.join(map(str, came))}. " if came else ""
     return EngineError(
         f"process {process.rank} of {process.world_size} ({socket.gethostname()}, pid {os.getpid()}) waited in vain "
         f"for process {rank}, which did not start within {process.timeout} s or ended at once "
-        f"({type(error).__name__}). "
+        f"({type(error).__name__}). {those}"
         f"WORLD_SIZE={process.world_size} processes must be started, and reach each other; XLA_AMP_TIMEOUT sets "
         "the seconds"
     )
