@@ -24,6 +24,7 @@ from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.interpreter import Interpreter
 from xla_amp.jax.jaxpr_analysis import has_backward
 from xla_amp.jax.modules import nnx_state
+from xla_amp.jax.value_info import arguments, arrays_of
 from xla_amp.policy import Policy, PolicyLike, effects
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, SavedBytes, summarize
@@ -373,7 +374,7 @@ class _Program:
     def run(self, settings: Settings) -> Any:
         """The results, in the dtypes that the function was written with."""
         interpreter = Interpreter(settings, HIGHER_ORDER_RULES, saves=not compat.runs_now(self._values))
-        outs = interpreter.eval_jaxpr(self.closed, self._values)
+        outs = arrays_of(interpreter.eval_jaxpr(self.closed, arguments(self._values)))
         arrays = iter(compat.cast_like(out, aval) for out, aval in zip(outs, self.closed.out_avals, strict=True))
         filled = [next(arrays) if static is None else static for static in self._static_outs]
         return self._finish(jax.tree.unflatten(self._out_tree, filled))

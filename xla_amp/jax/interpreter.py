@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -31,8 +31,8 @@ from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, em
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
 from xla_amp.jax.primitives import ADDED_BETWEEN_DEVICES, DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
-from xla_amp.jax.program_request import NOTHING_SUMMED, asked_precision, request
-from xla_amp.jax.value_info import ValueTable
+from xla_amp.jax.program_request import NOTHING_SUMMED, request
+from xla_amp.jax.value_info import Casts, Facts, Value, arrays_of, cast, inside, outside
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
 from xla_amp.policy import Decision, effects, float8, op_catalog
 from xla_amp.policy.cast_dtypes import cast_dtypes
@@ -63,7 +63,7 @@ class Interpreter:
     ) -> None:
         self.settings = settings
         self.rules = rules
-        self.table = ValueTable(settings.low)
+        self.casts = Casts(settings.low)
         self.backward = backward
         self.outer = outer
         self.scopes = scopes
@@ -76,35 +76,27 @@ class Interpreter:
     def eval_jaxpr(
         self,
         closed: compat.ClosedJaxpr,
-        values: Sequence[Any],
+        values: Sequence[Value],
         *,
-        weights: Sequence[bool] | None = None,
         f32_outputs: Sequence[bool] | None = None,
-    ) -> list[Any]:
+    ) -> list[Value]:
         """Evaluates a jaxpr under autocast; results have the dtypes that follow, not those of the jaxpr.
 
         Args:
             closed: the jaxpr.
             values: its arguments, in any floating dtype.
-            weights: which arguments come from outside the program; None for all.
             f32_outputs: which results stay float32 if a contraction of a backward pass computes them; None for all.
         """
         jaxpr = closed.jaxpr
-        environment: dict[Any, Any] = dict(zip(jaxpr.invars, values, strict=True))
-        environment.update(zip(jaxpr.constvars, closed.consts, strict=True))
-        arguments = zip(values, weights if weights is not None else [True] * len(values), strict=True)
-        for value, weight in (*arguments, *((const, True) for const in closed.consts)):
-            if weight:
-                self.table.mark_weight(value)
+        environment: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
+        environment.update(zip(jaxpr.constvars, map(outside, closed.consts), strict=True))
         gradients = gradient_outputs(jaxpr, self.backward, f32_outputs)
         optimizer = follows_gradients(jaxpr, self.settings.after_gradients)
         self.residuals = residual_outputs(jaxpr)
         if self.settings.residual == "low":
             self.streams = residual_additions(jaxpr)
 
-        def read(atom: Any) -> Any:
-            return _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
-
+        read = functools.partial(_read, environment)
         found = composites.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
@@ -136,9 +128,7 @@ class Interpreter:
             flags = [var in gradients for var in eqn.outvars]
             after = index in optimizer
             with compat.equation_context(eqn):
-                outs = self.process_primitive(
-                    eqn.primitive, operands, eqn.params, eqn=eqn, f32_outputs=flags, after_gradients=after
-                )
+                outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=after)
             environment.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -156,9 +146,9 @@ class Interpreter:
             atom
             for atom in jaxpr.eqns[index].invars
             if not isinstance(atom, compat.Literal)
-            and dtype_of(environment[atom]) == self.settings.low
-            and not compat.is_concrete(environment[atom])
-            and np.ndim(environment[atom])
+            and dtype_of(environment[atom].array) == self.settings.low
+            and not compat.is_concrete(environment[atom].array)
+            and np.ndim(environment[atom].array)
         ]
         if not low:
             return None
@@ -174,37 +164,36 @@ class Interpreter:
 
     def _eval_island(self, jaxpr: Any, island: islands.Island, environment: dict[Any, Any]) -> None:
         """Evaluates the equations of an island so that the backward pass computes them again from its operands."""
-        values = [environment[var] for var in island.reads]
-        arrays = [compat.is_array(value) for value in values]
-        avals = [compat.typeof(value) for value in itertools.compress(values, arrays)]
+        values = [_read(environment, atom) for atom in island.reads]
+        arrays = [compat.is_array(value.array) or np.ndim(value.array) > 0 for value in values]
+        given = [value.array for value, is_array in zip(values, arrays, strict=True) if is_array]
+        avals = list(map(compat.typeof, given))
 
         def evaluate(*arguments: Any) -> list[Any]:
             inner = Interpreter(self.settings, self.rules, outer=self.outer, scopes=self.scopes, saves=False)
             inner.streams = self.streams
-            given = iter(arguments)
-            inside = dict(zip(island.reads, values, strict=True))
-            for var, value, is_array in zip(island.reads, values, arrays, strict=True):
-                if is_array:
-                    inside[var] = next(given)
-                    inner.table.copy_facts(inside[var], self.table.facts(value))
+            rest = iter(arguments)
+            inside_of = {
+                islands.name(atom): Value(next(rest) if is_array else value.array, value.facts)
+                for atom, value, is_array in zip(island.reads, values, arrays, strict=True)
+            }
             for number in island.members:
                 eqn = jaxpr.eqns[number]
-                operands = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
                 with compat.equation_context(eqn):
-                    outs = inner.process_primitive(eqn.primitive, operands, eqn.params, eqn=eqn)
-                inside.update(zip(eqn.outvars, outs, strict=True))
-            return [inside[var] for var in island.leaving]
+                    outs = inner.process(eqn, [_read(inside_of, atom) for atom in eqn.invars])
+                inside_of.update(zip(eqn.outvars, outs, strict=True))
+            return [inside_of[var].array for var in island.leaving]
 
-        facts = tuple(
-            self.table.facts(v) if is_array else (v.dtype, v.shape, v.tobytes())
-            for v, is_array in zip(values, arrays, strict=True)
+        known = tuple(
+            value.facts if is_array else islands.constant_key(value.array)
+            for value, is_array in zip(values, arrays, strict=True)
         )
         policy = self.settings.current_policy()
         scopes = (self.scopes, *(compat.scopes(jaxpr.eqns[n]) for n in island.members)) if policy.by_module else ()
         streams = [not self.streams.isdisjoint(jaxpr.eqns[number].outvars) for number in island.members]
-        key = (self.settings, policy, scopes, tuple(avals), facts, tuple(streams), islands.structure(jaxpr, island))
-        outs = islands.function(key, evaluate, avals)(*itertools.compress(values, arrays))
-        environment.update(zip(island.leaving, outs, strict=True))
+        key = (self.settings, policy, scopes, tuple(avals), known, tuple(streams), islands.structure(jaxpr, island))
+        outs = islands.function(key, evaluate, avals)(*given)
+        environment.update(zip(island.leaving, map(inside, outs), strict=True))
 
     def _path(self, eqn: Any) -> str | None:
         """Path of the module of an equation, if the policy has rules for modules."""
@@ -227,7 +216,7 @@ class Interpreter:
         policy = self.settings.current_policy()
         effects.note(policy.reaching(run.operation, self._path(first)))
         reads, leaving = composites.outside(jaxpr, run)
-        given = [environment[var] for var in reads]
+        given = [environment[var].array for var in reads]
         dtypes = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in given)
         if decision.cast == "fp32_inside":
             main = max(range(len(given)), key=lambda i: (dtypes[i] is not None, np.size(given[i])), default=0)
@@ -240,115 +229,106 @@ class Interpreter:
         statistics = op_catalog.operation_class(run.operation) == "normalization"
 
         def parts(*values: Any) -> list[Any]:
-            cast = (value if to is None else self.table.cast(value, to) for value, to in zip(values, used, strict=True))
-            inside = dict(zip(reads, cast, strict=True))
+            arrays = (value if to is None else cast(value, to) for value, to in zip(values, used, strict=True))
+            known = dict(zip(reads, arrays, strict=True))
             for eqn in jaxpr.eqns[run.start : run.stop]:
-                operands = [_literal(atom) if isinstance(atom, compat.Literal) else inside[atom] for atom in eqn.invars]
+                operands = [_literal(atom) if isinstance(atom, compat.Literal) else known[atom] for atom in eqn.invars]
+                dtypes = (dtype_of(atom.aval) for atom in eqn.invars)
+                operands = [cast(v, d) if is_castable(d) else v for v, d in zip(operands, dtypes, strict=True)]
                 with compat.equation_context(eqn):
-                    outs = compat.bind(eqn.primitive, self.cast_to_avals(operands, _avals(eqn)), eqn.params)
-                inside.update(zip(eqn.outvars, outs, strict=True))
+                    outs = compat.bind(eqn.primitive, operands, eqn.params)
+                known.update(zip(eqn.outvars, outs, strict=True))
             for var in leaving:
-                small = statistics and np.size(inside[var]) < largest
-                if dtype_of(inside[var]) == F32 and var not in gradients and not small:
-                    inside[var] = self.table.cast(inside[var], target)
-            return [inside[var] for var in leaving]
+                small = statistics and np.size(known[var]) < largest
+                if dtype_of(known[var]) == F32 and var not in gradients and not small:
+                    known[var] = cast(known[var], target)
+            return [known[var] for var in leaving]
 
         outs = _recomputed(parts, given) if decision.cast == "fp32_inside" else parts(*given)
-        environment.update(zip(leaving, outs, strict=True))
+        environment.update(zip(leaving, map(inside, outs), strict=True))
         if events.sinks:
-            cast = [
+            shown = [
                 value if to is None else jax.ShapeDtypeStruct((), to) for value, to in zip(given, used, strict=True)
             ]
-            emit_decision(policy, run.operation, decision, given, cast, outs, where(self.outer, first))
+            emit_decision(policy, run.operation, decision, given, shown, outs, where(self.outer, first))
 
-    def process_primitive(
-        self,
-        primitive: Any,
-        operands: list[Any],
-        params: dict[str, Any],
-        *,
-        eqn: Any = None,
-        f32_outputs: Sequence[bool] = (),
-        after_gradients: bool = False,
-    ) -> list[Any]:
-        """Binds one primitive under autocast and returns its results.
+    def process(
+        self, eqn: Any, operands: list[Value], *, f32_outputs: Sequence[bool] = (), after_gradients: bool = False
+    ) -> list[Value]:
+        """Binds the primitive of an equation under autocast and returns its results.
 
         Args:
-            primitive: as JAX binds it.
-            operands: values in any floating dtype.
-            params: parameters of the primitive.
-            eqn: the equation of a jaxpr; None under the trace driver.
+            eqn: the equation.
+            operands: in any floating dtype.
             f32_outputs: for each result, whether it stays float32.
             after_gradients: whether it belongs to the optimizer of a training step.
         """
-        if eqn is not None and any(map(compat.is_region_scope, compat.name_stack(eqn))):
-            return compat.bind(primitive, self.cast_to_avals(operands, _avals(eqn)), params)
+        primitive, params = eqn.primitive, eqn.params
+        if any(map(compat.is_region_scope, compat.name_stack(eqn))):
+            return list(map(inside, compat.bind(primitive, self.cast_to_avals(operands, avals_of(eqn)), params)))
         if primitive.name in ADDED_BETWEEN_DEVICES and compat.low_sums_crash():
-            operands = [self.table.cast(value, F32) for value in operands]
+            operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
         policy = self.settings.current_policy()
         info = PRIMITIVES.get(primitive.name)
         kind = info.kind if info else None
-        avals = _avals(eqn)
+        avals = avals_of(eqn)
         if kind in self.rules:
-            call = HigherOrderCall(primitive, operands, params, avals, eqn, list(f32_outputs), self, after_gradients)
+            call = HigherOrderCall(eqn, operands, list(f32_outputs), self, after_gradients)
             return self.rules[kind](call)
         kept = ""
         product = None
         if kind == "contraction":
-            types = avals or operands
-            product = aten_product(primitive, params, types[0], types[1])
-            kept = self._kept(operands, params, types, eqn, after_gradients)
+            product = aten_product(primitive, params, avals[0], avals[1])
+            kept = self._kept(operands, eqn, after_gradients)
         path = self._path(eqn)
         decision, reached = decide(policy, primitive.name, product, path)
-        unsummed = kind == "contraction" and sums_nothing(primitive, params, *(avals or operands)[:2])
+        unsummed = kind == "contraction" and sums_nothing(primitive, params, *avals[:2])
         if unsummed and not kept and not decision.from_user:
             kept = NOTHING_SUMMED
         in_8_bits, told = None, ""
         if decision.cast == "fp8" and not kept:
-            types = avals or operands
-            in_8_bits, told = self._float8(
-                primitive, operands, params, types, eqn, any(f32_outputs), decision.from_user
-            )
+            in_8_bits, told = self._float8(operands, eqn, any(f32_outputs), decision.from_user)
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
         if reached or path:
             effects.note(reached, kept or (told if in_8_bits is None else "") or _why_fixed(kind, decision, info), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
-        weak = [_is_weak(atom) for atom in (eqn.invars if eqn is not None else operands)]
+        weak = list(map(_is_weak, eqn.invars))
+        results: list[Value] | None = None
         if kind == "contraction" and decision.cast in ("low", "low_fp32_out", "fp8") and not kept:
             wide = decision.cast == "low_fp32_out" or any(f32_outputs)
-            used, outs = self._contract(primitive, operands, params, avals or operands, wide, in_8_bits)
+            used, result = self._contract(eqn, operands, wide, in_8_bits)
+            outs, results = [result.array], [result]
             if in_8_bits is not None and in_8_bits.formats is not None:
                 formats = zip(used, in_8_bits.formats, strict=True)
                 used = [jax.ShapeDtypeStruct(np.shape(v), FORMATS[each].dtype) for v, each in formats]
         elif kind == "contraction":
-            used, params = self._written(decision, operands, params, avals, weak, kept)
+            used, params = self._written(decision, operands, eqn, weak, kept)
             outs = compat.bind(primitive, used, params)
         elif decision.cast == "fp32_inside" and kind not in ("conversion", "fixed_dtype"):
-            used, outs = self._inside(primitive, decision, operands, params, weak)
+            used, outs = self._inside(decision, operands, eqn, weak)
         else:
             low = self.settings.low
-            if eqn is not None and eqn.outvars[0] in self.streams and low in map(dtype_of, operands):
-                operands, told = [self.table.cast(value, low) for value in operands], _RESIDUAL
-            used, params = self._cast(primitive, kind, decision, operands, params, weak, eqn)
+            if eqn.outvars[0] in self.streams and low in map(dtype_of, arrays_of(operands)):
+                operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
+            used, params = self._cast(kind, decision, operands, weak, eqn)
             outs = compat.bind(primitive, used, params)
             if kind in ("data_movement", "conversion"):
-                self.table.record_move(primitive, params, used, outs[0])
-            if kind == "conversion" and avals is not None:
-                self._record_conversion(avals[0].dtype, operands[0], outs[0])
+                source = operands[0] if used[0] is operands[0].array else inside(used[0])
+                results = [self.casts.moved(primitive, params, source, used[1:], outs[0])]
+            if kind == "conversion" and results:
+                results = [self._converted(avals[0].dtype, operands[0], results[0])]
         if events.sinks:
-            cost = flops(primitive, params, operands, outs) if kind == "contraction" else None
+            given = arrays_of(operands)
+            cost = flops(primitive, params, given, outs) if kind == "contraction" else None
             place = where(self.outer, eqn)
-            emit_decision(policy, primitive.name, decision, operands, used, outs, place, kept, cost, told)
-        return outs
+            emit_decision(policy, primitive.name, decision, given, used, outs, place, kept, cost, told)
+        return list(map(inside, outs)) if results is None else results
 
     def _float8(
         self,
-        primitive: Any,
-        operands: list[Any],
-        params: dict[str, Any],
-        types: Sequence[Any],
+        operands: list[Value],
         eqn: Any,
         gradient_of_weight: bool,
         asked: bool,
@@ -360,33 +340,32 @@ class Interpreter:
         place = float8.Device(device.platform, device.device_kind, hardware.compute_capability(device))
         if why := float8.unavailable(place):
             return None, why
-        if primitive is not lax.dot_general_p:
+        params = eqn.params
+        if eqn.primitive is not lax.dot_general_p:
             return None, f"{float8.LEFT_OUT}: it is no plain product"
-        if compat.splits(params.get("out_sharding")) or any(map(compat.is_laid_out, operands)):
+        if compat.splits(params.get("out_sharding")) or any(map(compat.is_laid_out, arrays_of(operands))):
             return None, f"{float8.LEFT_OUT}: an explicit mesh splits its operands or its result"
         if gradient_of_weight:
             return None, f"{float8.LEFT_OUT}: its float32 sums are wanted, as of the gradient of a weight"
         weight, told = float8.weight_of(
-            (types[0].shape, types[1].shape),
-            (self.table.is_outside(operands[0]), self.table.is_outside(operands[1])),
+            (eqn.invars[0].aval.shape, eqn.invars[1].aval.shape),
+            (operands[0].facts.weight, operands[1].facts.weight),
             params["dimension_numbers"][0],
             asked=asked,
             target=float8.target_of(place.kind),
         )
         if weight is None:
             return None, told
-        backward = self.backward if eqn is None else compat.is_backward(eqn, self.backward)
+        backward = compat.is_backward(eqn, self.backward)
         formats: list[Format] = ["e4m3", "e4m3"]
         if backward:
             formats[1 - weight] = "e5m2"
         gradients = (weight != 0 and not backward, weight != 1 and not backward)
         return Float8((formats[0], formats[1]), gradients), told
 
-    def _kept(
-        self, operands: list[Any], params: dict[str, Any], types: Sequence[Any], eqn: Any, after_gradients: bool
-    ) -> str:
+    def _kept(self, operands: list[Value], eqn: Any, after_gradients: bool) -> str:
         """Why a contraction runs as it was written, whatever the policy says; empty if it does not."""
-        asked = request(params, eqn, [dtype_of(each) for each in types[:2]], self.settings.low)
+        asked = request(eqn, self.settings.low)
         if asked:
             return asked
         if compat.in_numerical_library(eqn):
@@ -394,139 +373,139 @@ class Interpreter:
         if after_gradients:
             return "it follows the gradients of the step: the optimizer's own"
         for value, other in (operands[:2], operands[1::-1]):
-            if self.table.widened(value):
-                return f"the program asks for float32: it widens an operand from {self.table.widened(value)}"
-            if self.table.is_selecting(value) and dtype_of(other) == F32:
+            if value.facts.widened:
+                return f"the program asks for float32: it widens an operand from {value.facts.widened}"
+            if value.facts.selects and dtype_of(other.array) == F32:
                 return "an operand is made from booleans: the product selects or counts float32 values"
         return ""
 
     def _written(
-        self,
-        decision: Decision,
-        operands: list[Any],
-        params: dict[str, Any],
-        avals: Sequence[Any] | None,
-        weak: Sequence[bool],
-        kept: str,
+        self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool], kept: str
     ) -> tuple[list[Any], dict[str, Any]]:
         """Operands and parameters of a contraction that runs as it was written, or as a rule of the user says."""
         if decision.from_user and not kept:
-            used = self.table.cast_operands(decision.cast, operands, weak, exact=True)
-            return used, _result_like(used[0], params, avals or operands)
+            used = self.casts.cast_operands(decision.cast, operands, weak, exact=True)
+            return used, _result_like(used[0], eqn.params, avals_of(eqn))
         if kept == NOTHING_SUMMED:
-            used = self.table.cast_operands("promote", operands, weak, exact=True)
-            return used, _result_like(used[0], params, avals or operands)
-        if avals is not None:
-            return self.cast_to_avals(operands, avals), params
-        if not asked_precision(params, None):
-            return self.table.cast_operands("promote", operands, weak), params
-        wanted = params.get("preferred_element_type")
-        if is_castable(wanted):  # computed from operands that this region has rounded
-            params = {**params, "preferred_element_type": F32}
-        return [self.table.cast(value, F32) for value in operands], params
+            used = self.casts.cast_operands("promote", operands, weak, exact=True)
+            return used, _result_like(used[0], eqn.params, avals_of(eqn))
+        return self.cast_to_avals(operands, avals_of(eqn)), eqn.params
 
-    def _record_conversion(self, given: Any, operand: Any, result: Any) -> None:
-        """Records what an explicit conversion from the dtype `given` says about its result."""
+    def _converted(self, given: Any, operand: Value, result: Value) -> Value:
+        """The result of an explicit conversion from the dtype `given`, with what the conversion says of it."""
         if given == np.bool_:
-            self.table.mark_selecting(result)
-        elif given != F32 and is_castable(given) and dtype_of(result) == F32 and not self.table.is_outside(operand):
-            self.table.mark_widened(result, given)
+            return dataclasses.replace(result, facts=result.facts._replace(selects=True))
+        if given != F32 and is_castable(given) and dtype_of(result.array) == F32 and not operand.facts.weight:
+            return dataclasses.replace(result, facts=result.facts._replace(widened=str(given)))
+        return result
 
     def _contract(
-        self,
-        primitive: Any,
-        operands: list[Any],
-        params: dict[str, Any],
-        avals: Sequence[Any],
-        f32_output: bool,
-        in_8_bits: Float8 | None,
-    ) -> tuple[list[Any], list[Any]]:
-        low = self.settings.low
-        masters = [value if self.table.is_weight(value) else None for value in operands[:2]]
+        self, eqn: Any, operands: list[Value], f32_output: bool, in_8_bits: Float8 | None
+    ) -> tuple[list[Any], Value]:
+        low, primitive, params, avals = self.settings.low, eqn.primitive, eqn.params, avals_of(eqn)
+        masters = [value.array if value.is_weight() else None for value in operands[:2]]
+        given = arrays_of(operands)
         # The contraction itself rounds float32 operands; a copy is for its derivative and for the next reader.
-        runs_now = not events.sinks and compat.runs_now(operands)
-        used = operands[:2] if runs_now else [self.table.low_copy(v) if dtype_of(v) != low else v for v in operands[:2]]
+        runs_now = not events.sinks and compat.runs_now(given)
+        used = given[:2]
+        if not runs_now:
+            used = [v.array if dtype_of(v.array) == low else self.casts.low_copy(v) for v in operands[:2]]
         # The user asked for a float32 result if the program contracts operands that are low without autocast.
         requested = params.get("preferred_element_type") == F32 and all(dtype_of(aval) != F32 for aval in avals[:2])
-        values = [*used, *operands[2:]]
+        values = [*used, *given[2:]]
         out = F32 if f32_output or requested else low
         passed = (None, None) if runs_now else (masters[0], masters[1])
         result = contract_low(primitive, values, passed, params, low=low, out=out, float8=in_8_bits)
-        if out == low:
-            axes = result_axes(primitive, params, *used)
-            self.table.mark_features(result, tuple(a for a, m in zip(axes, masters, strict=True) if m is not None))
-        return values, [result]
+        if out != low:
+            return values, Value(result)
+        axes = result_axes(primitive, params, *used)
+        features = tuple(a for a, m in zip(axes, masters, strict=True) if m is not None)
+        return values, Value(result, Facts(features=features))
 
     def _inside(
-        self, primitive: Any, decision: Decision, operands: list[Any], params: dict[str, Any], weak: Sequence[bool]
+        self, decision: Decision, operands: list[Value], eqn: Any, weak: Sequence[bool]
     ) -> tuple[list[Any], list[Any]]:
         """A primitive in float32, with a result in the dtype of its first operand that is no number."""
-        exact = decision.from_user
-        dtypes = [dtype_of(value) if is_castable(dtype_of(value)) else None for value in operands]
-        numbers = [self.table.adopts_dtype(v, each, exact=exact) for v, each in zip(operands, weak, strict=True)]
+        exact, arrays = decision.from_user, arrays_of(operands)
+        dtypes = [dtype_of(value) if is_castable(dtype_of(value)) else None for value in arrays]
+        numbers = [self.casts.adopts_dtype(v, each, exact=exact) for v, each in zip(operands, weak, strict=True)]
         carried = [dtype for dtype, number in zip(dtypes, numbers, strict=True) if dtype is not None and not number]
         of = tuple(carried or filter(None, dtypes))
         _, result = cast_dtypes("fp32_inside", of, self.settings.low, F32)
-        used = [v if d is None else jax.ShapeDtypeStruct((), F32) for v, d in zip(operands, dtypes, strict=True)]
+        used = [v if d is None else jax.ShapeDtypeStruct((), F32) for v, d in zip(arrays, dtypes, strict=True)]
 
         def compute(*values: Any) -> list[Any]:
-            outs = compat.bind(primitive, [self.table.cast(value, F32) for value in values], params)
-            return [out if result is None else self.table.cast(out, result) for out in outs]
+            outs = compat.bind(eqn.primitive, [cast(value, F32) for value in values], eqn.params)
+            return [out if result is None else cast(out, result) for out in outs]
 
-        return used, compute(*operands) if result in (None, F32) else _recomputed(compute, operands)
+        return used, compute(*arrays) if result in (None, F32) else _recomputed(compute, arrays)
 
     def _cast(
-        self,
-        primitive: Any,
-        kind: str | None,
-        decision: Decision,
-        operands: list[Any],
-        params: dict[str, Any],
-        weak: Sequence[bool],
-        eqn: Any,
+        self, kind: str | None, decision: Decision, operands: list[Value], weak: Sequence[bool], eqn: Any
     ) -> tuple[list[Any], dict[str, Any]]:
+        params = eqn.params
         if kind == "fixed_dtype" or (kind is None and compat.sub_jaxprs(params)):
-            return self.cast_to_avals(operands, _avals(eqn)), params
+            return self.cast_to_avals(operands, avals_of(eqn)), params
         if kind == "conversion" or (kind == "data_movement" and not decision.from_user):
-            return operands, params
+            return arrays_of(operands), params
         # What compares or selects rounds no tensor: its result may be compared with what it read.
         exact = decision.from_user or kind == "clear"
         if kind == "independent" and decision.cast in ("keep", "promote"):
-            used = operands
+            used = arrays_of(operands)
         else:
-            used = self.table.cast_operands(decision.cast, operands, weak, exact=exact)
-        name = DTYPE_PARAMETER.get(primitive.name)
+            used = self.casts.cast_operands(decision.cast, operands, weak, exact=exact)
+        name = DTYPE_PARAMETER.get(eqn.primitive.name)
         if name is not None and is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)
             params = {**params, name: next((dtype for dtype in dtypes if is_castable(dtype)), params[name])}
         return used, params
 
-    def cast_to_avals(self, operands: Sequence[Any], avals: Sequence[Any] | None) -> list[Any]:
-        """`operands` in the dtypes that the jaxpr was traced with; unchanged under the trace driver (`avals` None)."""
-        if avals is None:
-            return list(operands)
+    def cast_to_avals(self, operands: Sequence[Value], avals: Sequence[Any]) -> list[Any]:
+        """The arrays of `operands` in the dtypes that the jaxpr was traced with."""
         pairs = zip(operands, avals, strict=True)
-        return [self.table.cast(v, aval.dtype) if is_castable(dtype_of(aval)) else v for v, aval in pairs]
+        return [self.casts.cast(v, aval.dtype) if is_castable(dtype_of(aval)) else v.array for v, aval in pairs]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HigherOrderCall:
     """One primitive that contains jaxprs: the argument of its rule."""
 
-    primitive: Any
-    operands: list[Any]
-    params: dict[str, Any]
-    avals: list[Any] | None
-    """Types of the operands in the jaxpr; None under the trace driver."""
     eqn: Any
+    values: list[Value]
+    """Its operands."""
     f32_outputs: list[bool]
     interpreter: Interpreter
     after_gradients: bool = False
     """Whether it belongs to the optimizer of a training step."""
 
+    @property
+    def primitive(self) -> Any:
+        """The primitive."""
+        return self.eqn.primitive
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Its parameters."""
+        params: dict[str, Any] = self.eqn.params
+        return params
+
+    @property
+    def operands(self) -> list[Any]:
+        """The arrays of its operands."""
+        return arrays_of(self.values)
+
+    def results(self, outs: Sequence[Any]) -> list[Value]:
+        """The results, of which JAX may return some as they came in."""
+        given = {id(value.array): value for value in self.values}
+        return [given.get(id(out)) or inside(out) for out in outs]
+
+    def bind(self, operands: Sequence[Any], params: dict[str, Any]) -> list[Value]:
+        """Binds the primitive again with other operands and parameters."""
+        return self.results(compat.bind(self.primitive, operands, params))
+
     def inner_interpreter(self, *, backward: bool = False, saves: bool | None = None) -> Interpreter:
         """An interpreter for a jaxpr that this primitive contains; `saves` None is that of the program around it."""
-        transposed = self.eqn is not None and any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
+        transposed = any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
         outer = self.interpreter
         backward = outer.backward or transposed or backward
         place = where(outer.outer, self.eqn) if events.sinks else outer.outer
@@ -537,25 +516,16 @@ class HigherOrderCall:
         saves = outer.saves if saves is None else saves
         return Interpreter(settings, outer.rules, backward=backward, outer=place, scopes=scopes, saves=saves)
 
-    def is_weight(self, index: int) -> bool:
-        """Whether an operand comes from outside the program and is float32."""
-        return self.interpreter.table.is_weight(self.operands[index])
-
     def weight_flags(self) -> tuple[bool, ...]:
         """For each operand, whether it comes from outside the program."""
-        return tuple(map(self.interpreter.table.is_outside, self.operands))
+        return tuple(value.facts.weight for value in self.values)
 
     def residual_flags(self) -> tuple[bool, ...]:
         """For each result, whether only a backward pass reads it."""
-        outvars = () if self.eqn is None else self.eqn.outvars
-        return tuple(var in self.interpreter.residuals for var in outvars)
-
-    def cast(self, value: Any, dtype: Any) -> Any:
-        """`value` in `dtype`, where casts apply to both."""
-        return self.interpreter.table.cast(value, dtype) if is_castable(dtype) else value
+        return tuple(var in self.interpreter.residuals for var in self.eqn.outvars)
 
 
-HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Any]]
+HigherOrderRule: TypeAlias = Callable[[HigherOrderCall], list[Value]]
 HigherOrderRules: TypeAlias = Mapping[str | None, HigherOrderRule]
 
 
@@ -594,20 +564,31 @@ def _why_fixed(kind: str | None, decision: Decision, info: PrimitiveInfo | None)
     return f"it runs as it was written: {info.why}" if fixed and info is not None else ""
 
 
-def _avals(eqn: Any) -> list[Any] | None:
-    return None if eqn is None else [atom.aval for atom in eqn.invars]
+def avals_of(eqn: Any) -> list[Any]:
+    """Types of the operands of an equation, as the program was written."""
+    return [atom.aval for atom in eqn.invars]
+
+
+def _read(environment: Mapping[Any, Value], atom: Any) -> Value:
+    """The value of a variable or constant; a constant array is a value from outside, as one of a closure is."""
+    if not isinstance(atom, compat.Literal):
+        return environment[atom]
+    array = _literal(atom)
+    if not np.ndim(array):
+        return inside(array)
+    return environment.setdefault(islands.name(atom), outside(array))
 
 
 def _literal(atom: Any) -> Any:
     value = atom.val
     dtype = dtype_of(atom.aval)
-    if dtype is None or (dtype_of(value) is not None and not is_castable(dtype)):
+    if dtype is None or compat.is_array(value) or (dtype_of(value) is not None and not is_castable(dtype)):
         return value
     return np.asarray(value, dtype)
 
 
 def _is_weak(atom: Any) -> bool:
     if isinstance(atom, compat.Literal):
-        return False  # `ValueTable.adopts_dtype` judges a literal by its value
+        return False  # `Casts.adopts_dtype` judges a literal by its value
     aval = getattr(atom, "aval", None)
     return bool(getattr(aval, "weak_type", False))

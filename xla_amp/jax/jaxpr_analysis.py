@@ -155,7 +155,7 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
             summed = kind == "contraction" and (
                 decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
             )
-            if summed and decision.cast == "low" and not asked_precision(eqn.params, eqn):
+            if summed and decision.cast == "low" and not asked_precision(eqn):
                 reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
             elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
                 reads.add(eqn.invars[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from jax import lax
@@ -17,14 +17,9 @@ _OPEN: Final = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 """Values of ``precision`` with which a program leaves the choice to the backend, hence to the policy."""
 
 
-def asked_precision(params: Mapping[str, Any], eqn: Any | None) -> str:
-    """Which precision or algorithm a contraction asks for, in words; empty if it asks for none.
-
-    Args:
-        params: its parameters.
-        eqn: its equation; None while it is being traced.
-    """
-    precision = params.get("precision")
+def asked_precision(eqn: Any) -> str:
+    """Which precision or algorithm a contraction asks for, in words; empty if it asks for none."""
+    precision = eqn.params.get("precision")
     for wish in precision if isinstance(precision, tuple) else (precision,):
         if wish not in _OPEN:
             if compat.in_lowering(eqn):  # torch's default precision, which no one asked for
@@ -38,16 +33,15 @@ def _is_algorithm(params: Mapping[str, Any]) -> bool:
     return isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset)
 
 
-def request(params: Mapping[str, Any], eqn: Any | None, dtypes: Sequence[Any], low: Any) -> str:
+def request(eqn: Any, low: Any) -> str:
     """Why a contraction runs in the dtypes that it was written with; empty if the program leaves them to the policy.
 
     Args:
-        params: parameters of the contraction.
-        eqn: its equation; None while it is being traced.
-        dtypes: of its two operands, as the program was written.
+        eqn: its equation.
         low: the low dtype of the region.
     """
-    asked = asked_precision(params, eqn)
+    params, dtypes = eqn.params, [atom.aval.dtype for atom in eqn.invars[:2]]
+    asked = asked_precision(eqn)
     if asked and not (_is_algorithm(params) and all(dtype == low for dtype in dtypes)):
         return asked  # the low contraction is what algorithms do with operands that are low already
     for dtype in dtypes:

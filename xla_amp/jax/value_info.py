@@ -1,7 +1,8 @@
-"""Facts about the values of one program or region: weights, constants and their low-precision copies.
+"""Values of one program with what is known of them: weights, constants and their low-precision copies.
 
 A *fact* is what is known of an array besides its type, from how the program made it: "it is a weight", "it is a
-constant of at most 3.0", "it was widened from bfloat16".  `ValueInfo` has a field for each.
+constant of at most 3.0", "it was widened from bfloat16".  `Facts` has a field for each.  They stand beside the array in
+the interpreter's environment, so nothing outlives the evaluation of a jaxpr.
 
 A *weight* comes from outside the program, so its gradient is wanted in float32.  A *constant* adopts any dtype whose
 range holds it.  A *bias* is a weight that an operation spreads along the other axes of a contraction's result.  A low
@@ -11,10 +12,8 @@ copy of a value is made once.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import weakref
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,23 +27,15 @@ from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.types import Cast
 
 
-@dataclasses.dataclass(slots=True)
-class ValueInfo:
-    """Facts about one value."""
+class Facts(NamedTuple):
+    """What is known of a value that holds for any array in its place; a key of a cache may hold it."""
 
-    value: Any
-    """The value, so that its ``id`` is not reused; a weak reference to a concrete array, to release its memory."""
     weight: bool = False
+    """Whether it, or the value that it was moved from, comes from outside."""
     broadcast: bool = False
     """Whether it was broadcast from fewer elements."""
     constant: float | None = None
     """The largest magnitude of a constant."""
-    low: Any = None
-    """Its low copy."""
-    wide: Any = None
-    """Its float32 copy, if it is low."""
-    moved: tuple[Any, dict[str, Any], Any, Sequence[Any]] | None = None
-    """Data movement that made it: primitive, parameters, source array and further operands."""
     selects: bool = False
     """Whether its elements are 0 and 1, made from booleans: a product with it selects or counts."""
     widened: str = ""
@@ -53,188 +44,130 @@ class ValueInfo:
     """For each weight in the contraction that computed it, the axes that the weight gave it."""
 
 
-Facts: TypeAlias = tuple[bool, bool, float | None, bool, str, tuple[frozenset[int], ...]]
-"""The fields of `ValueInfo` that `ValueTable.facts` gives."""
+NOTHING = Facts()
 
 
-class ValueTable:
-    """Facts about the values of one program, by identity.
+class Move(NamedTuple):
+    """Data movement that made a value."""
+
+    primitive: Any
+    params: dict[str, Any]
+    source: Value
+    rest: tuple[Any, ...]
+    """Further operands."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """An array of the program, and what is known of it."""
+
+    array: Any
+    facts: Facts = NOTHING
+    move: Move | None = None
+    low: Any = None
+    """Its low copy, once it is made."""
+    wide: Any = None
+    """Its float32 copy, once it is made, if it is low."""
+
+    def is_weight(self) -> bool:
+        """Whether it comes from outside and is float32: its gradient is wanted in float32."""
+        return self.facts.weight and dtype_of(self.array) == F32
+
+    def has_low_copy(self) -> bool:
+        """Whether a low copy exists of it, or of the value that it was moved from."""
+        return self.low is not None or (self.move is not None and self.move.source.has_low_copy())
+
+    def was_gathered_low(self) -> bool:
+        """Whether its low copy was moved between devices in its place."""
+        return self.low is not None and self.move is not None and self.move.primitive.name in CAST_BEFORE
+
+
+def outside(array: Any) -> Value:
+    """A value that comes from outside the program."""
+    return Value(array, Facts(weight=is_castable(dtype_of(array))))
+
+
+def inside(array: Any) -> Value:
+    """A value of the program: a constant, if it is a number."""
+    return Value(array, Facts(constant=magnitude(array)) if isinstance(array, np.ndarray | np.generic) else NOTHING)
+
+
+def arguments(arrays: Sequence[Any], weights: Sequence[bool] | None = None) -> list[Value]:
+    """Arguments of a program, of which `weights` come from outside; None for all."""
+    flags = [True] * len(arrays) if weights is None else weights
+    return [outside(array) if weight else inside(array) for array, weight in zip(arrays, flags, strict=True)]
+
+
+def arrays_of(values: Iterable[Value]) -> list[Any]:
+    """The arrays of `values`."""
+    return [value.array for value in values]
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """`array` in `dtype`, if autocast changes its dtype."""
+    given = dtype_of(array)
+    if given is None or given == dtype or not is_castable(given):
+        return array
+    if isinstance(array, np.ndarray | np.generic):
+        return np.asarray(array).astype(dtype)
+    return compat.convert(array, dtype)
+
+
+class Casts:
+    """Casts of the values of one region.
 
     Args:
-        low: the low dtype.
+        low: its low dtype.
     """
 
     def __init__(self, low: Any) -> None:
         self._low = low
-        self._infos: dict[int, ValueInfo] = {}
 
-    def get(self, value: Any) -> ValueInfo | None:
-        """Facts about `value`, or None."""
-        return self._infos.get(id(value))
-
-    def _ensure(self, value: Any) -> ValueInfo:
-        found = self._infos.get(id(value))
-        if found is None:
-            found = self._infos[id(value)] = ValueInfo(self._reference(value))
-        return found
-
-    def _reference(self, value: Any) -> Any:
-        if not compat.is_array(value) or not compat.is_concrete(value):
-            return value
-        key, infos = id(value), self._infos
-        return weakref.ref(value, functools.partial(infos.pop, key))
-
-    def mark_computed(self, value: Any) -> None:
-        """`value` was computed inside."""
-        if is_castable(dtype_of(value)):
-            self._ensure(value)
-
-    def mark_adopting(self, value: Any) -> None:
-        """`value` stands for a constant in range."""
-        self._ensure(value).constant = 1.0
-
-    def mark_weight(self, value: Any) -> None:
-        """`value` comes from outside."""
-        if is_castable(dtype_of(value)):
-            self._ensure(value).weight = True
-
-    def is_outside(self, value: Any) -> bool:
-        """Whether `value`, or the value that it was moved from, comes from outside."""
-        found = self.get(value)
-        return found is not None and found.weight
-
-    def is_weight(self, value: Any) -> bool:
-        """Whether `value` comes from outside and is float32: its gradient is wanted in float32."""
-        return dtype_of(value) == F32 and self.is_outside(value)
-
-    def mark_selecting(self, value: Any) -> None:
-        """The elements of `value` were made from booleans."""
-        self._ensure(value).selects = True
-
-    def is_selecting(self, value: Any) -> bool:
-        """Whether the elements of `value` were made from booleans."""
-        found = self.get(value)
-        return found is not None and found.selects
-
-    def mark_widened(self, value: Any, dtype: Any) -> None:
-        """The program itself computed `value` in the low dtype `dtype` and made it float32."""
-        self._ensure(value).widened = str(dtype)
-
-    def widened(self, value: Any) -> str:
-        """The low dtype from which the program widened `value`; empty if it did not."""
-        found = self.get(value)
-        return found.widened if found is not None else ""
-
-    def mark_features(self, value: Any, features: tuple[frozenset[int], ...]) -> None:
-        """`value` is a contraction's result; each weight in it gave it these axes."""
-        self._ensure(value).features = features
-
-    def facts(self, value: Any) -> Facts | None:
-        """The facts about `value` that hold for any array in its place; None if nothing is known.
-
-        They are hashable, so a key of a cache may hold them.  The low copy, the float32 copy and the array that it was
-        moved from are left out: these are arrays themselves, of one program.
-        """
-        known = self._infos.get(id(value))
-        if known is None:
-            return None
-        return known.weight, known.broadcast, known.constant, known.selects, known.widened, known.features
-
-    def copy_facts(self, value: Any, facts: Facts | None) -> None:
-        """`value` takes the place of another array, of which `facts` gave these."""
-        if facts is not None:
-            new = self._ensure(value)
-            new.weight, new.broadcast, new.constant, new.selects, new.widened, new.features = facts
-
-    def set_low_copy(self, value: Any, low: Any) -> None:
-        """`low` is the low copy of `value`."""
-        self._ensure(value).low = low
-
-    def low_copy(self, value: Any) -> Any:
+    def low_copy(self, value: Value) -> Any:
         """The low copy of `value`, made once; no gradient passes through that of a weight."""
-        found = self._infos.get(id(value))
-        if found is None:
-            low = self.cast(value, self._low)
-            if not compat.is_concrete(value):
-                self._ensure(value).low = low
-            return low
-        if found.low is None:
-            if found.moved is not None and (found.moved[0].name in CAST_BEFORE or self.has_low_copy(found.moved[2])):
-                primitive, params, array, rest = found.moved
-                with compat.mesh_of(value):
-                    found.low = compat.bind(primitive, [self.low_copy(array), *rest], params)[0]
+        if value.low is None:
+            move = value.move
+            if move is not None and (move.primitive.name in CAST_BEFORE or move.source.has_low_copy()):
+                with compat.mesh_of(value.array):
+                    value.low = compat.bind(move.primitive, [self.low_copy(move.source), *move.rest], move.params)[0]
             else:
-                found.low = low_copy(value, self._low) if found.weight else self.cast(value, self._low)
-        return found.low
+                value.low = (low_copy if value.facts.weight else cast)(value.array, self._low)
+        return value.low
 
-    def has_low_copy(self, value: Any) -> bool:
-        """Whether a low copy exists of `value`, or of the value that it was moved from."""
-        found = self._infos.get(id(value))
-        if found is None:
-            return False
-        return found.low is not None or (found.moved is not None and self.has_low_copy(found.moved[2]))
-
-    def was_gathered_low(self, value: Any) -> bool:
-        """Whether the low copy of `value` was moved between devices in its place."""
-        found = self._infos.get(id(value))
-        if found is None or found.low is None or found.moved is None:
-            return False
-        return found.moved[0].name in CAST_BEFORE
-
-    def record_move(self, primitive: Any, params: dict[str, Any], operands: Sequence[Any], result: Any) -> None:
-        """`result` holds the elements of the first operand: facts about one apply to the other."""
-        source = operands[0]
-        if result is source:  # JAX returns the operand of a no-op
-            return
-        found = self._infos.get(id(source))
-        constant = magnitude(source) if found is None else found.constant
-        if constant is not None:
-            self._ensure(result).constant = constant
-        if found is None:
-            return
-        if found.selects or found.widened:
-            new = self._ensure(result)
-            new.selects, new.widened = found.selects, found.widened
-        if found.features and primitive.name in AXIS_ORDER:
+    def moved(self, primitive: Any, params: dict[str, Any], source: Value, rest: Sequence[Any], result: Any) -> Value:
+        """`result`, which holds the elements of `source`: facts about one apply to the other."""
+        if result is source.array:  # JAX returns the operand of a no-op
+            return source
+        known = source.facts
+        facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened)
+        if known.features and primitive.name in AXIS_ORDER:
             order = params[AXIS_ORDER[primitive.name]]
-            features = (frozenset(new for new, old in enumerate(order) if old in axes) for axes in found.features)
-            self._ensure(result).features = tuple(features)
-        if dtype_of(result) != dtype_of(source) or not found.weight:
-            return
-        new = self._ensure(result)
-        new.weight = True
-        grown = np.size(result) > np.size(source) and primitive.name not in CAST_BEFORE
-        new.broadcast = found.broadcast or grown
-        new.moved = (primitive, params, source, tuple(operands[1:]))
+            features = (frozenset(new for new, old in enumerate(order) if old in axes) for axes in known.features)
+            facts = facts._replace(features=tuple(features))
+        if dtype_of(result) != dtype_of(source.array) or not known.weight:
+            return Value(result, facts)
+        grown = np.size(result) > np.size(source.array) and primitive.name not in CAST_BEFORE
+        facts = facts._replace(weight=True, broadcast=known.broadcast or grown)
+        return Value(result, facts, Move(primitive, params, source, tuple(rest)))
 
-    def cast(self, value: Any, dtype: Any) -> Any:
-        """`value` in `dtype`, if autocast changes its dtype."""
-        given = dtype_of(value)
-        if given is None or given == dtype or not is_castable(given):
-            return value
-        if isinstance(value, np.ndarray | np.generic):
-            return np.asarray(value).astype(dtype)
-        if dtype != F32 or compat.is_concrete(value):
-            return compat.convert(value, dtype)
-        info = self._ensure(value)
-        if info.wide is None:
-            info.wide = compat.convert(value, dtype)
-        return info.wide
+    def cast(self, value: Value, dtype: Any) -> Any:
+        """The array of `value` in `dtype`, if autocast changes its dtype; a float32 copy is made once."""
+        if dtype != F32 or dtype_of(value.array) == F32 or compat.is_concrete(value.array):
+            return cast(value.array, dtype)
+        if value.wide is None:
+            value.wide = cast(value.array, dtype)
+        return value.wide
 
-    def adopts_dtype(self, value: Any, weak: bool, *, exact: bool = False) -> bool:
+    def adopts_dtype(self, value: Value, weak: bool, *, exact: bool = False) -> bool:
         """Whether `value` adopts the other operands' dtype.
 
         Numbers in range do, and a broadcast weight unless `exact`.
         """
         if weak:
             return True
-        found = self._infos.get(id(value))
-        if found is None:
-            constant = magnitude(value)
-            return constant is not None and self._in_range(constant)
-        if found.constant is not None:
-            return self._in_range(found.constant)
-        return found.weight and found.broadcast and not exact
+        if value.facts.constant is not None:
+            return self._in_range(value.facts.constant)
+        return value.facts.weight and value.facts.broadcast and not exact
 
     def _in_range(self, constant: float) -> bool:
         # Subnormal numbers count as out of range: several devices flush them to zero.
@@ -242,9 +175,9 @@ class ValueTable:
         return constant == 0 or float(limits.tiny) <= constant <= float(limits.max)
 
     def cast_operands(
-        self, cast: Cast, values: Sequence[Any], weak: Sequence[bool], *, exact: bool = False
+        self, cast: Cast, values: Sequence[Value], weak: Sequence[bool], *, exact: bool = False
     ) -> list[Any]:
-        """`values` in the dtypes that a primitive computes in under a cast; a primitive takes one floating dtype.
+        """The arrays of `values` in the dtypes that a primitive, which takes one, computes in under a cast.
 
         Args:
             cast: the policy's.
@@ -253,11 +186,11 @@ class ValueTable:
             exact: whether a rule of the user gives the cast: then only numbers adopt the dtype of other operands,
                 otherwise also a bias, as torch's ``linear`` casts it with its product.
         """
-        given = tuple(dtype_of(value) if is_castable(dtype_of(value)) else None for value in values)
+        given = tuple(dtype_of(v.array) if is_castable(dtype_of(v.array)) else None for v in values)
         if cast in ("keep", "promote") and len({dtype for dtype in given if dtype is not None}) < 2:
-            return list(values)
-        product = None if exact else next((value for value in values if self._features(value)), None)
-        biases = [product is not None and self._is_bias(value, product) for value in values]
+            return arrays_of(values)
+        product = None if exact else next((value for value in values if value.facts.features), None)
+        biases = [product is not None and _is_bias(value, product) for value in values]
         carried = tuple(
             None if is_bias or self.adopts_dtype(value, is_weak, exact=exact) else dtype
             for dtype, value, is_weak, is_bias in zip(given, values, weak, biases, strict=True)
@@ -269,24 +202,23 @@ class ValueTable:
         for index, is_bias in enumerate(biases):
             if is_bias and target == self._low:
                 # Spread before the cast, so that the gradient of the bias adds up in float32.
-                shape: tuple[int, ...] = np.shape(product)  # type: ignore[arg-type]
-                promoted[index] = lax.broadcast_in_dim(values[index], shape, tuple(range(len(shape))))
-        return promoted if target is None else [self.cast(value, target) for value in promoted]
+                shape: tuple[int, ...] = np.shape(product.array)  # type: ignore[union-attr]
+                spread = lax.broadcast_in_dim(values[index].array, shape, tuple(range(len(shape))))
+                promoted[index] = Value(spread)
+        return arrays_of(promoted) if target is None else [self.cast(value, target) for value in promoted]
 
-    def _features(self, value: Any) -> tuple[frozenset[int], ...]:
-        found = self._infos.get(id(value))
-        return found.features if found is not None else ()
 
-    def _is_bias(self, value: Any, product: Any) -> bool:
-        """Whether `value` is a weight that is spread along all axes of `product` but those of one weight in it."""
-        own, shape = np.shape(value), np.shape(product)
-        found = self._infos.get(id(value))
-        if found is None or not found.weight or len(own) != len(shape):
-            return False
-        spread = np.size(value) < np.size(product) or (found.moved and np.ndim(found.moved[2]) < len(own))
-        fits = all(size in (1, full) for size, full in zip(own, shape, strict=True))
-        axes = {axis for axis, size in enumerate(own) if size > 1}
-        return bool(spread and fits and any(axes <= features for features in self._features(product)))
+def _is_bias(value: Value, product: Value) -> bool:
+    """Whether `value` is a weight that is spread along all axes of `product` but those of one weight in it."""
+    own, shape = np.shape(value.array), np.shape(product.array)
+    if not value.facts.weight or len(own) != len(shape):
+        return False
+    spread = np.size(value.array) < np.size(product.array) or (
+        value.move is not None and np.ndim(value.move.source.array) < len(own)
+    )
+    fits = all(size in (1, full) for size, full in zip(own, shape, strict=True))
+    axes = {axis for axis, size in enumerate(own) if size > 1}
+    return bool(spread and fits and any(axes <= features for features in product.facts.features))
 
 
 def magnitude(value: Any) -> float | None:

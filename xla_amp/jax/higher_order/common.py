@@ -13,7 +13,7 @@ from xla_amp import events
 from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
-from xla_amp.jax.value_info import magnitude
+from xla_amp.jax.value_info import Facts, Value, arguments, arrays_of, inside
 from xla_amp.policy import effects
 from xla_amp.policy.effects import Effects
 
@@ -54,8 +54,8 @@ def retrace(
     low = call.interpreter.settings.low
     avals = [*avals_of(values), *(compat.with_dtype(compat.typeof(values[index]), low) for index in copied)]
     interpreter = call.inner_interpreter(saves=saves)
-    constants = {i: value for i, value in enumerate(values) if keep_constants and magnitude(value) is not None}
-    adopting = tuple(i for i, value in constants.items() if interpreter.table.adopts_dtype(value, False))
+    numbers = enumerate(map(inside, values if keep_constants else ()))
+    adopting = tuple(index for index, number in numbers if interpreter.casts.adopts_dtype(number, False))
     settings_key = (
         interpreter.settings,
         interpreter.settings.current_policy(),
@@ -79,13 +79,11 @@ def retrace(
         effects.repeat(known)
     if traced is None or events.sinks:
 
-        def evaluate(*arguments: Any) -> list[Any]:
-            inside = arguments[: len(values)]
+        def evaluate(*arrays: Any) -> list[Any]:
+            given = with_low_copies(arguments(arrays[: len(values)], weights), copied, arrays[len(values) :])
             for index in adopting:
-                interpreter.table.mark_adopting(inside[index])
-            for index, copy in zip(copied, arguments[len(values) :], strict=True):
-                interpreter.table.set_low_copy(inside[index], copy)
-            outs = interpreter.eval_jaxpr(closed, inside, weights=weights, f32_outputs=f32_outputs)
+                given[index] = Value(given[index].array, Facts(constant=1.0))
+            outs = arrays_of(interpreter.eval_jaxpr(closed, given, f32_outputs=f32_outputs))
             if keep_dtypes:
                 outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
             return outs
@@ -94,6 +92,13 @@ def retrace(
             traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
         cache[key] = (traced, closed.consts, found)
     return traced
+
+
+def with_low_copies(values: list[Value], copied: Sequence[int], copies: Sequence[Any]) -> list[Value]:
+    """`values`, of which those at the indices `copied` have these low copies."""
+    for index, copy in zip(copied, copies, strict=True):
+        values[index].low = copy
+    return values
 
 
 def evaluate_rule(
@@ -121,8 +126,8 @@ def evaluate_rule(
     given = list(itertools.compress(values, traced))
     untraced_outs: list[tuple[int, Any]] = []
 
-    def arrays(*arguments: Any) -> list[Any]:
-        rest = iter(arguments)
+    def arrays(*given: Any) -> list[Any]:
+        rest = iter(given)
         with override_scope.traced_here(interpreter.settings.current_policy()):
             outs = function(*(next(rest) if is_traced else v for v, is_traced in zip(values, traced, strict=True)))
         untraced_outs[:] = [(index, out) for index, out in enumerate(outs) if not _is_traced(out)]
@@ -131,7 +136,7 @@ def evaluate_rule(
     types = avals_of(given) if avals is None else list(itertools.compress(avals, traced))
     closed = compat.trace(arrays, types, debug_info)
     flags = None if weights is None else list(itertools.compress(weights, traced))
-    outs = interpreter.eval_jaxpr(closed, given, weights=flags)
+    outs = arrays_of(interpreter.eval_jaxpr(closed, arguments(given, flags)))
     if keep_dtypes:
         outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
     for index, out in untraced_outs:

@@ -19,9 +19,10 @@ from xla_amp.jax.higher_order.common import avals_of, cast, evaluate_rule, retra
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
 from xla_amp.jax.jaxpr_analysis import contracted_arguments, selecting_outputs
+from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 
-def _call(call: HigherOrderCall) -> list[Any]:
+def _call(call: HigherOrderCall) -> list[Value]:
     name = "jaxpr" if "jaxpr" in call.params else "call_jaxpr"
     closed = call.params[name]
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
@@ -31,24 +32,19 @@ def _call(call: HigherOrderCall) -> list[Any]:
     for setting, value in compat.per_operand_params().items():
         if setting in params:
             params[setting] = (*params[setting], *(value for _ in copies))
-    outs = compat.bind(call.primitive, [*call.operands, *copies], params)
-    for out, selects in zip(outs, selecting_outputs(closed.jaxpr), strict=True):
-        if selects:
-            call.interpreter.table.mark_selecting(out)
-    return outs
+    outs = call.bind([*call.operands, *copies], params)
+    flags = zip(outs, selecting_outputs(closed.jaxpr), strict=True)
+    return [Value(out.array, out.facts._replace(selects=True)) if selects else out for out, selects in flags]
 
 
 def _low_copies(call: HigherOrderCall, jaxpr: Any) -> tuple[tuple[int, ...], list[Any]]:
     """Indices of weights that a jaxpr contracts and whose low copy exists outside of it, and these copies."""
-    table = call.interpreter.table
     used = contracted_arguments(jaxpr, call.interpreter.settings.current_policy())
-    indices = [
-        i for i, value in enumerate(call.operands) if used[i] and call.is_weight(i) and table.has_low_copy(value)
-    ]
-    return tuple(indices), [table.low_copy(call.operands[index]) for index in indices]
+    indices = [i for i, v in enumerate(call.values) if used[i] and v.is_weight() and v.has_low_copy()]
+    return tuple(indices), [call.interpreter.casts.low_copy(call.values[index]) for index in indices]
 
 
-def _checkpoint(call: HigherOrderCall) -> list[Any]:
+def _checkpoint(call: HigherOrderCall) -> list[Value]:
     closed = compat.ClosedJaxpr(call.params["jaxpr"], ())
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     copied, copies = _low_copies(call, closed.jaxpr)
@@ -56,7 +52,7 @@ def _checkpoint(call: HigherOrderCall) -> list[Any]:
     traced = retrace(call, closed, call.operands, weights, copied=copied, f32_outputs=f32_outputs, saves=False)
     policy = _checkpoint_policy(call.params["policy"])
     params = {**call.params, "jaxpr": compat.without_constants(traced), "policy": policy}
-    return compat.bind(call.primitive, [*traced.consts, *call.operands, *copies], params)
+    return call.bind([*traced.consts, *call.operands, *copies], params)
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,7 +68,7 @@ def _checkpoint_policy(policy: Any) -> Any:
     return saveable
 
 
-def _cond(call: HigherOrderCall) -> list[Any]:
+def _cond(call: HigherOrderCall) -> list[Value]:
     branches: Sequence[compat.ClosedJaxpr] = call.params["branches"]
     index, *operands = call.operands
     avals = avals_of(operands)
@@ -87,11 +83,11 @@ def _cond(call: HigherOrderCall) -> list[Any]:
         def run(*values: Any, branch: Any = branch, start: int = start) -> list[Any]:
             own = values[start : start + len(branch.consts)]
             outs = compat.eval_jaxpr(compat.ClosedJaxpr(branch.jaxpr, own), values[len(consts) :])
-            return list(map(call.cast, outs, [aval.dtype for aval in results]))
+            return list(map(cast, outs, [aval.dtype for aval in results]))
 
         same = not consts and all(a.dtype == b.dtype for a, b in zip(branch.out_avals, results, strict=True))
         new.append(branch if same else compat.trace(run, (*avals_of(consts), *avals), branch.jaxpr.debug_info))
-    return compat.bind(call.primitive, [index, *consts, *operands], {**call.params, "branches": tuple(new)})
+    return call.bind([index, *consts, *operands], {**call.params, "branches": tuple(new)})
 
 
 def _wider(one: Any, other: Any) -> Any:
@@ -100,22 +96,24 @@ def _wider(one: Any, other: Any) -> Any:
     return compat.with_dtype(one, F32)
 
 
-def _custom_jvp(call: HigherOrderCall) -> list[Any]:
+def _custom_jvp(call: HigherOrderCall) -> list[Value]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
     if compat.runs_now(call.operands):
-        return call.inner_interpreter(saves=False).eval_jaxpr(closed, call.operands, weights=call.weight_flags())
+        values = arguments(call.operands, call.weight_flags())
+        return call.results(arrays_of(call.inner_interpreter(saves=False).eval_jaxpr(closed, values)))
     traced = retrace(call, closed, call.operands, call.weight_flags())
     params = dict(call.primitive.get_bind_params(call.params))
     function, rule = params.pop("subfuns")
     avals = closed.in_avals
     results = [aval.dtype for aval in traced.out_avals]
+    interpreter = call.inner_interpreter()  # the rule outlives this call, so it must not keep the operands
 
     def primal(*values: Any) -> list[Any]:
         return compat.eval_jaxpr(traced, values)
 
     def derivative(*values: Any) -> list[Any]:
         outs = evaluate_rule(
-            call.inner_interpreter(),
+            interpreter,
             rule.call_wrapped,
             rule.debug_info,
             values,
@@ -126,35 +124,37 @@ def _custom_jvp(call: HigherOrderCall) -> list[Any]:
         return list(map(cast, outs, (*results, *results)))
 
     functions = (compat.wrap_function(primal, function), compat.wrap_function(derivative, rule))
-    return list(call.primitive.bind(*call.operands, subfuns=functions, **params))
+    return call.results(call.primitive.bind(*call.operands, subfuns=functions, **params))
 
 
-def _custom_vjp(call: HigherOrderCall) -> list[Any]:
+def _custom_vjp(call: HigherOrderCall) -> list[Value]:
     closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
     params = dict(call.primitive.get_bind_params(call.params))
     function, forward, backward = params.pop("subfuns")
     rule = compat.BackwardRule(backward)
     results = [aval.dtype for aval in closed.out_avals]
+    # The rules outlive this call, so they must not keep the operands.
+    forwards, backwards = call.inner_interpreter(saves=False), call.inner_interpreter(backward=True)
 
     def primal(*values: Any) -> list[Any]:
-        return list(map(call.cast, call.inner_interpreter(saves=False).eval_jaxpr(closed, values), results))
+        outs = forwards.eval_jaxpr(closed, arguments(values))
+        return list(map(cast, arrays_of(outs), results))
 
     def fwd(*values: Any) -> list[Any]:
-        return evaluate_rule(call.inner_interpreter(saves=False), forward.call_wrapped, forward.debug_info, values)
+        return evaluate_rule(forwards, forward.call_wrapped, forward.debug_info, values)
 
     def bwd(*values: Any) -> Any:
-        interpreter = call.inner_interpreter(backward=True)
-        outs = evaluate_rule(interpreter, rule, backward.debug_info, values)
+        outs = evaluate_rule(backwards, rule, backward.debug_info, values)
         return compat.backward_result(*rule.split(outs))
 
-    operands = call.interpreter.cast_to_avals(call.operands, [atom.aval for atom in closed.jaxpr.invars])
+    operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     if compat.runs_now(operands):
-        return primal(*operands)
+        return call.results(primal(*operands))
     functions = [compat.wrap_function(*pair) for pair in ((primal, function), (fwd, forward), (bwd, backward))]
-    return list(call.primitive.bind(*operands, subfuns=tuple(functions), **params))
+    return call.results(call.primitive.bind(*operands, subfuns=tuple(functions), **params))
 
 
-def _shard_map(call: HigherOrderCall) -> list[Any]:
+def _shard_map(call: HigherOrderCall) -> list[Value]:
     params = call.params
     jaxpr = params["jaxpr"]
     weights = call.weight_flags()
@@ -165,16 +165,14 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
     def shard(*values: Any) -> tuple[Any, ...]:
         closed = compat.ClosedJaxpr(jaxpr, ())
         interpreter = call.inner_interpreter()
-        outs = interpreter.eval_jaxpr(closed, values, weights=weights, f32_outputs=f32_outputs)
-        for index, residual in enumerate(residuals):
-            if residual and interpreter.table.was_gathered_low(outs[index]):
-                outs[index] = interpreter.table.low_copy(outs[index])
-        return tuple(outs)
+        outs = interpreter.eval_jaxpr(closed, arguments(values, weights), f32_outputs=f32_outputs)
+        flags = zip(outs, residuals, strict=True)
+        return tuple(out.low if residual and out.was_gathered_low() else out.array for out, residual in flags)
 
     axes = params["newly_manual_axes"]
     operands = call.operands
     if compat.low_sums_crash(params["mesh"], axes):  # `jax.shard_map` adds up the gradients of what all devices read
-        operands = [call.cast(value, F32) for value in operands]
+        operands = [cast(value, F32) for value in operands]
     mapped = jax.shard_map(
         shard,
         mesh=params["mesh"],
@@ -183,19 +181,21 @@ def _shard_map(call: HigherOrderCall) -> list[Any]:
         check_vma=params["check_vma"],
         axis_names=set(axes) if axes else set(),
     )
-    return list(mapped(*operands))
+    return call.results(mapped(*operands))
 
 
-def _composite(call: HigherOrderCall) -> list[Any]:
+def _composite(call: HigherOrderCall) -> list[Value]:
     return _call_as_written(call, "jaxpr" if "jaxpr" in call.params else "call_jaxpr", {})  # JAX 0.12
 
 
-def _linear_call(call: HigherOrderCall) -> list[Any]:
+def _linear_call(call: HigherOrderCall) -> list[Value]:
     interpreter = call.inner_interpreter(backward=True)
+
+    thunk = call.params["transpose_thunk"]
 
     @functools.cache
     def transpose() -> Any:
-        closed, consts = call.params["transpose_thunk"]()
+        closed, consts = thunk()
         traced = compat.trace(
             lambda *values: evaluate_rule(
                 interpreter, lambda *inside: compat.eval_jaxpr(closed, inside), closed.jaxpr.debug_info, values
@@ -208,8 +208,8 @@ def _linear_call(call: HigherOrderCall) -> list[Any]:
     return _call_as_written(call, "callee", {"transpose_thunk": transpose})
 
 
-def _custom_vmap(call: HigherOrderCall) -> list[Any]:
-    rule = call.params["rule"]
+def _custom_vmap(call: HigherOrderCall) -> list[Value]:
+    rule, debug_info, interpreter = call.params["rule"], call.params["call"].jaxpr.debug_info, call.inner_interpreter()
 
     def batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -221,13 +221,13 @@ def _custom_vmap(call: HigherOrderCall) -> list[Any]:
             specs[:] = [out_tree, out_batched]
             return outs
 
-        outs = evaluate_rule(call.inner_interpreter(), flat, call.params["call"].jaxpr.debug_info, leaves)
+        outs = evaluate_rule(interpreter, flat, debug_info, leaves)
         return jax.tree.unflatten(specs[0], outs), specs[1]
 
     return _call_as_written(call, "call", {"rule": functools.wraps(rule)(batched)})
 
 
-def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) -> list[Any]:
+def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) -> list[Value]:
     """Binds a primitive again whose operands and results keep the dtypes that it was written for.
 
     Args:
@@ -237,12 +237,12 @@ def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) 
     """
     given = call.params[name]
     closed = given if isinstance(given, compat.ClosedJaxpr) else compat.ClosedJaxpr(given, ())
-    operands = call.interpreter.cast_to_avals(call.operands, closed.in_avals)
+    operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     traced = retrace(call, closed, operands, call.weight_flags(), keep_dtypes=True)
     if traced.consts:  # arrays that the policy's rules need inside; the primitive takes no further operands
-        return compat.bind(call.primitive, operands, call.params)
+        return call.bind(operands, call.params)
     new = traced if isinstance(given, compat.ClosedJaxpr) else traced.jaxpr
-    return compat.bind(call.primitive, operands, {**call.params, name: new, **changed})
+    return call.bind(operands, {**call.params, name: new, **changed})
 
 
 HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 
 from xla_amp import events
 from xla_amp.jax import compat
@@ -35,7 +36,7 @@ class Island(NamedTuple):
     members: tuple[int, ...]
     """Numbers of the equations, ascending."""
     reads: tuple[Any, ...]
-    """Variables that enter."""
+    """Variables and constant arrays that enter."""
     leaving: tuple[Any, ...]
     """Variables that are read outside."""
     length: int
@@ -135,25 +136,31 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
             inside.update(eqn.outvars)
     chosen = set(members)
     made = [var for number in members for var in jaxpr.eqns[number].outvars]
-    reads = dict.fromkeys(v for number in members for v in _variables(jaxpr.eqns[number].invars))
+    reads = {name(atom): atom for number in members for atom in _values(jaxpr.eqns[number].invars)}
     for var in made:
         reads.pop(var, None)
     leaving = tuple(v for v in made if not readers.get(v, chosen) <= chosen)
-    return Island(tuple(members), tuple(reads), leaving, len(numbers))
+    return Island(tuple(members), tuple(reads.values()), leaving, len(numbers))
 
 
 def structure(jaxpr: Any, island: Island) -> tuple[Any, ...]:
     """What islands with the same computation have in common."""
-    number = {var: index for index, var in enumerate(island.reads)}
+    number = {name(atom): index for index, atom in enumerate(island.reads)}
     rows = []
     for member in island.members:
         eqn = jaxpr.eqns[member]
         atoms = tuple(
-            (str(atom.val), atom.aval) if isinstance(atom, compat.Literal) else number[atom] for atom in eqn.invars
+            (constant_key(atom.val), atom.aval) if _is_number(atom) else number[name(atom)] for atom in eqn.invars
         )
         rows.append((eqn.primitive, tuple(eqn.params.items()), atoms))
         number.update((var, len(number)) for var in eqn.outvars)
     return (*rows, tuple(number[var] for var in island.leaving))
+
+
+def constant_key(value: Any) -> Any:
+    """What equal constants have in common."""
+    content = np.asarray(value)
+    return content.dtype, content.shape, content.tobytes()
 
 
 _functions: collections.OrderedDict[Any, tuple[Callable[..., Any], Effects]] = collections.OrderedDict()
@@ -194,3 +201,17 @@ def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any])
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
+
+
+def _values(atoms: Sequence[Any]) -> list[Any]:
+    """Variables and constants that are arrays, not numbers."""
+    return [atom for atom in atoms if not _is_number(atom)]
+
+
+def _is_number(atom: Any) -> bool:
+    return isinstance(atom, compat.Literal) and np.ndim(atom.val) == 0
+
+
+def name(atom: Any) -> Any:
+    """A key for a variable or a constant of a jaxpr."""
+    return id(atom.val) if isinstance(atom, compat.Literal) else atom

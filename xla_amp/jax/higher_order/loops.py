@@ -12,12 +12,13 @@ from typing import Any
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.higher_order.common import avals_of, retrace
+from xla_amp.jax.higher_order.common import avals_of, cast, retrace, with_low_copies
 from xla_amp.jax.interpreter import HigherOrderCall
 from xla_amp.jax.jaxpr_analysis import contracted_arguments, residual_carries
+from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 
-def scan(call: HigherOrderCall) -> list[Any]:
+def scan(call: HigherOrderCall) -> list[Value]:
     """``lax.scan``."""
     params = call.params
     num_consts, num_carry = compat.scan_counts(params)
@@ -25,7 +26,7 @@ def scan(call: HigherOrderCall) -> list[Any]:
     closed: compat.ClosedJaxpr = params["jaxpr"]
     x_avals = [compat.slice_aval(compat.typeof(x), params["length"]) for x in call.operands[first_xs:]]
     consts = call.operands[:num_consts]
-    copies, copied = _hoist_low_copies(call, consts, closed.jaxpr)
+    copies, copied = _hoist_low_copies(call, call.values[:num_consts], closed.jaxpr)
     weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * num_carry, *call.weight_flags()[first_xs:])
     ys = closed.jaxpr.outvars[num_carry:]
     f32_outputs = (*(True,) * num_carry, *(call.f32_outputs[num_carry:] or (False,) * len(ys)))
@@ -34,11 +35,9 @@ def scan(call: HigherOrderCall) -> list[Any]:
         def evaluate(*values: Any) -> list[Any]:
             originals, low = values[:num_consts], values[num_consts : num_consts + len(copies)]
             rest = values[num_consts + len(copies) :]
-            interpreter = call.inner_interpreter()
-            for index, copy in zip(copied, low, strict=True):
-                interpreter.table.set_low_copy(originals[index], copy)
-            outs = interpreter.eval_jaxpr(closed, (*originals, *rest), weights=weights, f32_outputs=f32_outputs)
-            return [*map(call.cast, outs, [t.dtype for t in carry_avals]), *outs[len(carry_avals) :]]
+            given = with_low_copies(arguments((*originals, *rest), weights), copied, low)
+            outs = arrays_of(call.inner_interpreter().eval_jaxpr(closed, given, f32_outputs=f32_outputs))
+            return [*map(cast, outs, [t.dtype for t in carry_avals]), *outs[len(carry_avals) :]]
 
         return evaluate
 
@@ -54,10 +53,10 @@ def scan(call: HigherOrderCall) -> list[Any]:
     )
     operands = [*traced.consts, *consts, *copies, *init, *call.operands[first_xs:]]
     new = compat.scan_params(params, _constants_as_arguments(traced), len(traced.consts) + num_consts + len(copies))
-    return compat.bind(call.primitive, operands, new)
+    return call.bind(operands, new)
 
 
-def while_loop(call: HigherOrderCall) -> list[Any]:
+def while_loop(call: HigherOrderCall) -> list[Value]:
     """``lax.while_loop``."""
     params = call.params
     first_body_const = params["cond_nconsts"]
@@ -65,18 +64,16 @@ def while_loop(call: HigherOrderCall) -> list[Any]:
     condition: compat.ClosedJaxpr = params["cond_jaxpr"]
     body: compat.ClosedJaxpr = params["body_jaxpr"]
     consts = call.operands[first_body_const:first_carry]
-    copies, copied = _hoist_low_copies(call, consts, body.jaxpr)
+    copies, copied = _hoist_low_copies(call, call.values[first_body_const:first_carry], body.jaxpr)
     weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * (len(call.operands) - first_carry))
 
     def body_for(carry_avals: Sequence[Any]) -> Callable[..., list[Any]]:
         def evaluate(*values: Any) -> list[Any]:
             originals, low = values[: len(consts)], values[len(consts) : len(consts) + len(copies)]
-            interpreter = call.inner_interpreter()
-            for index, copy in zip(copied, low, strict=True):
-                interpreter.table.set_low_copy(originals[index], copy)
             carry = values[len(consts) + len(copies) :]
-            outs = interpreter.eval_jaxpr(body, (*originals, *carry), weights=weights)
-            return list(map(call.cast, outs, [t.dtype for t in carry_avals]))
+            given = with_low_copies(arguments((*originals, *carry), weights), copied, low)
+            outs = arrays_of(call.inner_interpreter().eval_jaxpr(body, given))
+            return list(map(cast, outs, [t.dtype for t in carry_avals]))
 
         return evaluate
 
@@ -99,7 +96,7 @@ def while_loop(call: HigherOrderCall) -> list[Any]:
         "body_nconsts": len(consts) + len(copies) + len(traced.consts),
     }
     condition_consts = [*traced_condition.consts, *call.operands[:first_body_const]]
-    return compat.bind(call.primitive, [*condition_consts, *traced.consts, *consts, *copies, *init], new)
+    return call.bind([*condition_consts, *traced.consts, *consts, *copies, *init], new)
 
 
 def _uncast_carry_dtypes(
@@ -114,7 +111,7 @@ def _uncast_carry_dtypes(
     interpreter = call.inner_interpreter()
 
     def evaluate(*values: Any) -> list[Any]:
-        return interpreter.eval_jaxpr(closed, values, weights=weights)
+        return arrays_of(interpreter.eval_jaxpr(closed, arguments(values, weights)))
 
     outs = compat.trace(evaluate, (*avals_of(consts), *carry, *x_avals), closed.jaxpr.debug_info).out_avals
     return [aval.dtype for aval in outs[: len(carry)]]
@@ -162,23 +159,23 @@ def _trace_with_carry(
             tried = settled
         dtypes = tried
     carry = [_with_dtype(aval, dtype) for aval, dtype in zip(avals, dtypes, strict=True)]
-    return [call.cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)], trace(carry)
+    return [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)], trace(carry)
 
 
 def _with_dtype(aval: Any, dtype: Any) -> Any:
     return compat.with_dtype(aval, dtype) if is_castable(dtype) and aval.dtype != dtype else aval
 
 
-def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Any], jaxpr: Any) -> tuple[list[Any], list[int]]:
+def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Value], jaxpr: Any) -> tuple[list[Any], list[int]]:
     """Low copies, made before the loop, of the constants that its body contracts; and the indices of these."""
-    settings, table = call.interpreter.settings, call.interpreter.table
+    settings, casts = call.interpreter.settings, call.interpreter.casts
     used = contracted_arguments(jaxpr, settings.current_policy())
-    indices = [i for i, const in enumerate(consts) if dtype_of(const) == F32 and used[i]]
+    indices = [i for i, const in enumerate(consts) if dtype_of(const.array) == F32 and used[i]]
     copies = []
     for index in indices:
         value = consts[index]
-        reuse = table.has_low_copy(value) and table.is_weight(value)
-        copies.append(table.low_copy(value) if reuse else low_copy(value, settings.low))
+        reuse = value.has_low_copy() and value.is_weight()
+        copies.append(casts.low_copy(value) if reuse else low_copy(value.array, settings.low))
     return copies, indices
 
 

@@ -206,7 +206,7 @@ class _Watch:
                 return rule(self, primitive, operands, params)
             except _CannotLookInside as error:
                 self._only_results(primitive, f": {error}")
-        elif kind == "kernel" or primitive.name in _OPAQUE or (kind is None and compat.sub_jaxprs(params)):
+        elif primitive.name in _OPAQUE or (kind is None and compat.sub_jaxprs(params)):
             self._only_results(primitive, "")
         outs = compat.bind(primitive, operands, params)
         self._look(primitive, operands, outs)
@@ -402,6 +402,9 @@ _RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
 _OPAQUE: Final = frozenset(
     {
         "call_exported",
+        "custom_partitioning",
+        "pallas_call",
+        "triton_kernel_call",
         "custom_lin",
         "custom_linear_solve",
         "debug_callback",
@@ -411,7 +414,7 @@ _OPAQUE: Final = frozenset(
         "run_state",
     }
 )
-"""Primitives besides kernels that compute what is no operation of the program."""
+"""Primitives that compute what is no operation of the program."""
 
 
 def _concrete(value: Any) -> Any:
