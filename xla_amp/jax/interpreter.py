@@ -569,7 +569,7 @@ def avals_of(eqn: Any) -> list[Any]:
     return [atom.aval for atom in eqn.invars]
 
 
-def _read(environment: Mapping[Any, Value], atom: Any) -> Value:
+def _read(environment: dict[Any, Value], atom: Any) -> Value:
     """The value of a variable or constant; a constant array is a value from outside, as one of a closure is."""
     if not isinstance(atom, compat.Literal):
         return environment[atom]
