@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from xla_amp import events, tables
 from xla_amp.events import DecisionRecord
+from xla_amp.jax import primitives
 from xla_amp.policy import BUILTIN, float8, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
@@ -24,11 +25,14 @@ _CONVERSIONS: Final = frozenset({"_to_copy", "convert_element_type", "to"})
 _PLUMBING: Final = frozenset(
     {
         "copy_", "detach", "empty_like", "fill_", "full_like", "new_empty", "new_empty_strided", "new_zeros",
-        "ones_like", "resize_", "zero_", "zeros_like", "device_put", "stop_gradient", "broadcast_in_dim", "reshape",
-        "squeeze", "expand_dims", "transpose", "copy", "clone",
+        "ones_like", "resize_", "zero_", "zeros_like", "reshape", "squeeze", "transpose", "clone",
     }
 )  # fmt: skip
-"""Operations that move or create values and round nothing, in torch and in JAX."""
+"""Operations of torch that move or create values and round nothing; `xla_amp.jax.primitives` has those of JAX."""
+
+
+def _is_plumbing(name: str) -> bool:
+    return name in _PLUMBING or primitives.info(name).plumbing
 
 
 class Report(Shown):
@@ -224,7 +228,7 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
         source=entry.source,
         product=product,
         state=operations.state(
-            floating=bool(computes) and (name not in _PLUMBING or bool(inserted)),
+            floating=bool(computes) and (not _is_plumbing(name) or bool(inserted)),
             cast=name in _CONVERSIONS,
             low=bool(computes) and all(map(units.is_low, computes)),
             product=product,

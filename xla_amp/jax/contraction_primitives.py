@@ -33,7 +33,7 @@ from jax.interpreters import ad, batching, mlir
 
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import F32
-from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.linalg.float8 import Format, float8_contract
 
@@ -479,7 +479,7 @@ def _replay(
             else:
                 made = contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits)
             outs = [(made, None)]
-        elif len(operands) == 1 or PRIMITIVES.get(eqn.primitive.name) is not None:
+        elif len(operands) == 1 or info(eqn.primitive.name).kind is not None:
             plain = compat.bind(eqn.primitive, [value for value, _ in operands], eqn.params)
             wide = [None] * len(plain)
             if operands and operands[0][1] is not None:

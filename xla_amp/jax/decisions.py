@@ -15,7 +15,7 @@ from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
-from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
 from xla_amp.policy.policy import Reach
 from xla_amp.types import LOW_DTYPES, Cast
@@ -133,7 +133,7 @@ def emit_decision(
     `kept` is why a primitive runs as it was written although its rule says otherwise; `told` what else there is to say
     of it.
     """
-    rule, info = decision.rule, PRIMITIVES.get(primitive)
+    rule, row = decision.rule, info(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
     events.emit(
         events.DecisionRecord(
@@ -144,7 +144,7 @@ def emit_decision(
             front="jax",
             given=tuple(before for before, _ in casts),
             used=tuple(after for _, after in casts),
-            why=kept or told or (decision.why if rule or info is None else info.why),
+            why=kept or told or (decision.why if rule or row.kind is None else row.why),
             source=rule.source if rule and not kept else "",
             origin="" if kept else decision.origin,
             result=tuple(str(dtype_of(out)) for out in outs),

@@ -30,7 +30,7 @@ from xla_amp.jax.contraction_primitives import (
 from xla_amp.jax.decisions import F32, Settings, ban_error, decide, dtype_of, emit_decision, is_castable, where
 from xla_amp.jax.higher_order import composites, islands
 from xla_amp.jax.jaxpr_analysis import follows_gradients, gradient_outputs, residual_additions, residual_outputs
-from xla_amp.jax.primitives import ADDED_BETWEEN_DEVICES, DTYPE_PARAMETER, PRIMITIVES, PrimitiveInfo
+from xla_amp.jax.primitives import PrimitiveInfo, info
 from xla_amp.jax.program_request import NOTHING_SUMMED, request
 from xla_amp.jax.value_info import Casts, Facts, Value, arrays_of, cast, inside, outside
 from xla_amp.lowering.linalg.float8 import FORMATS, Format
@@ -266,11 +266,11 @@ class Interpreter:
         primitive, params = eqn.primitive, eqn.params
         if any(map(compat.is_region_scope, compat.name_stack(eqn))):
             return list(map(inside, compat.bind(primitive, self.cast_to_avals(operands, avals_of(eqn)), params)))
-        if primitive.name in ADDED_BETWEEN_DEVICES and compat.low_sums_crash():
-            operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
         policy = self.settings.current_policy()
-        info = PRIMITIVES.get(primitive.name)
-        kind = info.kind if info else None
+        row = info(primitive.name)
+        if row.adds_devices and compat.low_sums_crash():
+            operands = [Value(self.casts.cast(value, F32), value.facts) for value in operands]
+        kind = row.kind
         avals = avals_of(eqn)
         if kind in self.rules:
             call = HigherOrderCall(eqn, operands, list(f32_outputs), self, after_gradients)
@@ -291,7 +291,7 @@ class Interpreter:
             if in_8_bits is None:
                 decision = decision._replace(cast="low")
         if reached or path:
-            effects.note(reached, kept or (told if in_8_bits is None else "") or _why_fixed(kind, decision, info), path)
+            effects.note(reached, kept or (told if in_8_bits is None else "") or _why_fixed(decision, row), path)
         if decision.cast == "ban":
             raise ban_error(primitive.name, decision)
         weak = list(map(_is_weak, eqn.invars))
@@ -454,8 +454,8 @@ class Interpreter:
             used = arrays_of(operands)
         else:
             used = self.casts.cast_operands(decision.cast, operands, weak, exact=exact)
-        name = DTYPE_PARAMETER.get(eqn.primitive.name)
-        if name is not None and is_castable(params.get(name)):
+        name = info(eqn.primitive.name).dtype_parameter
+        if is_castable(params.get(name)):
             dtypes = (dtype_of(value) for value in used)
             params = {**params, name: next((dtype for dtype in dtypes if is_castable(dtype)), params[name])}
         return used, params
@@ -558,10 +558,10 @@ def _result_like(operand: Any, params: dict[str, Any], written: Sequence[Any]) -
     return {**params, "preferred_element_type": dtype_of(operand)}
 
 
-def _why_fixed(kind: str | None, decision: Decision, info: PrimitiveInfo | None) -> str:
+def _why_fixed(decision: Decision, row: PrimitiveInfo) -> str:
     """Why a primitive cannot follow a rule; empty if it can."""
-    fixed = kind in ("conversion", "fixed_dtype") and decision.cast not in ("ban", "keep")
-    return f"it runs as it was written: {info.why}" if fixed and info is not None else ""
+    fixed = row.kind in ("conversion", "fixed_dtype") and decision.cast not in ("ban", "keep")
+    return f"it runs as it was written: {row.why}" if fixed else ""
 
 
 def avals_of(eqn: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import aten_product, sums_nothing
 from xla_amp.jax.decisions import decide, dtype_of
-from xla_amp.jax.primitives import GRADIENT_PASSTHROUGH, PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.jax.program_request import asked_precision
 from xla_amp.policy import Policy
 
@@ -66,8 +65,7 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
             model.update(variables - gradients)
         elif not gradients.isdisjoint(eqn.outvars):
             shapes = {var.aval.shape for var in eqn.outvars if hasattr(var.aval, "shape")}
-            info = PRIMITIVES.get(eqn.primitive.name)
-            if (info.kind if info else None) != "contraction":
+            if info(eqn.primitive.name).kind != "contraction":
                 updated.update(v for v in variables - gradients if getattr(v.aval, "shape", None) in shapes)
         else:
             for found in (updated, model):
@@ -106,7 +104,7 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
     flags = [True] * len(jaxpr.outvars) if f32_outputs is None else f32_outputs
     found = {v for v, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not isinstance(v, compat.Literal)}
     for eqn, is_inside in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
-        if not is_inside or (_passes_gradient(eqn.primitive.name) and not found.isdisjoint(eqn.outvars)):
+        if not is_inside or (info(eqn.primitive.name).passes_gradient and not found.isdisjoint(eqn.outvars)):
             found.update(_variables(eqn))
     computed = {var for eqn, is_inside in zip(jaxpr.eqns, inside, strict=True) if is_inside for var in eqn.outvars}
     return frozenset(found & computed)
@@ -114,7 +112,7 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
 
 def residual_outputs(jaxpr: Any) -> frozenset[Any]:
     """Results of sharded functions in a forward pass that only the backward pass reads."""
-    sharded = [eqn for eqn in jaxpr.eqns if _is_sharded(eqn.primitive.name) and not _is_backward(eqn)]
+    sharded = [eqn for eqn in jaxpr.eqns if info(eqn.primitive.name).kind == "shard_map" and not _is_backward(eqn)]
     if not sharded:
         return frozenset()
     found = {var for eqn in sharded for var in eqn.outvars}
@@ -123,18 +121,6 @@ def residual_outputs(jaxpr: Any) -> frozenset[Any]:
         if not _is_backward(eqn):
             found.difference_update(_variables(eqn))
     return frozenset(found)
-
-
-@functools.cache
-def _is_sharded(primitive: str) -> bool:
-    info = PRIMITIVES.get(primitive)
-    return info is not None and info.kind == "shard_map"
-
-
-@functools.cache
-def _passes_gradient(primitive: str) -> bool:
-    info = PRIMITIVES.get(primitive)
-    return primitive in GRADIENT_PASSTHROUGH or (info is not None and info.kind == "data_movement")
 
 
 _contracted: weakref.WeakKeyDictionary[Any, dict[Policy, tuple[bool, ...]]] = weakref.WeakKeyDictionary()
@@ -146,8 +132,7 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
     if policy not in cache:
         reads: set[Any] = set()
         for eqn in reversed(jaxpr.eqns):
-            info = PRIMITIVES.get(eqn.primitive.name)
-            kind = info.kind if info else None
+            kind = info(eqn.primitive.name).kind
             product = None
             if kind == "contraction":
                 product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
@@ -175,8 +160,7 @@ def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
     if jaxpr not in _selecting:
         made: set[Any] = set()
         for eqn in jaxpr.eqns:
-            info = PRIMITIVES.get(eqn.primitive.name)
-            kind = info.kind if info else None
+            kind = info(eqn.primitive.name).kind
             from_booleans = kind == "conversion" and dtype_of(eqn.invars[0].aval) == np.bool_
             if from_booleans or (kind == "data_movement" and not made.isdisjoint(_variables(eqn))):
                 made.update(eqn.outvars)
@@ -237,6 +221,5 @@ def _through_products(eqns: Sequence[Any], source: Any) -> set[Any]:
 
 
 def _contracts(eqn: Any) -> bool:
-    info = PRIMITIVES.get(eqn.primitive.name)
     inner = (each for jaxpr in compat.sub_jaxprs(eqn.params) for each in jaxpr.eqns)
-    return (info is not None and info.kind == "contraction") or any(map(_contracts, inner))
+    return info(eqn.primitive.name).kind == "contraction" or any(map(_contracts, inner))

@@ -1,16 +1,16 @@
-"""Table of JAX primitives by kind: how autocast handles each, apart from its dtype.
+"""The table of JAX primitives: all that autocast knows of a primitive besides its rule.
 
 The policy decides which dtype a primitive computes in (``policy/tables``, by the ATen name that
-``policy/tables/classes.toml`` gives the primitive).  This table says what the interpreter must know to apply the
-decision: which primitives are contractions, which contain jaxprs, and which accept only the dtypes that they were
-traced with.  The default, for a primitive without a row: promote the operands to their widest dtype and bind it.
+``policy/tables/classes.toml`` gives the primitive).  This table says what else is needed to apply the decision, to find
+backward passes and islands, and to report: one row for primitives that are alike, with a column for each question.  The
+default, for a primitive without a row: promote the operands to their widest dtype and bind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 Kind: TypeAlias = Literal[
     "contraction",
@@ -43,149 +43,135 @@ the others         contain jaxprs; each has a rule in `xla_amp.jax.higher_order.
 
 
 class PrimitiveInfo(NamedTuple):
-    """A row of the table."""
+    """The columns of the table."""
 
-    kind: Kind
+    kind: Kind | None
+    """How the interpreter applies a decision; None: as a primitive without a row."""
     why: str
+    passes_gradient: bool = False
+    """Whether it passes a weight's gradient on, or adds it up."""
+    between_devices: bool = False
+    """Whether it moves elements between devices: what a contraction reads of a weight is rounded before, not after, so
+    half as many bytes travel."""
+    adds_devices: bool = False
+    """Whether it, or its derivative, reduces over devices."""
+    cheap: bool | None = None
+    """Whether an island may compute it again, since it costs little more than reading its operands; None: as
+    operations of its class do."""
+    opaque: bool = False
+    """Whether it computes what is no operation of the program, so that `find_overflow` sees its results only."""
+    plumbing: bool = False
+    """Whether it moves or makes values and rounds nothing, so that `explain` leaves it out of what is computed."""
+    dtype_parameter: str = ""
+    """The parameter that holds the dtype of its result."""
+    axis_order: str = ""
+    """The parameter that holds, for each axis of its result, the axis of its operand."""
 
 
-_ROWS: Final[tuple[tuple[Kind, str, tuple[str, ...]], ...]] = (
-    (
-        "contraction",
-        "low operands, float32 accumulation, gradients of weights straight from the accumulator",
-        ("conv_general_dilated", "dot_general", "ragged_dot_general"),
-    ),
-    (
-        "data_movement",
-        "elements are moved, not computed",
-        (
-            "all_gather",
-            "all_gather_invariant",
-            "broadcast_in_dim",
-            "copy",
-            "copy_p",
-            "dynamic_slice",
-            "gather",
-            "pbroadcast",
-            "pcast",
-            "pvary",
-            "reshape",
-            "reshard",
-            "rev",
-            "sharding_constraint",
-            "slice",
-            "squeeze",
-            "transpose",
-        ),
-    ),
-    (
-        "independent",
-        "operands are not combined with each other",
-        (
-            "all_to_all",
-            "optimization_barrier",
-            "pmax",
-            "pmin",
-            "ppermute",
-            "psum",
-            "psum_invariant",
-            "reduce_scatter",
-            "sort",
-        ),
-    ),
-    (
-        "clear",
-        "it compares or selects its operands and rounds none of them",
-        ("clamp", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "select_n"),
-    ),
-    ("conversion", "the user asked for this dtype or precision", ("convert_element_type", "reduce_precision")),
-    (
-        "fixed_dtype",
-        "its sub-jaxpr or kernel was traced for these dtypes",
-        (
-            "addupdate",
-            "approx_top_k",
-            "bitcast_convert_type",
-            "call_exported",
-            "custom_lin",
-            "custom_transpose_call",
-            "debug_callback",
-            "ffi_call",
-            "get",
-            "io_callback",
-            "new_ref",
-            "pure_callback",
-            "reduce",
-            "reduce_window",
-            "ref_get",
-            "ref_set",
-            "ref_swap",
-            "run_state",
-            "scatter",
-            "scatter-add",
-            "scatter-max",
-            "scatter-min",
-            "scatter-mul",
-            "scatter-sub",
-            "scatter_add",
-            "select_and_gather_add",
-            "select_and_scatter",
-            "select_and_scatter_add",
-            "swap",
-        ),
-    ),
-    (
-        "fixed_dtype",
-        "the kernel was built for these dtypes; only its caller can request others",
-        ("custom_partitioning", "pallas_call", "triton_kernel_call"),
-    ),
-    (
-        "fixed_dtype",
-        "a solver compares residuals, which low products would not let converge",
-        ("custom_linear_solve",),
-    ),
-    ("call", "a named function", ("closed_call", "core_call", "eval_jaxpr", "jit", "pjit")),
-    ("checkpoint", "a function that the backward pass recomputes", ("checkpoint", "remat", "remat2")),
-    ("scan", "a loop over a leading axis", ("scan",)),
-    ("while", "a loop until a condition", ("while",)),
-    ("cond", "one of several functions", ("cond",)),
-    ("custom_jvp", "a function with its own derivative", ("custom_jvp_call",)),
-    ("custom_vjp", "a function with its own derivative", ("custom_vjp_call",)),
-    ("composite", "a named function that the backend may replace", ("composite",)),
-    ("custom_vmap", "a function with its own batching rule", ("custom_vmap_call",)),
-    ("linear_call", "a function with its own transpose", ("linear_call",)),
-    ("shard_map", "a function of one device's shard", ("shard_map",)),
+def _row(kind: Kind | None, why: str, *primitives: str, **columns: Any) -> dict[str, PrimitiveInfo]:
+    return dict.fromkeys(primitives, PrimitiveInfo(kind, why, **columns))
+
+
+_MOVED: Final = "elements are moved, not computed"
+_APART: Final = "operands are not combined with each other"
+_FIXED: Final = "its sub-jaxpr or kernel was traced for these dtypes"
+
+# fmt: off
+PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
+    _row(
+        "contraction", "low operands, float32 accumulation, gradients of weights straight from the accumulator",
+        "conv_general_dilated", "dot_general", "ragged_dot_general",
+    )
+    | _row(
+        "data_movement", _MOVED,
+        "copy_p", "dynamic_slice", "gather", "rev", "slice",
+        passes_gradient=True,
+    )
+    | _row("data_movement", _MOVED, "pbroadcast", "pcast", "pvary", passes_gradient=True, adds_devices=True)
+    | _row("data_movement", _MOVED, "copy", passes_gradient=True, plumbing=True)
+    | _row(
+        "data_movement", _MOVED,
+        "broadcast_in_dim", "reshape", "squeeze",
+        passes_gradient=True, cheap=True, plumbing=True,
+    )
+    | _row(
+        "data_movement", _MOVED,
+        "transpose",
+        passes_gradient=True, cheap=True, plumbing=True, axis_order="permutation",
+    )
+    | _row(
+        "data_movement", "elements are moved between devices",
+        "all_gather", "all_gather_invariant",
+        passes_gradient=True, between_devices=True, adds_devices=True,
+    )
+    | _row(
+        "data_movement", "elements are moved between devices",
+        "reshard", "sharding_constraint",
+        passes_gradient=True, between_devices=True,
+    )
+    | _row("independent", _APART, "all_to_all", "optimization_barrier", "ppermute", "sort")
+    | _row("independent", _APART, "pmax", "pmin", adds_devices=True)
+    | _row(
+        "independent", _APART,
+        "psum", "psum_invariant", "reduce_scatter",
+        passes_gradient=True, adds_devices=True,
+    )
+    | _row(
+        "clear", "it compares or selects its operands and rounds none of them",
+        "clamp", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "select_n",
+    )
+    | _row("conversion", "the user asked for this dtype", "convert_element_type", passes_gradient=True)
+    | _row("conversion", "the user asked for this precision", "reduce_precision")
+    | _row(
+        "fixed_dtype", _FIXED,
+        "addupdate", "approx_top_k", "bitcast_convert_type", "custom_transpose_call", "get", "new_ref", "reduce",
+        "reduce_window", "ref_get", "ref_set", "ref_swap", "scatter", "scatter-add", "scatter-max", "scatter-min",
+        "scatter-mul", "scatter-sub", "scatter_add", "select_and_gather_add", "select_and_scatter",
+        "select_and_scatter_add", "swap",
+    )
+    | _row(
+        "fixed_dtype", _FIXED,
+        "call_exported", "custom_lin", "debug_callback", "ffi_call", "io_callback", "pure_callback", "run_state",
+        opaque=True,
+    )
+    | _row(
+        "fixed_dtype", "the kernel was built for these dtypes; only its caller can request others",
+        "custom_partitioning", "pallas_call", "triton_kernel_call",
+        opaque=True,
+    )
+    | _row(
+        "fixed_dtype", "a solver compares residuals, which low products would not let converge",
+        "custom_linear_solve",
+        opaque=True,
+    )
+    | _row("call", "a named function", "closed_call", "core_call", "eval_jaxpr", "jit", "pjit")
+    | _row("checkpoint", "a function that the backward pass recomputes", "checkpoint", "remat", "remat2")
+    | _row("scan", "a loop over a leading axis", "scan")
+    | _row("while", "a loop until a condition", "while")
+    | _row("cond", "one of several functions", "cond")
+    | _row("custom_jvp", "a function with its own derivative", "custom_jvp_call")
+    | _row("custom_vjp", "a function with its own derivative", "custom_vjp_call")
+    | _row("composite", "a named function that the backend may replace", "composite")
+    | _row("custom_vmap", "a function with its own batching rule", "custom_vmap_call")
+    | _row("linear_call", "a function with its own transpose", "linear_call")
+    | _row("shard_map", "a function of one device's shard", "shard_map")
+    | _row(None, "it adds up gradients", "add_any", passes_gradient=True)
+    | _row(None, "it adds up gradients", "unreduced_psum", passes_gradient=True, adds_devices=True)
+    | _row(
+        None, "a long series, or a loop",
+        "digamma", "erf_inv", "igamma", "igammac", "lgamma", "polygamma", "zeta",
+        cheap=False,
+    )
+    | _row(None, "it moves what it gets", "device_put", "expand_dims", plumbing=True)
+    | _row(None, "it moves what it gets", "stop_gradient", cheap=True, plumbing=True)
+    | _row(None, "its result may have another dtype", "mul", dtype_parameter="out_dtype")
 )
-
-
-def _table() -> Iterator[tuple[str, PrimitiveInfo]]:
-    for kind, why, primitives in _ROWS:
-        for primitive in primitives:
-            yield primitive, PrimitiveInfo(kind, why)
-
-
-PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(dict(_table()))
 """Primitive name -> row."""
+# fmt: on
 
-GRADIENT_PASSTHROUGH: Final = frozenset(
-    {"add_any", "convert_element_type", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum"}
-)
-"""Primitives that pass a weight's gradient on or add it up, besides ``data_movement``."""
+_NO_ROW: Final = PrimitiveInfo(None, "")
 
-CAST_BEFORE: Final = frozenset({"all_gather", "all_gather_invariant", "reshard", "sharding_constraint"})
-"""Primitives that move elements between devices: what a contraction reads of a weight is rounded before, not after, so
-half as many bytes travel."""
 
-ADDED_BETWEEN_DEVICES: Final = frozenset(
-    {
-        *("all_gather", "all_gather_invariant", "pbroadcast", "pcast", "pvary"),
-        *("pmax", "pmin", "psum", "psum_invariant", "reduce_scatter", "unreduced_psum"),
-    }
-)
-"""Primitives that reduce over devices, and those whose derivative does."""
-
-DTYPE_PARAMETER: Final[Mapping[str, str]] = MappingProxyType({"mul": "out_dtype"})
-"""Primitive -> the parameter that holds the dtype of its result."""
-
-AXIS_ORDER: Final[Mapping[str, str]] = MappingProxyType({"transpose": "permutation"})
-"""Primitive -> the parameter that holds, for each axis of its result, the axis of its operand."""
+def info(primitive: str) -> PrimitiveInfo:
+    """The row of a primitive, by its name; a row without anything for one that has none."""
+    return PRIMITIVES.get(primitive, _NO_ROW)

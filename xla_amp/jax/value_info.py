@@ -22,7 +22,7 @@ from jax import lax
 from xla_amp.jax import compat
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.primitives import AXIS_ORDER, CAST_BEFORE
+from xla_amp.jax.primitives import info
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.types import Cast
 
@@ -79,7 +79,7 @@ class Value:
 
     def was_gathered_low(self) -> bool:
         """Whether its low copy was moved between devices in its place."""
-        return self.low is not None and self.move is not None and self.move.primitive.name in CAST_BEFORE
+        return self.low is not None and self.move is not None and info(self.move.primitive.name).between_devices
 
 
 def outside(array: Any) -> Value:
@@ -127,7 +127,7 @@ class Casts:
         """The low copy of `value`, made once; no gradient passes through that of a weight."""
         if value.low is None:
             move = value.move
-            if move is not None and (move.primitive.name in CAST_BEFORE or move.source.has_low_copy()):
+            if move is not None and (info(move.primitive.name).between_devices or move.source.has_low_copy()):
                 with compat.mesh_of(value.array):
                     value.low = compat.bind(move.primitive, [self.low_copy(move.source), *move.rest], move.params)[0]
             else:
@@ -140,13 +140,14 @@ class Casts:
             return source
         known = source.facts
         facts = Facts(constant=known.constant, selects=known.selects, widened=known.widened)
-        if known.features and primitive.name in AXIS_ORDER:
-            order = params[AXIS_ORDER[primitive.name]]
+        row = info(primitive.name)
+        if known.features and row.axis_order:
+            order = params[row.axis_order]
             features = (frozenset(new for new, old in enumerate(order) if old in axes) for axes in known.features)
             facts = facts._replace(features=tuple(features))
         if dtype_of(result) != dtype_of(source.array) or not known.weight:
             return Value(result, facts)
-        grown = np.size(result) > np.size(source.array) and primitive.name not in CAST_BEFORE
+        grown = np.size(result) > np.size(source.array) and not row.between_devices
         facts = facts._replace(weight=True, broadcast=known.broadcast or grown)
         return Value(result, facts, Move(primitive, params, source, tuple(rest)))
 

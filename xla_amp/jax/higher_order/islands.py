@@ -20,14 +20,9 @@ import numpy as np
 from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
-from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Effects
-
-_COSTLY: Final = frozenset({"digamma", "erf_inv", "igamma", "igammac", "lgamma", "polygamma", "zeta"})
-"""Transcendental primitives that XLA computes by long series or loops."""
-
-_CHEAP_MOVES: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "stop_gradient", "transpose"})
 
 
 class Island(NamedTuple):
@@ -86,18 +81,15 @@ def _is_cheap(eqn: Any) -> bool:
     return _is_cheap_primitive(name)
 
 
-@functools.cache
 def _is_call(primitive: str) -> bool:
-    info = PRIMITIVES.get(primitive)
-    return info is not None and info.kind in ("call", "custom_jvp")
+    return info(primitive).kind in ("call", "custom_jvp")
 
 
 @functools.cache
 def _is_cheap_primitive(name: str) -> bool:
-    aten = op_catalog.equivalent("jaxpr", name)
-    clear = name in PRIMITIVES and PRIMITIVES[name].kind == "clear"
-    if aten is None or name in _COSTLY or (name in PRIMITIVES and not clear):
-        return name in _CHEAP_MOVES
+    row, aten = info(name), op_catalog.equivalent("jaxpr", name)
+    if row.cheap is not None or row.kind not in (None, "clear") or aten is None:
+        return bool(row.cheap)
     computed = op_catalog.operation_class(aten) in ("activation", "comparison", "elementwise", "transcendental")
     return computed or name.startswith("reduce_")
 

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
-from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
 from xla_amp.recorder.history import KINDS, Key, Kind, Sums
@@ -216,8 +216,7 @@ class _Collector:
     def _results(
         self, eqn: Any, operands: list[Any], scopes: tuple[str, ...], flags: list[bool], backward: bool
     ) -> list[Any]:
-        info = PRIMITIVES.get(eqn.primitive.name)
-        rule = None if backward else _RULES.get(info.kind if info else None)
+        rule = None if backward else _RULES.get(info(eqn.primitive.name).kind)
         if rule is not None:
             outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags))
             if outs is not None:

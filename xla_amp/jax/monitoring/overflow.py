@@ -23,7 +23,7 @@ from xla_amp.errors import StepError
 from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.monitoring.monitor import Monitor
-from xla_amp.jax.primitives import PRIMITIVES
+from xla_amp.jax.primitives import info
 from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
@@ -198,15 +198,14 @@ class _Watch:
 
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
         """The results of one primitive; looks into those that contain jaxprs."""
-        info = PRIMITIVES.get(primitive.name)
-        kind = info.kind if info else None
-        rule = _RULES.get(kind)
+        row = info(primitive.name)
+        rule = _RULES.get(row.kind)
         if rule is not None:
             try:
                 return rule(self, primitive, operands, params)
             except _CannotLookInside as error:
                 self._only_results(primitive, f": {error}")
-        elif primitive.name in _OPAQUE or (kind is None and compat.sub_jaxprs(params)):
+        elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
             self._only_results(primitive, "")
         outs = compat.bind(primitive, operands, params)
         self._look(primitive, operands, outs)
@@ -398,23 +397,6 @@ _RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
     }
 )
 """Kind of primitive (`xla_amp.jax.primitives.Kind`) -> how to look into it."""
-
-_OPAQUE: Final = frozenset(
-    {
-        "call_exported",
-        "custom_partitioning",
-        "pallas_call",
-        "triton_kernel_call",
-        "custom_lin",
-        "custom_linear_solve",
-        "debug_callback",
-        "ffi_call",
-        "io_callback",
-        "pure_callback",
-        "run_state",
-    }
-)
-"""Primitives that compute what is no operation of the program."""
 
 
 def _concrete(value: Any) -> Any:
