@@ -310,7 +310,7 @@ class Interpreter:
             used, outs = self._inside(decision, operands, eqn, weak)
         else:
             low = self.settings.low
-            if eqn.outvars[0] in self.streams and low in map(dtype_of, arrays_of(operands)):
+            if not self.streams.isdisjoint(eqn.outvars) and low in map(dtype_of, arrays_of(operands)):
                 operands, told = [inside(self.casts.cast(value, low)) for value in operands], _RESIDUAL
             used, params = self._cast(kind, decision, operands, weak, eqn)
             outs = compat.bind(primitive, used, params)
