@@ -95,17 +95,30 @@ def _described(producer: Producer) -> tuple[tuple[str, str], ...]:
     return tuple(items)
 
 
-def produced(made: str, operands: tuple[Operand, ...], *, intended: bool = False) -> bool:
-    """Whether an operation made its inf or NaN itself, from operands without it; an `intended` infinity does not count.
+def produced(made: str, operands: tuple[Operand, ...], *, written: str = "") -> bool:
+    """Whether an operation made its inf or NaN itself, neither given by its operands nor written by the program.
 
     Args:
         made: ``inf`` or ``nan``.
         operands: its operands.
-        intended: whether the program asks for an infinity.
+        written: what the operation's own numbers are, if not finite: the ``nan`` of a constant, the ``inf`` of a mask's
+            fill.  A NaN that is computed from an infinity is made.
     """
-    if made == "nan":
-        return not any(operand.nans for operand in operands)
-    return not intended and not any(operand.nans or operand.infinities for operand in operands)
+    given = any(operand.nans or (made == "inf" and operand.infinities) for operand in operands)
+    return not given and written != "nan" and (made == "nan" or not written)
+
+
+def reached(producers: Sequence[Producer], passed_on: Producer | None, *, finite: bool) -> Producer | None:
+    """The operation to report that passed on an inf or NaN which the program was given or wrote as a constant.
+
+    On every front that is no overflow until it reaches a result.
+
+    Args:
+        producers: operations that made one themselves.
+        passed_on: the first that passed one on.
+        finite: whether the results are finite.
+    """
+    return None if producers or finite else passed_on
 
 
 def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_finite: str) -> list[Finding]:
@@ -113,7 +126,7 @@ def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_fi
 
     Args:
         producers: as in a report.
-        passed_on: the first operation with a nonfinite result whose operands had it, if no operation made one.
+        passed_on: of `reached`.
         all_finite: what to say if there is neither.
     """
     question = "Which operation made the first inf or NaN?"
@@ -126,10 +139,8 @@ def findings(producers: tuple[Producer, ...], passed_on: Producer | None, all_fi
     if passed_on is None:
         return [Finding(question, all_finite, "low")]
     items = ((headline(passed_on, "passed on"), ""), *_described(passed_on))
-    if passed_on.made == "inf":
-        answer = f"{all_finite}, apart from infinities that operations were given (a mask, an argument)"
-        return [Finding(question, answer, "low", items)]
-    answer = "no operation made a NaN; the first that passed one on that it was given (an argument, a constant):"
+    what = "a NaN" if passed_on.made == "nan" else "an inf"
+    answer = f"no operation made {what}; the first that passed one on that it was given (an argument, a constant):"
     return [Finding(question, answer, "could", items)]
 
 
@@ -177,7 +188,8 @@ class ProgramOverflowReport(Shown):
     producers: tuple[Producer, ...]
     """Operations that produced an inf or NaN from operands without it, in order; at most five."""
     passed_on: Producer | None
-    """If there is none: the first operation that passed on an inf or NaN which it was given."""
+    """If there is none, and a result is not finite: the first operation that passed on an inf or NaN which the program
+    was given or wrote as a constant."""
     arguments: tuple[str, ...]
     """Arguments that are not finite."""
     results: tuple[str, ...]
@@ -198,10 +210,10 @@ class ProgramOverflowReport(Shown):
 
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = findings(self.producers, self.passed_on, "every result that was watched was finite")
+        found = findings(self.producers, self.passed_on, "no operation that was watched made one")
         if self.arguments:
             answer = f"{len(self.arguments)}: {_some(self.arguments)}"
-            found.append(Finding("Which arguments are not finite?", answer, "risk"))
+            found.append(Finding("Which arguments are not finite?", answer, "risk" if self.results else "could"))
         if self.results:
             answer = f"{len(self.results)}: {_some(self.results)}"
             found.append(Finding("Which results are not finite?", answer, "risk"))

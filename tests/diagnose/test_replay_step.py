@@ -186,3 +186,52 @@ def test_errors_of_a_replay_say_what_to_type(tmp_path, kept, capsys):
         replay(kept[1], "make")
     with pytest.raises(MakeError, match=r"must return \(model, optimizer, scaler, step\), got Linear"):
         replay(kept[1], lambda: nn.Linear(1, 1))
+
+
+def make_scaled(scale: float = 4.0, weight: float = 1.0):
+    """Its gradient overflows float16 for an input of 100 at a scale of 1,024, not at 4; its loss for a weight of 1000."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.constant_(model.weight, weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = (x.half() @ model.weight.half().T).float().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return model, optimizer, scaler, step
+
+
+def record_scaled(directory, weight: float, scale: float) -> None:
+    model, optimizer, scaler, step = make_scaled(scale, weight)
+    monitor = xla_amp.monitor(model, optimizer, scaler, directory=directory, sample=1)
+    for size in (1.0, 1.0, 1.0, 100.0):
+        x = torch.full((1, 4), size)
+        with monitor.step(x) as running:
+            running.loss = step(x)
+    monitor.close()
+
+
+def test_a_step_without_its_state_runs_at_the_recorded_loss_scale(tmp_path):
+    record_scaled(tmp_path, 1.0, 1024.0)
+    report = replay(tmp_path, make_scaled)
+    assert report.bad.loss_scale == 1024.0
+    assert report.overflow.scale == 1024.0
+    assert report.overflow.first.place.phase == "backward"
+    assert "in the state that make() gives, at the recorded loss scale" in report.notes[0]
+    with pytest.raises(MakeError, match="ran at a loss scale of 1024; make\\(\\) must return the scaler"):
+        replay(tmp_path, lambda: (*make_scaled()[:2], None, make_scaled()[3]))
+
+
+def test_a_finite_replay_without_the_state_is_no_answer(tmp_path):
+    record_scaled(tmp_path, 1000.0, 4.0)
+    report = replay(tmp_path, make_scaled)
+    assert (report.overflow.first, report.of_step) == (None, False)
+    for said in (str(report), str(report.document())):
+        assert "cannot be replayed without its state" in " ".join(said.split())
+        assert "save_state=True" in said
+        assert "no torch operation made one" not in said

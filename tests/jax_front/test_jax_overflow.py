@@ -87,7 +87,6 @@ CASES = [
     ("shard_map", sharded, ONES, None, None),
     ("shard_map under jit", jax.jit(sharded), -ONES, ("log", "nan", "", ""), "jnp.log(x)"),
     ("vmap", jax.vmap(log_of_minus), ONES[None], ("log", "nan", "", ""), "jnp.log(-x)"),
-    ("index", lambda x: jnp.take(x, 7), ONES, ("gather", "nan", "", ""), "jnp.take"),
 ]
 
 
@@ -96,7 +95,7 @@ def test_what_is_found(function, x, expected, line):
     report = find_overflow(function, jnp.asarray(x))
     if expected is None:
         assert report.first is None
-        assert "every result that was watched was finite" in str(report)
+        assert "no operation that was watched made one" in str(report)
         return
     place = report.first.place
     assert (place.operation, report.first.made, place.phase, place.iteration) == expected
@@ -172,7 +171,7 @@ def test_what_is_given_is_told():
     report = find_overflow(lambda tree: tree["x"] * 2, {"x": jnp.array([jnp.nan, 1.0])})
     assert report.first is None
     assert report.arguments == ("args[0][0]['x']",)
-    assert "every result that was watched was finite" not in str(report)
+    assert "no operation that was watched made one" not in str(report)
     assert "mul passed on nan" in str(report)
 
 

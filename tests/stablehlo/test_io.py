@@ -15,8 +15,9 @@ import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import io, ir
-from xla_amp.stablehlo.program import FORMATS, Format, Program, detect, dump
+from xla_amp.stablehlo import guard, io, ir
+from xla_amp.stablehlo.passes.autocast import autocast
+from xla_amp.stablehlo.program import FORMATS, Format, Program, artifact, detect, dump
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -189,3 +190,51 @@ def test_a_blob_whose_parts_disagree_is_refused():
         ModuleError, match=r"a jax\.export program of 3 arguments and 2 results around a module of 2 and 2"
     ):
         io.read(bytes(dataclasses.replace(exported, module_kept_var_idx=(0, 1, 1), _get_vjp=None).serialize()), "bad")
+
+
+PLAIN = "func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {\n  return %x : tensor<4xf32>\n}\n"
+TEXT = "// caf\u00e9\n" + PLAIN
+ENCODINGS = {
+    "utf-16": r"text in UTF-16; .* iconv -f UTF-16 -t UTF-8",
+    "utf-16-le": r"text in UTF-16LE; .* iconv -f UTF-16LE -t UTF-8",
+    "utf-16-be": r"text in UTF-16BE; .* iconv -f UTF-16BE -t UTF-8",
+    "utf-32": r"text in UTF-32; .* iconv -f UTF-32 -t UTF-8",
+    "utf-8-sig": r"text in UTF-8 with a byte order mark; expected UTF-8 without .* tail -c \+4",
+    "latin-1": r"text in ISO-8859-1 \(Latin-1\) or another encoding \(byte 0xe9 in line 1\); .* iconv -f ISO-8859-1",
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_text_of_another_encoding_is_one_clear_error(encoding):
+    with pytest.raises(ModuleError, match=rf"^program: {ENCODINGS[encoding]}") as raised:
+        io.read(TEXT.encode(encoding), "program")
+    assert "\n" not in str(raised.value)
+    assert io.read(TEXT.encode(), "program").format == "text"
+
+
+DECLARED = """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+  %0 = call @other(%x) : (tensor<4xf32>) -> tensor<4xf32>
+  return %0 : tensor<4xf32>
+}
+func.func private @other(tensor<4xf32>) -> tensor<4xf32>
+"""
+
+
+def test_what_would_end_the_process_is_an_error(tmp_path):
+    converted = autocast(DECLARED)
+    with pytest.raises(ModuleError, match="no portable artifact: @other is declared without a body"):
+        converted.artifact()
+    with pytest.raises(ModuleError, match="XLA cannot run @other, a function that is declared without a body"):
+        ir.compile_module(converted.module)
+    with pytest.raises(ModuleError, match="@other is declared"):
+        io.save(converted.program, tmp_path / "out.artifact")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_of_artifacts_that_dies_is_an_error(monkeypatch):
+    guard.guard.close()
+    monkeypatch.setattr(guard, "Worker", lambda module: Worker("xla_amp_no_such_worker"))
+    with pytest.raises(ModuleError, match=r"no portable artifact: its writer crashed or did not end \(exit status 1"):
+        artifact(ir.parse(PLAIN))
+    monkeypatch.undo()
+    assert artifact(ir.parse(PLAIN)).startswith(ir.BYTECODE_MAGIC)

@@ -240,7 +240,7 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
     """The report with the achieved error first; a warning if it is large."""
     from xla_amp.report import units
     from xla_amp.report.document import Finding
-    from xla_amp.stablehlo.tools.comparison import TOLERANCE
+    from xla_amp.stablehlo.tools.comparison import NOT_JUDGED, TOLERANCE
 
     limit = arguments.target_error or TOLERANCE
     if achieved.error > limit:
@@ -255,10 +255,7 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
     said = f"achieved error {units.error(achieved.error)} against float64; float32 has {units.error(achieved.float32)}"
     if arguments.target_error is not None:
         said += f", the target is {units.error(arguments.target_error)}"
-    skipped = tuple(
-        (name, "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is")
-        for name in achieved.not_judged
-    )
+    skipped = tuple((name, NOT_JUDGED) for name in achieved.not_judged)
     finding = Finding("How wrong are the results?", said, "risk" if achieved.error > limit else "low", items + skipped)
     return dataclasses.replace(document, findings=(finding, *document.findings))
 

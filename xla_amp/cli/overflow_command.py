@@ -23,7 +23,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     common.epilog(
         parser,
         {"xla-amp overflow low.mlir --inputs samples.npz": "the operation that makes the first inf or NaN on samples"},
-        {0: "all is finite", 1: "something is not, or PROGRAM holds no program"},
+        {
+            0: "no operation overflows and the results are finite",
+            1: "one does, one is not, or PROGRAM holds no program",
+        },
     )
     parser.set_defaults(run=_run)
 
@@ -41,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         else samples.random_inputs(program.module, arguments.seed)
     )
     found = overflow.find_overflow(program, arrays)
-    status = int(bool(found.producers or found.arguments or found.results))
+    status = int(bool(found.producers or found.results))
     document = dataclasses.replace(found.document(), facts=(("inputs", given), *found.document().facts))
     common.write_report(arguments, document)
     if arguments.json:

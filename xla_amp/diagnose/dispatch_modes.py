@@ -68,7 +68,8 @@ class _Suspect:
     value: float
     tensors: list[tuple[str, torch.Tensor, torch.Tensor]]
     """For each operand: its name, a meta tensor, and its `_statistics`."""
-    intended: bool
+    written: str
+    """``inf`` or ``nan`` if a number among its arguments is."""
     result: str
 
 
@@ -105,7 +106,7 @@ class OperandStatistics(LocatingMode):
                 place=wanted[0],
                 value=wanted[1],
                 tensors=tensors,
-                intended=_has_infinite_number(args, kwargs),
+                written=_written(args, kwargs),
                 result=dtype.removeprefix("torch."),
             )
         )
@@ -119,13 +120,10 @@ class OperandStatistics(LocatingMode):
         for suspect in self._suspects:
             operands = tuple(_operand(name, tensor, next(values)) for name, tensor, _ in suspect.tensors)
             made = "nan" if suspect.value != suspect.value else "inf"
-            own = produced(made, operands, intended=suspect.intended)
-            if own or not suspect.intended:
-                (found if own else passed_on).append(
-                    Producer(
-                        place=suspect.place, made=made, inputs=operands, result=suspect.result, step=suspect.number
-                    )
-                )
+            own = produced(made, operands, written=suspect.written)
+            (found if own else passed_on).append(
+                Producer(place=suspect.place, made=made, inputs=operands, result=suspect.result, step=suspect.number)
+            )
         return found, passed_on
 
 
@@ -196,6 +194,12 @@ def _is_floating(value: Any) -> bool:
     )
 
 
+def nonfinite(values: Any) -> list[bool]:
+    """Whether each floating-point tensor or number of a pytree has an inf or NaN."""
+    leaves = [torch.as_tensor(leaf) if isinstance(leaf, float) else leaf for leaf in tree_leaves(values)]
+    return [value - value != 0 for value in _to_host([_magnitude(leaf) for leaf in leaves if _is_floating(leaf)])]
+
+
 @torch.no_grad()
 def _magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """float64 (): the largest magnitude; NaN if there is one."""
@@ -255,5 +259,7 @@ def _operand(name: str, tensor: torch.Tensor, numbers: Sequence[float]) -> Opera
     )
 
 
-def _has_infinite_number(args: Any, kwargs: Any) -> bool:
-    return any(isinstance(value, float) and value - value != 0 for value in tree_leaves((args, kwargs)))
+def _written(args: Any, kwargs: Any) -> str:
+    """``nan`` or ``inf`` if a number among the arguments is; otherwise empty."""
+    numbers = [value for value in tree_leaves((args, kwargs)) if isinstance(value, float) and value - value != 0]
+    return ("nan" if any(value != value for value in numbers) else "inf") if numbers else ""

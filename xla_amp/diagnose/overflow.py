@@ -17,10 +17,11 @@ from xla_amp.diagnose.dispatch_modes import (
     NonfiniteResults,
     OperandStatistics,
     SkipHalfCasts,
+    nonfinite,
 )
 from xla_amp.diagnose.state_restore import reachable, restoring
 from xla_amp.errors import StepError
-from xla_amp.overflow_report import Operand, Producer, findings, table
+from xla_amp.overflow_report import Operand, Producer, findings, reached, table
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
 from xla_amp.report.shown import Shown
 
@@ -45,7 +46,8 @@ class OverflowReport(Shown):
     producers: tuple[Producer, ...]
     """Operations that produced an inf or NaN from operands without it, in order; at most five."""
     passed_on: Producer | None
-    """If there is none: the first operation that passed on an inf or NaN which it was given."""
+    """If there is none, and a gradient or what the step returns is not finite: the first operation that passed on an
+    inf or NaN which the step was given or wrote as a constant."""
     nonfinite_gradients: tuple[str, ...]
     """Parameters with nonfinite gradients."""
     underflow: tuple[Underflow, ...]
@@ -70,7 +72,7 @@ class OverflowReport(Shown):
 
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""
-        found = findings(self.producers, self.passed_on, "every result of a torch operation was finite")
+        found = findings(self.producers, self.passed_on, "no torch operation made one")
         if self.nonfinite_gradients:
             answer = f"{len(self.nonfinite_gradients)}: {_some(self)}"
             found.append(Finding("Which gradients were not finite?", answer, "risk"))
@@ -110,8 +112,8 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     names, or the object whose method it is.
 
     Only torch operations are watched: not what the step computes in NumPy, or in JAX, for which
-    `xla_amp.jax.find_overflow` does the same.  An infinity that the program requests (a mask filled with ``-inf``) is
-    not reported; a NaN computed from it is.
+    `xla_amp.jax.find_overflow` does the same.  What the step was given or wrote as a constant (a mask filled with
+    ``-inf``) is no overflow until it reaches a gradient or what the step returns; a NaN computed from an infinity is.
 
     Args:
         step: one iteration of a training loop: forward, backward, and optionally the optimizer.  Every call must do
@@ -140,8 +142,9 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     modules = module_paths.acquire()
     try:
         with restoring(found), low.recording(), results:
-            step(*args, **kwargs)
+            returned = step(*args, **kwargs)
         results.read()
+        given_back = nonfinite(returned)
         if not results.count:
             raise StepError(_NO_OPERATIONS)
         producers: list[Producer] = []
@@ -163,12 +166,15 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
             note = f"underflow is unknown: the step in float32 failed with {type(error).__name__}: {error}"
     finally:
         module_paths.release(modules)
+    bad = tuple(name for name, count in low.nonfinite.items() if int(count))
+    seen = bool(given_back or low.nonfinite)  # otherwise any operation may have made what the step is for
+    first = passed_on[0] if passed_on else None
     if not parameters:
         note = "underflow is unknown: the step reaches no module and no optimizer; pass them as objects="
     return OverflowReport(
         producers=tuple(producers[:5]),
-        passed_on=passed_on[0] if passed_on and not producers else None,
-        nonfinite_gradients=tuple(name for name, count in low.nonfinite.items() if int(count)),
+        passed_on=reached(producers, first, finite=seen and not bad and not any(given_back)),
+        nonfinite_gradients=bad,
         underflow=() if note else _underflow(low, wide),
         underflow_note=note,
         scale=scale,

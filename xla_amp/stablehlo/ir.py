@@ -548,13 +548,20 @@ def compile_module(module: MlirModule, device: Any = None, options: Mapping[str,
 
 
 def execute(executable: Any, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:
-    """Runs the result of `compile_module` on arrays; returns the results as NumPy arrays."""
+    """Runs the result of `compile_module` on arrays; returns the results as NumPy arrays.
+
+    Raises:
+        ModuleError: XLA cannot run it.
+    """
     import jax
 
     device = device or devices()[0]
     placed = [jax.device_put(argument, device) for argument in arguments]
-    results = executable.execute_sharded(placed).disassemble_into_single_device_arrays()
-    return [np.asarray(each[0]) for each in results]
+    try:
+        results = executable.execute_sharded(placed).disassemble_into_single_device_arrays()
+        return [np.asarray(each[0]) for each in results]
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        raise ModuleError(f"XLA cannot run the module: {str(error).splitlines()[0]}") from None
 
 
 def run(module: MlirModule, arguments: Sequence[Any], device: Any = None) -> list[np.ndarray[Any, Any]]:

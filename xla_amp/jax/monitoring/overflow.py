@@ -24,7 +24,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.monitoring.monitor import Monitor
 from xla_amp.jax.primitives import info
-from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced
+from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced, reached
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 _MOST: Final = 5
@@ -40,7 +40,9 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     fuses, so a value that just overflows here may be finite there.  Donated arguments stay valid, and objects of
     `flax.nnx` among the arguments keep their state; callbacks and prints run.
 
-    An infinity among the operands, such as a mask of ``-inf``, is not reported; a NaN computed from it is.
+    An infinity among the operands, such as a mask of ``-inf``, is not reported; a NaN computed from it is.  What the
+    program was given or wrote as a constant, such as the NaN that `jax.numpy.take` puts in place of what is out of
+    bounds, is no overflow until it reaches a result.
 
     Args:
         function: any function of pytrees.  For gradients pass ``jax.grad(loss)`` or the step.
@@ -89,11 +91,12 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             "find_overflow: the function ran no JAX operation that can be watched. For a PyTorch step: "
             "xla_amp.find_overflow(step, ...)"
         )
+    bad = _nonfinite_paths(result, "result")
     return ProgramOverflowReport(
         producers=tuple(watch.producers),
-        passed_on=None if watch.producers else watch.passed_on,
+        passed_on=reached(watch.producers, watch.passed_on, finite=not bad),
         arguments=arguments,
-        results=_nonfinite_paths(result, "result"),
+        results=bad,
         operations=watch.operations,
         not_watched=watch.not_watched(),
     )
@@ -276,7 +279,7 @@ class _Watch:
             if len(self.producers) >= _MOST:
                 return
             inputs = tuple(_operand(f"operand {i}", v) for i, v in enumerate(operands) if _parts(v)[0])
-            finds = produced(made, inputs)
+            finds = produced(made, inputs, written=made if primitive.name in _FILLS else "")
             if finds or self.passed_on is None:
                 producer = Producer(
                     place=self._place(primitive),
@@ -308,6 +311,10 @@ class _Watch:
             location=self._location(),
             iteration=", ".join(self._loops),
         )
+
+
+_FILLS: Final = frozenset({"gather"})
+"""Primitives that fill with a number of the program what is out of bounds; they compute nothing."""
 
 
 class _CannotLookInside(Exception):

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -33,6 +34,10 @@ from xla_amp.stablehlo.tools.widen import Site
 TOLERANCE: Final = 0.05
 """Default limit of `Error.relative` for `Comparison.agrees`."""
 
+_NO_DIGIT: Final = 0.5
+"""Relative error of float32 above which no digit of a result is right: the result is zero but for rounding, as the
+gradient of a bias before a norm is.  No other program can be judged by it."""
+
 _CANCELLED: Final = 0.01
 """Relative error of float32 above which a value is mostly rounding error."""
 
@@ -44,11 +49,13 @@ class Error(NamedTuple):
     """The error of an array against the reference, over the elements that are finite in both."""
 
     relative: float
-    """Norm of the difference divided by the norm of the reference; for integers the share of elements that differ."""
+    """Norm of the difference divided by the norm of the reference; for integers the share of elements that differ.
+
+    NaN if there is no element to judge by: none is finite in both, and some are NaN."""
     largest: float
     """Largest absolute difference."""
     nonfinite: int
-    """Elements that are finite in only one of the two."""
+    """Elements that are finite in only one of the two, or not the same infinity or NaN."""
 
 
 class OutputError(NamedTuple):
@@ -65,6 +72,9 @@ class OutputError(NamedTuple):
     update_a: float | None = None
     """For a new value: norm of the difference divided by the norm of the update, which the reference makes."""
     update_b: float | None = None
+    judged: bool = True
+    """Whether it counts for `Comparison.agrees`; a result that is only rounding error in A counts if it becomes
+    infinite or NaN."""
 
 
 class OperationError(NamedTuple):
@@ -93,6 +103,8 @@ class Comparison(Shown):
     """Operations of A and of B without a counterpart in the other."""
     reference: str
     """Description of the reference."""
+    not_run: tuple[tuple[str, str], ...] = ()
+    """Programs (A or B) that XLA:CPU cannot run as they are -> why; they ran with these products in float32."""
 
     def agrees(self, tolerance: float = TOLERANCE) -> bool:
         """Whether each result of B is within `tolerance` of the reference, and finite where A is."""
@@ -125,8 +137,12 @@ class Comparison(Shown):
     def _findings(self, tolerance: float) -> Iterator[Finding]:
         far = [each for each in self.outputs if not _agrees(each, tolerance)]
         answer = f"{'agree' if not far else 'differ'} at a tolerance of {tolerance:g}"
-        items = tuple((each.name, f"error {units.error(each.b.relative)}") for each in far[:5])
-        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", items)
+        items = [(each.name, _described(each.b)) for each in far[:5]]
+        items += [(each.name, NOT_JUDGED) for each in self.outputs if not each.judged]
+        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", tuple(items))
+        if self.not_run:
+            answer = "no: to compare them, their products of low operands ran in float32"
+            yield Finding("Does XLA:CPU run the programs as they are?", answer, "risk", self.not_run)
         updates = [each for each in self.outputs if each.update_b is not None]
         if updates:
             worst = sorted(updates, key=lambda each: -(each.update_b or 0.0))[:5]
@@ -214,6 +230,7 @@ class Comparison(Shown):
             "reference": self.reference,
             "outputs": [plain(each) for each in self.outputs],
             "operations": [plain(each) for each in self.operations],
+            "not_run": dict(self.not_run),
             "unmatched": {"a": self.unmatched[0], "b": self.unmatched[1]},
         }
 
@@ -228,6 +245,8 @@ def compare(
 ) -> Comparison:
     """Runs both programs, and the first one in float64, on the CPU with the same arguments.
 
+    Results that float32 itself cannot compute are listed and not judged (`OutputError.judged`).
+
     Args:
         a: the reference program, usually in float32; any kind of program that `autocast` takes.
         b: the other program, with arguments and results of the same shapes.
@@ -235,7 +254,8 @@ def compare(
         operations: whether to compare operations too, which runs the programs again.
 
     Raises:
-        ModuleError: the programs differ in their arguments or results, or one cannot be run on one device.
+        ModuleError: the programs differ in their arguments or results, have no result, or one cannot be run on one
+            device.
     """
     first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
@@ -244,6 +264,8 @@ def compare(
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
     if shapes[0] != shapes[1]:
         raise ModuleError(f"A and B give results of different shapes: {shapes[0]} and {shapes[1]}")
+    if not kinds[0]:
+        raise ModuleError("A and B give no result: there is nothing to compare")
     runs = _Pair(first, second, arrays)
     progress.step("running A, B and A in float64")
     inputs_of, outputs_of = _names(a, first)
@@ -257,12 +279,38 @@ def compare(
             shares = [_of_update(made, exact, old) for made in (left, right)]
             output = output._replace(update_of=inputs_of[before[index]], update_a=shares[0], update_b=shares[1])
         outputs.append(output)
+    noise = only_rounding([each.a] for each in outputs)
+    outputs = [each._replace(judged=not only) for each, only in zip(outputs, noise, strict=True)]
     found, unmatched = runs.operations() if operations else ((), (0, 0))
-    return Comparison(outputs=tuple(outputs), operations=tuple(found), unmatched=unmatched, reference="A in float64")
+    return Comparison(
+        outputs=tuple(outputs),
+        operations=tuple(found),
+        unmatched=unmatched,
+        reference="A in float64",
+        not_run=tuple(runs.not_run.items()),
+    )
+
+
+def only_rounding(own: Iterable[Sequence[Error]]) -> list[bool]:
+    """Whether each result is only rounding error, by the errors of float32 on each sample; none is if all are."""
+    found = [any(each.relative > _NO_DIGIT for each in errors) for errors in own]
+    return [False] * len(found) if all(found) else found
+
+
+NOT_JUDGED: Final = (
+    "not judged: it is rounding error in float32 already, as a value that is zero in exact arithmetic is"
+)
 
 
 def _agrees(each: OutputError, tolerance: float) -> bool:
-    return each.b.relative <= max(tolerance, each.a.relative) and each.b.nonfinite <= each.a.nonfinite
+    close = not each.judged or each.b.relative <= max(tolerance, each.a.relative)
+    return close and each.b.nonfinite <= each.a.nonfinite
+
+
+def _described(error: Error) -> str:
+    if np.isnan(error.relative):
+        return "no element to judge by: none is finite in B and in the reference"
+    return f"error {units.error(error.relative)}"
 
 
 def _names(program: Any, module: ir.MlirModule) -> tuple[list[str], list[str]]:
@@ -294,9 +342,19 @@ class _Pair:
         self.a, self.b = a, b
         self.arrays = list(arrays)
         self.narrow = samples.fitted(arrays, b, "B")
+        self.not_run: dict[str, str] = {}
 
     def results(self) -> tuple[list[Any], list[Any], list[Any]]:
-        return _run(self.a, self.arrays), _run(self.b, self.narrow), _run(self.a, self.arrays, wide=True)
+        a, b = self._as_it_is("A", self.a, self.arrays), self._as_it_is("B", self.b, self.narrow)
+        return a, b, _run(self.a, self.arrays, wide=True)
+
+    def _as_it_is(self, name: str, module: ir.MlirModule, arrays: Sequence[Any]) -> list[Any]:
+        try:
+            return _compiled(module, wide=False, as_it_is=True)(arrays)
+        except ModuleError as error:
+            found = _run(module, arrays)
+            self.not_run[name] = str(error)
+            return found
 
     def operations(self) -> tuple[list[OperationError], tuple[int, int]]:
         flat_a, flat_b = widen.inlined(self.a), widen.inlined(self.b)
@@ -348,15 +406,20 @@ def _run(module: ir.MlirModule, arrays: Sequence[Any], *, wide: bool = False) ->
     return _compiled(module, wide)(arrays)
 
 
-def _compiled(module: ir.MlirModule, wide: bool) -> Callable[[Sequence[Any]], list[Any]]:
-    """A module of static shapes, compiled for the CPU; it converts its arguments to the dtypes that it takes."""
+def _compiled(module: ir.MlirModule, wide: bool, *, as_it_is: bool = False) -> Callable[[Sequence[Any]], list[Any]]:
+    """A module of static shapes, compiled for the CPU; it converts its arguments to the dtypes that it takes.
+
+    Without `as_it_is`, products that XLA:CPU cannot run are in float32 (`widen.for_cpu`).
+    """
     import jax
 
     if wide:
         module = widen.widened(module)
     kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
     device = ir.devices("cpu")[0]
-    executable = ir.compile_module(widen.for_cpu(module), device, costs.quick_options(module, device))
+    executable = ir.compile_module(
+        module if as_it_is else widen.for_cpu(module), device, costs.quick_options(module, device)
+    )
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
@@ -393,9 +456,11 @@ def measure(array: Any, exact: Any) -> Error:
         return Error(different / max(1, right.size), largest, 0)
     kind = np.complex128 if right.dtype.kind == "c" else np.float64
     left, right = left.astype(kind), right.astype(kind)
-    finite = np.isfinite(left), np.isfinite(right)
-    both = finite[0] & finite[1]
+    both = np.isfinite(left) & np.isfinite(right)
+    same = both | (left == right) | (np.isnan(left) & np.isnan(right))
     difference, size = np.abs(left[both] - right[both]), np.linalg.norm(right[both])
     norm = float(np.linalg.norm(difference))
     relative = norm / float(size) if size else (0.0 if norm == 0 else float("inf"))
-    return Error(relative, float(np.max(difference, initial=0.0)), int(np.count_nonzero(finite[0] != finite[1])))
+    if not both.any() and np.isnan(right).any():
+        relative = math.nan
+    return Error(relative, float(np.max(difference, initial=0.0)), int(np.count_nonzero(~same)))

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced
+from xla_amp.overflow_report import Operand, Place, Producer, ProgramOverflowReport, produced, reached
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
@@ -31,6 +31,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
 
     Runs the module operation by operation; in a loop the report names the iteration.  A compiled module may keep more
     bits between operations that XLA fuses.  An infinity among the operands is not reported; a NaN computed from it is.
+    What the program was given or wrote as a constant is no overflow until it reaches a result.
 
     Args:
         module: any kind of program that `autocast` takes.
@@ -48,11 +49,12 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     program = widen.for_cpu(ir.refined(program, arrays))
     run = _Run(program)
     results = run.function(ir.entry(program), arrays)
+    bad = tuple(f"result {number}" for number, array in enumerate(results) if _made(array))
     return ProgramOverflowReport(
         producers=tuple(run.producers),
-        passed_on=None if run.producers else run.passed_on,
+        passed_on=reached(run.producers, run.passed_on, finite=not bad),
         arguments=tuple(f"argument {number}" for number, array in enumerate(arrays) if _made(array)),
-        results=tuple(f"result {number}" for number, array in enumerate(results) if _made(array)),
+        results=bad,
         operations=run.operations,
         not_watched=tuple(run.inside),
     )
@@ -151,11 +153,11 @@ class _Run:
     def _look(self, name: str, operation: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         self.operations += 1
         made = next(filter(None, map(_made, results)), "")
-        if not made or name == "constant" or len(self.producers) >= _MOST:
+        if not made or len(self.producers) >= _MOST:
             return
         bad = next(result for result in results if _made(result))
         inputs = tuple(_operand(f"operand {i}", value) for i, value in enumerate(operands) if _is_floating(value))
-        finds = produced(made, inputs)
+        finds = produced(made, inputs, written=made if name == "constant" else "")
         if not finds and self.passed_on is not None:
             return
         producer = Producer(

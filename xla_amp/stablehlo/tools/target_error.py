@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp import hardware
+from xla_amp.errors import ModuleError
 from xla_amp.plan_search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir, progress
@@ -37,10 +38,6 @@ _FEW: Final = 3
 """Fewer samples than these say nothing about others: the bound is the worst of them."""
 _WITHOUT_SPREAD: Final = 0.5
 """Confidence of a bound that is the worst sample."""
-
-_NO_DIGIT: Final = 0.5
-"""Relative error of float32 above which no digit of a result is right: the result is zero but for rounding, as the
-gradient of a bias before a norm is.  No conversion can be judged by it."""
 
 Sample = Sequence[np.ndarray[Any, Any]]
 
@@ -67,6 +64,8 @@ class Original:
 
     def __init__(self, program: Program, samples: Sequence[Sample]) -> None:
         self._samples = list(samples)
+        if not ir.signature(program.module).outputs:
+            raise ModuleError("the program gives no result: no error can be measured")
         self._exact, self._own = comparison.Runs(program.module, wide=True), comparison.Runs(program.module)
         self._names = names.results(program.module)
         self._known: dict[int, tuple[list[Any], list[comparison.Error]]] = {}
@@ -88,7 +87,7 @@ class Original:
                 for first, then, noise, name in zip(own, errors, noisy, self._names, strict=True)
             ]
             found.append(max(judged, default=(0.0, "no result")))
-            before = max([before, *(each.relative for each, noise in zip(own, noisy, strict=True) if not noise)])
+            before = max([before, *(_error(each, each, noise) for each, noise in zip(own, noisy, strict=True))])
         skipped = tuple(name for name, noise in zip(self._names, noisy, strict=True) if noise)
         return Achieved(samples=tuple(found), float32=before, not_judged=skipped)
 
@@ -96,8 +95,7 @@ class Original:
     def _noisy(self) -> list[bool]:
         """Whether each result is only rounding error, on some sample; none is if all are."""
         samples = [self._results(number)[1] for number in range(len(self._samples))]
-        found = [any(each.relative > _NO_DIGIT for each in errors) for errors in zip(*samples, strict=True)]
-        return [False] * len(found) if all(found) else found
+        return comparison.only_rounding(zip(*samples, strict=True))
 
     def _results(self, number: int) -> tuple[list[Any], list[comparison.Error]]:
         if number not in self._known:
@@ -107,7 +105,7 @@ class Original:
 
 
 def _error(before: comparison.Error, after: comparison.Error, noise: bool) -> float:
-    if after.nonfinite > before.nonfinite:
+    if after.nonfinite > before.nonfinite or math.isnan(after.relative):
         return math.inf
     return 0.0 if noise else after.relative
 
