@@ -189,7 +189,7 @@ def test_errors_of_a_replay_say_what_to_type(tmp_path, kept, capsys):
 
 
 def make_scaled(scale: float = 4.0, weight: float = 1.0):
-    """Its gradient overflows float16 for an input of 100 at a scale of 1,024, not at 4; its loss for a weight of 1000."""
+    """For an input of 100 its gradient overflows float16 at a scale of 1,024, and its loss with a weight of 1,000."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.constant_(model.weight, weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

@@ -162,6 +162,7 @@ class Monitor(BaseMonitor):
         entry = Step(self._next_step(), batch if before else None, before, self._recording.sampled)
         self._entry, self._ended = entry, 0
         self._recording.counts = True
+        scale = self._recording.loss_scale()
         try:
             yield entry
         except BaseException:
@@ -173,7 +174,7 @@ class Monitor(BaseMonitor):
         if not self._ended and self.optimizer is not None and not devices.is_xla(self._device.type):
             if self.scaler is None:
                 return  # no optimizer step: the block holds a part of a step
-            self._recording.step_was_left_out()
+            self._recording.step_was_left_out(scale)
         self._end(entry)
 
     def read(self) -> History:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from xla_amp.backends import devices
 from xla_amp.pytorch.recorder import columns, ring
 from xla_amp.pytorch.recorder.activations import Activations
 from xla_amp.pytorch.recorder.parameters import Parameters, gradient_norm
@@ -125,11 +126,19 @@ class Recording:
             self._take_gradients()
         self.end_step()
 
+    def loss_scale(self) -> torch.Tensor | None:
+        """float32 (): a copy of the scale at the beginning of a step; None on a lazy device, where each step ends."""
+        if self._scaler is None or devices.is_xla(self._device.type):
+            return None
+        if self._scaler._scale is None:  # until the first loss is scaled
+            return torch.tensor(self._scaler.get_scale())
+        return self._scaler._scale.detach().clone()
+
     @torch.no_grad()
-    def step_was_left_out(self) -> None:
-        """torch's scaler did not call the optimizer, because gradients were not finite."""
+    def step_was_left_out(self, scale: torch.Tensor | None) -> None:
+        """torch's scaler did not call the optimizer, because gradients were not finite, and has changed its `scale`."""
         self.before_step()
-        self.end_step(torch.ones((), device=self._device))
+        self.end_step(torch.ones((), device=self._device), scale)
 
     def _take_gradients(self) -> None:
         if self._optimizer is None:
@@ -141,12 +150,13 @@ class Recording:
             scale = None if self._scaler is None else self._scaler._scale
             self._parameters.add_gradients(self._zero, unscale, scale)
 
-    def end_step(self, skipped: torch.Tensor | None = None) -> None:
+    def end_step(self, skipped: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Stores the status, and the row of the ring buffer if the step is sampled."""
         nothing = torch.zeros((), device=self._device)
         skipped = self._found_inf() if skipped is None else skipped
         skipped = nothing if skipped is None else skipped.reshape(()).to(torch.float32)
-        scale = None if self._scaler is None else self._scaler._scale
+        if scale is None and self._scaler is not None:
+            scale = self._scaler._scale
         scale = nothing if scale is None else scale.reshape(()).to(self._device, torch.float32)
         finite, self._local = self._local, []
         local = (~torch.stack(finite).all()).to(torch.float32) if finite else nothing
