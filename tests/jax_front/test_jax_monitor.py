@@ -205,6 +205,16 @@ def bad_run(tmp_path_factory):
     return step, state, loss, directory
 
 
+def test_another_loss_scale_is_no_replay(bad_run):
+    _, _, _, directory = bad_run
+
+    def other(params, state, scale, batch):
+        return train_step(params, state, LossScale.dynamic(4.0), batch)
+
+    with pytest.raises(StepError, match="ran at a loss scale of 1024, the arguments have 4, so it cannot be replayed"):
+        replay(other, directory, *start(), TOKENS)
+
+
 def test_the_first_bad_step_is_kept_and_replayed(bad_run):
     step, _, _, directory = bad_run
     assert step.bad_step == directory / f"bad_step_{BAD:07d}" / "rank_0"

@@ -137,9 +137,9 @@ class Comparison(Shown):
     def _findings(self, tolerance: float) -> Iterator[Finding]:
         far = [each for each in self.outputs if not _agrees(each, tolerance)]
         answer = f"{'agree' if not far else 'differ'} at a tolerance of {tolerance:g}"
-        items = [(each.name, _described(each.b)) for each in far[:5]]
-        items += [(each.name, NOT_JUDGED) for each in self.outputs if not each.judged]
-        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", tuple(items))
+        items = tuple((each.name, _described(each.b)) for each in far[:5])
+        items += tuple((each.name, NOT_JUDGED) for each in self.outputs if not each.judged)
+        yield Finding("Do the results of B agree with A?", answer, "risk" if far else "low", items)
         if self.not_run:
             answer = "no: to compare them, their products of low operands ran in float32"
             yield Finding("Does XLA:CPU run the programs as they are?", answer, "risk", self.not_run)
