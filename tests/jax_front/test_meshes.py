@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import forked
@@ -64,3 +66,29 @@ def test_programs_on_a_mesh(mesh: str) -> None:
 @pytest.mark.parametrize("mesh", _table("MESHES"))
 def test_all_programs(mesh: str, part: int) -> None:
     _check(mesh, *[*_table("PROGRAMS"), "training"][part::3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "name",
+    [
+        "autocast_arguments_jax",
+        "autocast_composition",
+        "autocast_contracts",
+        "autocast_functions",
+        "contraction_primitives",
+        "loss_scale",
+    ],
+)
+def test_files_of_this_folder_on_an_explicit_mesh(name: str) -> None:
+    """`conftest` enters the mesh for each test, and has what is left out, with reasons."""
+    path = SCRIPT.with_name(f"test_{name}.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280", path],
+        env={**os.environ, "JAX_FRONT_MESH": "explicit"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert " passed" in run.stdout
