@@ -222,6 +222,7 @@ class Trace:
         "count",
         "cuts",
         "draws",
+        "ended",
         "floats",
         "generation",
         "generators",
@@ -265,6 +266,8 @@ class Trace:
         """How often the end of the trace was removed, as each flush removes all of it."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
+        self.ended = 0
+        """Count of values of all traces before this one."""
         self.limit = sys.maxsize
         """Count of values at which `loops` looks for a loop to end the step in."""
         self.most = sys.maxsize
@@ -278,6 +281,7 @@ class Trace:
 
     def clear(self) -> None:
         """Empties the trace."""
+        self.ended += self.count
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
         self.uploads.clear()
         self.limit = min(FIRST_LOOK, self.most)

@@ -23,7 +23,7 @@ from xla_amp.policy import default_name, resolve
 NAMES = (DEVICE_TYPE, "xla")
 """What `torch.autocast` calls the lazy device."""
 
-_UNCAST = (-1, -1)
+_UNCAST = -1
 """The position of a region of another device in which operations of this one were recorded."""
 
 
@@ -31,7 +31,7 @@ class _Thread(threading.local):
     """Regions of one thread."""
 
     def __init__(self) -> None:
-        self.others: list[tuple[int, int] | None] = []
+        self.others: list[int | None] = []
         """Position of the trace at the start of each open region of another device; None where ours is around it."""
 
 
@@ -39,8 +39,8 @@ _thread = _Thread()
 _reported = False
 
 
-def _position() -> tuple[int, int]:
-    return trace.generation, trace.count
+def _position() -> int:
+    return trace.ended + trace.count  # a flush, as of a value that is read, does not change it
 
 
 def _note_uncast() -> None:
