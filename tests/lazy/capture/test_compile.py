@@ -45,7 +45,7 @@ class Training:
         half = precision == "fp16"
         self.scaler = xla_amp.GradScaler(device, init_scale=2.0**10, growth_interval=3) if half else None
         self.region = {
-            "device": device,
+            "device_type": device,
             "dtype": torch.float16 if half else torch.bfloat16,
             "enabled": precision != "fp32",
             "policy": "gpu" if half else None,
