@@ -118,3 +118,32 @@ def test_what_does_not_work_is_refused_at_the_call(found, call, said):
 )
 def test_a_group_is_a_row_or_a_column_of_the_processes(ranks, world, groups):
     assert rows_or_columns(ranks, world) == groups
+
+
+WAITING = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+
+backend, *timeout = sys.argv[1:]
+begin = time.monotonic()
+try:
+    dist.init_process_group(backend, **{"timeout": timedelta(seconds=int(each)) for each in timeout})
+except dist.DistStoreError as error:
+    print(int(time.monotonic() - begin), error)
+assert dist.distributed_c10d._get_default_timeout("gloo") == dist.constants.default_pg_timeout
+"""
+
+
+@pytest.mark.parametrize(
+    ("ours", "arguments"), [("3", ("xla_amp",)), ("3", ("cpu:gloo,jax:xla_amp",)), ("60", ("xla_amp", "3"))]
+)
+def test_init_process_group_ends_when_a_process_does_not_start(ours, arguments):
+    """Without a timeout in the call it is ours; torch counts those that came."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, "XLA_AMP_TIMEOUT": ours, **place}
+    done = forked.run(*arguments, program=WAITING, environment=environment, timeout=50)
+    assert done.returncode == 0, done.stderr
+    waited, words = done.stdout.split(maxsplit=1)
+    assert 3 <= int(waited) < 30
+    assert "1/2 clients joined" in words

@@ -10,6 +10,8 @@ more: it prepares Accelerate and transformers.
 
 from __future__ import annotations
 
+import datetime
+import functools
 import importlib
 from typing import Any
 
@@ -32,14 +34,31 @@ def register() -> None:
 
     torch may be imported by a module of this package that is not complete yet, so nothing here reads `base`.
     """
-    from torch import distributed, serialization
+    from torch import serialization
 
     if not any(tag is _tag for _, tag, _ in serialization._package_registry):
         serialization.register_package(_PRIORITY, _tag, _restore)
-        if distributed.is_available():
-            distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", LAZY])
+        register_process_group()
         if config.huggingface():
             importlib.import_module("xla_amp.integrations.huggingface").enable()
+
+
+def register_process_group() -> None:
+    """Registers the backend ``xla_amp`` of `torch.distributed`, whose default timeout is ``XLA_AMP_TIMEOUT``."""
+    from torch import distributed
+
+    if not distributed.is_available() or PROCESS_GROUP in distributed.Backend.backend_list:
+        return
+    from torch.distributed import distributed_c10d
+
+    distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", LAZY])
+    original = distributed_c10d._get_default_timeout
+
+    @functools.wraps(original)
+    def default_timeout(backend: Any) -> datetime.timedelta:
+        return datetime.timedelta(seconds=config.timeout()) if PROCESS_GROUP in backend else original(backend)
+
+    distributed_c10d._get_default_timeout = default_timeout
 
 
 def _process_group(store: Any, rank: int, size: int, timeout: Any) -> Any:

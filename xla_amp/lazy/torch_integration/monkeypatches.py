@@ -380,6 +380,12 @@ PATCHES = (
         install=autoload.register,
     ),
     Patch(
+        names=("torch.distributed.distributed_c10d._get_default_timeout",),
+        reason="init_process_group('xla_amp') and new_group would wait 30 minutes for a process that does not start; "
+        "a backend cannot register its default. It is XLA_AMP_TIMEOUT here. Installed with the row above.",
+        install=autoload.register_process_group,
+    ),
+    Patch(
         names=("torch.jit.RecursiveScriptModule.save", "torch.jit.RecursiveScriptModule.save_to_buffer"),
         reason="TorchScript's writer reads storages in C++, where they hold no bytes: the file would lose the weights.",
         install=_replace_script_saving,
