@@ -235,38 +235,31 @@ def location(eqn: Any | None) -> str:
 
 
 def in_numerical_library(eqn: Any) -> bool:
-    """Whether JAX's linear algebra, special functions or samplers wrote an equation, or their derivatives' rules."""
-    return eqn is not None and _written_in(eqn, _NUMERICAL)
+    """Whether a function of `NUMERICAL` wrote an equation, or its derivative's rule."""
+    return any(function in NUMERICAL and _JAX in file for file, function, _ in frames(eqn)[:_FRAMES_OF_PRODUCT])
 
 
-def in_lowering(eqn: Any | None) -> bool:
-    """Whether a lowering of a torch operation wrote an equation, or, if `eqn` is None, is running."""
-    return _written_in(eqn, _LOWERINGS)
+def in_lowering(eqn: Any) -> bool:
+    """Whether a lowering of a torch operation wrote an equation."""
+    return any(file.endswith(LOWERINGS) for file, _, _ in frames(eqn)[:_FRAMES_OF_PRODUCT])
 
 
-def _written_in(eqn: Any | None, files: tuple[str, ...]) -> bool:
-    source = source_info_util.current() if eqn is None else eqn.source_info
-    if source.traceback is None:
-        return False
-    return any(frame.file_name.endswith(files) for frame in source.traceback.frames[:_FRAMES_OF_PRODUCT])
+NUMERICAL = frozenset({"qr", "pascal", "invpascal", "_multivariate_normal", "_owens_t_quadrature"})
+"""Functions of JAX with products that need float32 and do not ask for it; the others have a ``precision``.
 
-
-def _paths(root: tuple[str, ...], *paths: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(os.path.join(*root, *path) for path in paths)
-
-
-_NUMERICAL = _paths(
-    ("jax", "_src"),
-    ("lax", "linalg.py"),
-    ("random", "core.py"),
-    ("random.py",),
-    ("scipy", "linalg.py"),
-    ("scipy", "special.py"),
+``tests/jax_front/test_jax_names.py`` fails if JAX renames one.
+"""
+_JAX = os.path.join("jax", "_src", "")
+LOWERINGS = tuple(
+    os.path.join(*path.split("/"))
+    for path in (
+        "xla_amp/lowering/linalg/contraction.py",
+        "xla_amp/lowering/linalg/grouped.py",
+        "xla_amp/lowering/nn/convolution.py",
+        "xla_amp/lazy/interop/functional.py",
+    )
 )
-_LOWERINGS = (
-    *_paths(("lowering",), ("linalg", "contraction.py"), ("linalg", "grouped.py"), ("nn", "convolution.py")),
-    *_paths(("xla_amp", "lazy", "interop"), ("functional.py",)),
-)
+"""Files of the lowerings of torch operations, whose precision is torch's default."""
 _FRAMES_OF_PRODUCT = 24
 """Innermost frames that are searched: more than lie between ``Primitive.bind`` and the caller of ``jnp.einsum``."""
 

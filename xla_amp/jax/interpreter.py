@@ -369,7 +369,7 @@ class Interpreter:
         if asked:
             return asked
         if compat.in_numerical_library(eqn):
-            return "a step of JAX's linear algebra, special functions or samplers, which need float32"
+            return "a step of JAX's QR, samplers or special functions, which need float32"
         if after_gradients:
             return "it follows the gradients of the step: the optimizer's own"
         for value, other in (operands[:2], operands[1::-1]):

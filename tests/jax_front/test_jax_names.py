@@ -1,0 +1,129 @@
+"""Names of JAX's functions and scopes decide dtypes: a test fails when JAX changes one, and says what to change."""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.special
+import numpy as np
+import pytest
+
+import xla_amp
+from xla_amp.jax import autocast, compat
+from xla_amp.jax.contraction_primitives import sums_nothing
+from xla_amp.jax.program_request import request
+
+MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37
+
+
+def pullback(function):
+    def run(x):
+        out, back = jax.vjp(function, x)
+        return back(out)
+
+    return run
+
+
+NAMED = {
+    "qr": pullback(jnp.linalg.qr),
+    "pascal": lambda x: x + jax.scipy.linalg.pascal(4),
+    "invpascal": lambda x: x + jax.scipy.linalg.invpascal(4),
+    "_multivariate_normal": lambda x: jax.random.multivariate_normal(jax.random.key(0), x[0], x, (3,)),
+    "_owens_t_quadrature": lambda x: jax.scipy.special.owens_t(x, x),
+}
+DECIDED = {
+    "cholesky": pullback(jnp.linalg.cholesky),
+    "inv": pullback(jnp.linalg.inv),
+    "solve": pullback(lambda x: jnp.linalg.solve(x, x + 1)),
+    "lstsq": pullback(lambda x: jnp.linalg.lstsq(x, x + 1)[0]),
+    "pinv": pullback(jnp.linalg.pinv),
+    "svd": pullback(lambda x: jnp.linalg.svd(x, full_matrices=False)),
+    "eigh": pullback(jnp.linalg.eigh),
+    "lu": pullback(jax.scipy.linalg.lu),
+    "expm": jax.scipy.linalg.expm,
+    "polar": lambda x: jax.scipy.linalg.polar(x, method="svd"),
+    "rsf2csf": lambda x: jax.scipy.linalg.rsf2csf(x, x),
+    "sph_harm_y": lambda x: jax.scipy.special.sph_harm_y(jnp.array([2]), jnp.array([1]), x[0, :1], x[1, :1], n_max=3),
+}
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in compat.sub_jaxprs(eqn.params):
+            yield from equations(inner)
+
+
+def open_products(function):
+    """The products of a program that ask for nothing and sum something: the policy may make them low."""
+    found = [eqn for eqn in equations(jax.make_jaxpr(function)(MATRIX).jaxpr) if eqn.primitive.name == "dot_general"]
+    left_open = [eqn for eqn in found if not request(eqn, np.dtype(jnp.bfloat16))]
+    return [e for e in left_open if not sums_nothing(e.primitive, e.params, *(atom.aval for atom in e.invars))]
+
+
+def test_every_name_of_the_table_has_a_program():
+    assert set(NAMED) == compat.NUMERICAL
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_functions_whose_products_need_float32(name):
+    """Each name of the table is one of JAX's, and needed."""
+    products = open_products(NAMED[name])
+    assert products, f"JAX's `{name}` asks for float32 itself: remove it from compat.NUMERICAL"
+    for eqn in products:
+        written = [f"{function} ({file})" for file, function, _ in compat.frames(eqn)]
+        assert compat.in_numerical_library(eqn), (
+            f"JAX renamed `{name}` or moved it out of jax/_src: a product that needs float32 would be low. "
+            f"Put its name among these into compat.NUMERICAL: {written}"
+        )
+    np.testing.assert_array_equal(
+        *map(np.asarray, (jax.tree.leaves(f(MATRIX))[0] for f in (NAMED[name], autocast(NAMED[name]))))
+    )
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_functions_that_ask_for_float32_themselves(name):
+    """The twin: these are in no table, because their precision, dtype or shape decides."""
+    calls = [[function for _, function, _ in compat.frames(eqn)] for eqn in open_products(DECIDED[name])]
+    assert not calls, (
+        f"JAX's `{name}` has products without a precision: put the function into compat.NUMERICAL: {calls}"
+    )
+
+
+def test_a_function_of_the_user_may_have_such_a_name():
+    def qr(x):
+        return x @ x
+
+    (product,) = open_products(qr)
+    assert not compat.in_numerical_library(product)
+
+
+def test_scopes_of_differentiated_and_checkpointed_functions():
+    """`compat.is_backward` and the analyses of training steps read these scopes."""
+
+    def loss(x):
+        return jnp.sum(jnp.sin(jnp.sin(x) @ x))
+
+    found = list(equations(jax.make_jaxpr(jax.grad(jax.checkpoint(loss)))(MATRIX).jaxpr))
+    scopes = sorted({f"{type(scope).__name__} {scope.name}" for eqn in found for scope in compat.name_stack(eqn)})
+    for what, reads in {
+        "compat.is_transpose_scope": compat.is_transpose_scope,
+        "compat.is_derivative_scope": compat.is_derivative_scope,
+        "compat.REMATTED": lambda scope: compat.REMATTED in str(scope.name).split("/"),
+    }.items():
+        seen = any(reads(scope) for eqn in found for scope in compat.name_stack(eqn))
+        assert seen, f"JAX renamed a name scope: change {what} to the new name, which is one of {scopes}"
+    products = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
+    backward = [compat.is_backward(eqn, around=True) for eqn in products]
+    assert set(backward) == {True, False}, (
+        "compat.is_backward does not tell a gradient's products from those of a forward pass that is computed again: "
+        f"read other scopes there, of {scopes}"
+    )
+
+
+def test_files_of_the_lowerings_of_torch_operations():
+    package = pathlib.Path(xla_amp.__file__).parent
+    missing = [path for path in compat.LOWERINGS if not (package.parent / path).is_file()]
+    assert not missing, f"change compat.LOWERINGS, or torch's default precision counts as a request; moved: {missing}"
