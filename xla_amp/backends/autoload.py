@@ -52,7 +52,9 @@ def register_process_group() -> None:
     from torch.distributed import distributed_c10d
 
     distributed.Backend.register_backend(PROCESS_GROUP, _process_group, devices=["cpu", LAZY])
-    original = distributed_c10d._get_default_timeout
+    original = getattr(distributed_c10d, "_get_default_timeout", None)
+    if original is None:  # private: `import torch` must not fail without it; the default is torch's then
+        return
 
     @functools.wraps(original)
     def default_timeout(backend: Any) -> datetime.timedelta:
