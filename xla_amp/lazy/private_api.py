@@ -92,6 +92,13 @@ def autograd_nodes() -> int:
     return number
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """The hooks that run for every module; torch has functions to add them, and none to list them."""
+    kinds = ("forward_pre", "forward", "backward_pre", "backward")
+    module = torch.nn.modules.module
+    return [hook for kind in kinds for hook in getattr(module, f"_global_{kind}_hooks").values()]
+
+
 def in_backward() -> bool:
     """Whether this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1

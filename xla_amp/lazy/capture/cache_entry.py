@@ -36,13 +36,15 @@ class CacheEntry:
         missing_gradients: `Guards.missing_gradients` of them.
     """
 
-    def __init__(self, values: list[Any], missing_gradients: list[bool]) -> None:
+    def __init__(self, values: Any, missing_gradients: list[bool]) -> None:
         self.values = values
         self.missing_gradients = missing_gradients
         self.calls = self.replays = 0
         self._audit_at = AUDIT
         self._last: tuple[OptimizerSteps, ObservedRun, list[Any]] | None = None
         self._replay: Replay | None = None
+        self.storages: list[int] = []
+        """`Guards.storages` after the captured call."""
         self._held: Any = None
         """Weak reference to the program that this entry has."""
         self.lost: str | None = None

@@ -138,8 +138,12 @@ class Compiled(Generic[_Arguments, _Result]):
         if execute.eager:
             return 0
         flat_args, _ = tree_flatten((args, kwargs))
-        trial, entry, before = Compiled(self._step, True, 1), CacheEntry([], []), metrics()["compilations"]
-        with restored_state(Guards(self._step)):
+        trial, entry, before = Compiled(self._step, True, 1), CacheEntry(None, []), metrics()["compilations"]
+        try:
+            guards = Guards(self._step)
+        except NotReplayableError as reason:
+            raise CaptureError(f"{self!r} cannot be replayed: {reason}") from None
+        with restored_state(guards):
             while not entry.captured:  # ends: a strict step raises after PATIENCE calls that differ
                 trial._record(entry, flat_args, args, kwargs)
         return metrics()["compilations"] - before
@@ -159,10 +163,14 @@ class Compiled(Generic[_Arguments, _Result]):
         if self._given_up or execute.eager or watched:
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
-        if self._guards is None:
-            _require_the_lazy_device()
-            self._guards = Guards(self._step)
-        entry = self._find_entry(self._guards, flat_args, tree)
+        try:
+            if self._guards is None:
+                _require_the_lazy_device()
+                self._guards = Guards(self._step)
+            entry = self._find_entry(self._guards, flat_args, tree)
+        except NotReplayableError as reason:  # a value that cannot be compared
+            self._give_up(str(reason))
+            return self._step(*args, **kwargs)
         if entry is None:
             return self._step(*args, **kwargs)
         if entry.lost is not None:
@@ -171,6 +179,9 @@ class Compiled(Generic[_Arguments, _Result]):
         if entry.is_stale():
             entry.drop_capture()
             causes.captured_again(events.user_location(), "an option of an optimizer or a scaler has changed")
+        elif entry.captured and self._guards.storages(entry.values) != entry.storages:
+            entry.drop_capture()
+            causes.captured_again(events.user_location(), "a tensor of its state was freed or replaced")
         elif entry.captured and not entry.audit_is_due():
             with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
                 values = entry.run(flat_args)
@@ -198,6 +209,7 @@ class Compiled(Generic[_Arguments, _Result]):
             values, missing = guards.values(), guards.missing_gradients()
             for entry in entries:
                 if entry.values == values and entry.missing_gradients == missing:
+                    entry.values = values
                     return entry
         captures = sum(map(len, self._cache.values()))
         if captures >= self._limit:
@@ -219,7 +231,7 @@ class Compiled(Generic[_Arguments, _Result]):
         entries.append(CacheEntry(values, missing))
         return entries[-1]
 
-    def _new_form(self, entries: list[CacheEntry], values: list[Any], signature: list[Any], arguments: int) -> str:
+    def _new_form(self, entries: list[CacheEntry], values: Any, signature: list[Any], arguments: int) -> str:
         """Why a call needs another entry than those that exist."""
         if entries:
             guards = self._guards
@@ -237,7 +249,7 @@ class Compiled(Generic[_Arguments, _Result]):
     def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
         self._guards = guards = Guards(self._step)
-        before, sizes = guards.values(), guards.container_sizes()
+        before = guards.values()
         gradients = [(p, p.grad) for p in guards.parameters]
         steps = OptimizerSteps(entry.calls % 2)
         entry.calls += 1
@@ -246,14 +258,13 @@ class Compiled(Generic[_Arguments, _Result]):
             result = self._step(*args, **kwargs)
             execute.flush()
         try:
-            changed = guards.difference(before, guards.values()) or guards.size_difference(
-                sizes, guards.container_sizes()
-            )
+            changed = guards.difference(before, guards.values())
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
             result = entry.add_recorded_call(steps, programs, flat_args, gradients, result, guards)
             if entry.captured:
                 self._failures = 0
+                entry.storages = guards.storages(guards.values())
             return result
         except NotReplayableError as reason:
             if entry.captured:
@@ -265,9 +276,12 @@ class Compiled(Generic[_Arguments, _Result]):
                 ) from None
             self._failures += 1
             if self._failures >= PATIENCE:
-                self._given_up = True
-                self._report(str(reason))
+                self._give_up(str(reason))
             return result
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._report(reason)
 
     def _report(self, reason: str) -> None:
         text = f"{self!r} cannot be replayed: {reason}"

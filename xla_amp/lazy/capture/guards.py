@@ -16,24 +16,25 @@
 
 A recorded call also fails its capture if the step itself changes one of the Python values, since a replay would not.
 
-`Guards` finds the Python values through the function's code: closures, globals, defaults, ``self``, and the attributes
-of the objects there, three levels deep.  Compared are values of plain types, which parameters and submodules each
-module has, and its hooks.  A large model has hundreds of modules, so their attributes are read again only when one of
-their dicts has a new version.
+`Guards` compares what `reach.Reach` lists, with types: every Python value that the step's code can reach by a name.  A
+step that can see a value that cannot be compared (an iterator, an open file), or too many values, is not captured.  A
+large model has hundreds of modules: their plain attributes, which parameters and submodules each has, and its hooks are
+read again only when one of their dicts has a new version.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
 from collections.abc import Callable, Iterator
 from operator import call, itemgetter
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from xla_amp.lazy import private_api
+from xla_amp.lazy.capture.reach import Reach, Values, is_frozen
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 try:
     from torch._C._dynamo.guards import dict_version
@@ -42,124 +43,64 @@ except ImportError:  # a private name
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of values that are compared."""
-_CONTAINERS = (list, dict, set)
 _MEMBERS = ("_parameters", "_modules")
 """Tables of a module whose items are compared by identity; a buffer may be replaced."""
 _TABLES = (*_MEMBERS, "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DEPTH = 3
-"""Levels of attributes that are searched: a trainer's attribute's attribute."""
 
 
 class Guards:
-    """Modules, parameters, optimizers, scalers and plain values that `function` can see."""
+    """What of the state of Python `function` can see: modules, parameters, optimizers, scalers, values.
+
+    Raises:
+        NotReplayableError: it can see a value that cannot be compared, or too many.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._seen: set[int] = set()
-        self.modules: list[torch.nn.Module] = []
-        self.optimizers: list[Optimizer] = []
-        self.scalers: list[torch.amp.GradScaler] = []
-        self._namespaces: list[tuple[str, dict[str, Any]]] = []
-        """(name for messages, attributes) of the modules and objects."""
-        self._cells: list[tuple[str, types.CellType]] = []
-        self._globals: list[tuple[dict[str, Any], str]] = []
-        self._containers: list[tuple[str, Any]] = []
-        self._visit_function(function, 0)
-        self.parameters = list(dict.fromkeys(p for module in self.modules for p in module.parameters(recurse=False)))
-        # Parallel lists, so that one C call reads all namespaces.  Objects that are not modules come first.
-        named = sorted(
-            ((label, *_plain_names(space), space) for label, space in self._namespaces),
-            key=lambda row: _is_module(row[3]),
-        )
+        self._reach = Reach(function)
+        self.optimizers, self.scalers = self._reach.optimizers, self._reach.scalers
+        spaces = [(label, module.__dict__) for label, module in self._reach.modules]
+        modules = [module for _, module in self._reach.modules]
+        self.parameters = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
+        # Parallel lists, so that one C call reads all namespaces.
+        named = [(label, *_frozen_names(space), space) for label, space in spaces]
         named = [row for row in named if row[1]]
-        self._objects = sum(not _is_module(space) for *_, space in named)
         self._fields = [(label, names) for label, names, _, _ in named]
         self._readers = [read for _, _, read, _ in named]
         self._spaces = [space for *_, space in named]
-        spaces = [(label, space) for label, space in self._namespaces if _is_module(space)]
         self._tables = [space[name] for _, space in spaces for name in _TABLES]
         self._hooks = [space[name] for _, space in spaces for name in _HOOKS]
-        versioned = [*(space for _, space in spaces), *self._tables, *filter(None, self._hooks)]
+        self._sizes = [space for _, space in spaces]
+        versioned = [*self._sizes, *self._tables, *filter(None, self._hooks)]
         self._versioned = sorted(versioned, key=id)  # in memory order: fewer cache misses
         self._versions_read: tuple[int, int] | None = None
         self._module_values: list[Any] = []
         members = [(space[table], name) for _, space in spaces for table in _MEMBERS for name in space[table]]
         self._members = [table for table, _ in members]
         self._member_names = [name for _, name in members]
+        self._on_device = [parameter for parameter in self.parameters if parameter.device.type == DEVICE_TYPE]
         self._structure = [
             *((f"the number of {name.strip('_')} of {label}", ()) for label, _ in spaces for name in _TABLES),
+            *((f"the number of attributes of {label}", ()) for label, _ in spaces),
             *((f"the {name.strip('_').replace('_', ' ')} of {label}", ()) for label, _ in spaces for name in _HOOKS),
             *((f"which object {name} of a module is", ()) for name in self._member_names),
+            ("the hooks of all modules", ()),
         ]
-
-    # -- finding -------------------------------------------------------------------------------------------------
-
-    def _visit_function(self, function: Any, depth: int) -> None:
-        if isinstance(function, functools.partial):
-            for value in (function.func, *function.args, *function.keywords.values()):
-                self._visit("a partial's argument", value, depth)
-            return
-        if inspect.ismethod(function):
-            self._visit("self", function.__self__, depth)
-            function = function.__func__
-        function = inspect.unwrap(function)
-        code = getattr(function, "__code__", None)
-        if code is None:
-            if not isinstance(function, type):
-                self._visit(type(function).__name__, function, depth)
-            return
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._cells.append((name, cell))
-            self._visit(name, _content(cell), depth)
-        for name in _global_names(code):
-            if name in function.__globals__:
-                self._globals.append((function.__globals__, name))
-                self._visit(name, function.__globals__[name], depth)
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit("a default", value, depth)
-
-    def _visit(self, label: str, value: Any, depth: int) -> None:
-        if isinstance(value, (*PLAIN, types.ModuleType, type, torch.Tensor)) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Optimizer):
-            self.optimizers.append(value)
-        elif isinstance(value, torch.amp.GradScaler):
-            self.scalers.append(value)
-        elif isinstance(value, torch.nn.Module):
-            for path, module in value.named_modules():
-                self._seen.add(id(module))
-                self.modules.append(module)
-                self._namespaces.append((f"{label}.{path}" if path else label, module.__dict__))
-        elif isinstance(value, _CONTAINERS):
-            self._containers.append((label, value))
-            for item in value.values() if isinstance(value, dict) else value:
-                self._visit_below(label, item, depth)
-        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            if depth < _DEPTH and not str(getattr(value, "__module__", "")).startswith(("torch", "xla_amp.")):
-                self._visit_function(value, depth + 1)
-        elif hasattr(value, "__dict__") and not type(value).__module__.startswith(("torch", "xla_amp")):
-            self._namespaces.append((label, vars(value)))
-            for name, item in list(vars(value).items()):
-                self._visit_below(f"{label}.{name}", item, depth)
-
-    def _visit_below(self, label: str, value: Any, depth: int) -> None:
-        if depth < _DEPTH:
-            self._visit(label, value, depth + 1)
 
     # -- comparing -----------------------------------------------------------------------------------------------
 
-    def values(self) -> list[Any]:
-        """The current plain values, to compare with an earlier list by ``==``; the last item lists those of modules."""
-        values: list[Any] = [_plain(_content(cell)) for _, cell in self._cells]
-        values += [_plain(space.get(name)) for space, name in self._globals]
-        values += map(call, self._readers[: self._objects], self._spaces)
+    def values(self) -> tuple[Values, list[Any]]:
+        """The current values, to compare with earlier ones by ``==``; the second item lists those of modules.
+
+        Raises:
+            NotReplayableError: a value cannot be compared, or there are too many.
+        """
+        found = self._reach.values()
         versions = self._versions()
         if versions is None or versions != self._versions_read:
             self._module_values = self._read_modules()
             self._versions_read = versions
-        values.append(self._module_values)
-        return values
+        return found, self._module_values
 
     def _versions(self) -> tuple[int, int] | None:
         """A pair that changes when a module's dict or hooks change; None if torch does not provide versions.
@@ -172,76 +113,71 @@ class Guards:
         return max(map(dict_version, self._versioned), default=0), RemovableHandle.next_id
 
     def _read_modules(self) -> list[Any]:
-        values: list[Any] = list(map(call, self._readers[self._objects :], self._spaces[self._objects :]))
+        rows = map(call, self._readers, self._spaces)
+        values: list[Any] = [tuple((type(each), each if each else repr(each)) for each in row) for row in rows]
         values += map(len, self._tables)
+        values += map(len, self._sizes)
         values += map(tuple, self._hooks)
         values += map(id, map(dict.get, self._members, self._member_names))
+        values.append([id(hook) for hook in private_api.hooks_of_all_modules()])
         return values
+
+    def storages(self, values: tuple[Values, list[Any]]) -> list[int]:
+        """Which storages the tensors of the state have: those in `values`, of parameters and of optimizers.
+
+        A replay needs those that the captured call left.
+        """
+        state = [
+            tensor
+            for optimizer in self.optimizers
+            for slots in optimizer.state.values()
+            for tensor in slots.values()
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == DEVICE_TYPE
+        ]
+        return [*values[0].storages, *(id(tensor_io.buffer_of(tensor)) for tensor in (*self._on_device, *state))]
 
     def missing_gradients(self) -> list[bool]:
         """Which parameters have no gradient now."""
         return [parameter.grad is None for parameter in self.parameters]
 
-    def container_sizes(self) -> list[int]:
-        """Lengths of the containers now."""
-        return [len(container) for _, container in self._containers]
-
-    def difference(self, before: list[Any], after: list[Any]) -> str | None:
-        """A description of the first value that differs between two lists of `values`."""
-        before, after = ([*values[:-1], *values[-1]] for values in (before, after))
-        if len(before) != len(after):
+    def difference(self, before: tuple[Values, list[Any]], after: tuple[Values, list[Any]]) -> str | None:
+        """A description of the first value that differs between two results of `values`."""
+        if before[0] != after[0]:
+            return self._reached_difference(before[0].found, after[0].found)
+        if len(before[1]) != len(after[1]):
             return "its modules' submodules, parameters or attributes"
-        for (label, names), old, new in zip(self._labels(), before, after, strict=True):
+        for (label, names), old, new in zip(self._labels(), before[1], after[1], strict=True):
             if old != new:
                 if not names:
                     return f"{label} from {old!r} to {new!r}"
                 if not len(names) == len(old) == len(new):
                     return f"the attributes of {label}"
                 fields = zip(names, old, new, strict=True)
-                return next(f"{label}.{name} from {a!r} to {b!r}" for name, a, b in fields if a != b)
+                return next(f"{label}.{name} from {a[1]!r} to {b[1]!r}" for name, a, b in fields if a != b)
         return None
 
-    def size_difference(self, before: list[int], after: list[int]) -> str | None:
-        """A description of the first container whose length differs."""
-        for (label, container), old, new in zip(self._containers, before, after, strict=True):
-            if old != new:
-                return f"{label} (a {type(container).__name__}) from {old} to {new} items"
-        return None
+    def _reached_difference(self, before: list[Any], after: list[Any]) -> str:
+        labels = self._reach.labels()
+        for label, (old_kind, old), (new_kind, new) in zip(labels, before, after, strict=False):
+            if (old_kind, old) == (new_kind, new):
+                continue
+            if old_kind is new_kind and issubclass(old_kind, list | tuple | dict | set | frozenset):
+                return f"{label} (a {old_kind.__name__}) from {old} to {new} items"
+            if old_kind in PLAIN and new_kind in PLAIN:
+                return f"{label} from {old!r} to {new!r}"
+            return f"{label}"
+        return "which values it can see"
 
     def _labels(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        yield from ((name, ()) for name, _ in self._cells)
-        yield from ((name, ()) for _, name in self._globals)
         yield from self._fields
         yield from self._structure
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # assigned later
-        return None
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, PLAIN) else None
-
-
-def _is_module(namespace: dict[str, Any]) -> bool:
-    return "_forward_hooks" in namespace
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
-def _plain_names(
+def _frozen_names(
     namespace: dict[str, Any],
 ) -> tuple[tuple[str, ...], Callable[[dict[str, Any]], tuple[Any, ...]]]:
     """Names of the plain values in a namespace, and a function that reads all of them."""
-    names = tuple(name for name, value in namespace.items() if isinstance(value, PLAIN))
+    names = tuple(name for name, value in namespace.items() if is_frozen(value))
     if not names:
         return (), lambda namespace: ()
     getter = itemgetter(*names)

@@ -1,0 +1,532 @@
+"""Walk the Python values that a step can reach by the names in its code.
+
+A walk starts at the step's function.  It follows closures, globals, defaults and bound arguments of functions of the
+user; attributes of objects, classes and modules whose name occurs in that code; and the items of containers.  It gives
+a flat list with an entry for each value: type and value of numbers, texts and the like, type and length of containers,
+identity of what has no value to compare.  Two equal lists mean that the code finds the same values.
+
+Code of libraries (the standard library and installed packages) is not followed.  Objects of other packages than torch,
+JAX and NumPy are, as the configuration of a model of transformers is.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import dataclasses
+import enum
+import functools
+import io
+import operator
+import os
+import sys
+import sysconfig
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from xla_amp.lazy.capture.observer import NotReplayableError
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+
+MOST: Final = 4000
+"""Values that a walk may find: one takes about a microsecond, and each call walks."""
+LARGEST_ARRAY: Final = 64 * 1024
+"""Bytes of an array or tensor on the host that a walk compares."""
+
+_LEAVES: Final = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
+)
+_BASES: Final = (bool, int, float, complex, str, bytes)
+_OPAQUE: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp", "logging", "optax", "flax"})
+"""Packages whose objects are compared by identity."""
+_ALWAYS: Final = frozenset({"forward", "backward", "setup_context"})
+"""Names of functions that torch calls."""
+_NEVER: Final = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"})
+_COMPUTED: Final = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
+"""Names by which code reads attributes that it does not name: then plain values of all names are compared."""
+_WHOLE_SCOPE: Final = frozenset({"globals", "eval", "exec"})
+_CHANGING: Final[Mapping[str, str]] = types.MappingProxyType(
+    {
+        "time": "pass the time as an argument",
+        "random": "draw on the device with torch, or pass what was drawn as an argument",
+        "numpy.random": "draw on the device with torch, or pass what was drawn as an argument",
+    }
+)
+"""Modules whose functions give another value at each call -> what to do instead."""
+_DATA: Final = ("types", "argparse")
+"""Packages of the standard library whose objects hold values of the user."""
+_FOLDERS: Final = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class Reach:
+    """What a function can reach, and how to list it again.
+
+    Args:
+        function: the step.
+
+    Raises:
+        NotReplayableError: it reaches a value that cannot be compared, or too many.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        names = _ALWAYS
+        while True:
+            walk = _Walk(names, learned := set(names), [])
+            walk.value(function, "the step")
+            if learned == names:
+                break
+            names = frozenset(learned)
+        self._names = names
+        self.modules = walk.modules
+        """(name for messages, module) for all modules, submodules included."""
+        self.optimizers = walk.optimizers
+        self.scalers = walk.scalers
+
+    def values(self) -> Values:
+        """What the function finds now.
+
+        Raises:
+            NotReplayableError: a value cannot be compared, or there are too many.
+        """
+        return self._walk().result()
+
+    def labels(self) -> list[str]:
+        """What each entry of `values` is, for messages."""
+        labels: list[str] = []
+        walk = self._walk(labels)
+        return labels[: len(walk.found)]
+
+    def _walk(self, labels: list[str] | None = None) -> _Walk:
+        walk = _Walk(self._names, None, labels)
+        try:
+            walk.value(self._function, "the step")
+        except NotReplayableError:
+            if labels is None:
+                return self._walk([])  # raises with the names of values
+            raise
+        return walk
+
+
+class Values:
+    """The entries of one walk; equal to those of another if the code finds the same.
+
+    Args:
+        found: the entries.
+        storages: the storages of the device's tensors.  They are no part of the comparison, since a step may bind a new
+            tensor: a replay must find those that the captured call left.
+        kept: objects that are compared by identity.
+    """
+
+    __slots__ = ("_kept", "found", "storages")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, found: list[Any], storages: list[int], kept: list[Any]) -> None:
+        self.found, self.storages = found, storages
+        self._kept = kept  # so that no other object gets the id of one that is compared by it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and self.found == other.found
+
+
+class _Walk:
+    """One walk.
+
+    Args:
+        names: attributes that are followed.
+        learned: gets the names in the code that is found; None to learn nothing.
+        labels: gets what each entry is; None for no labels.
+    """
+
+    def __init__(self, names: frozenset[str], learned: set[str] | None, labels: list[str] | None = None) -> None:
+        self.names, self._learned, self._labels = names, learned, labels
+        self._computed = not names.isdisjoint(_COMPUTED)
+        self.found: list[Any] = []
+        self._kept: list[Any] = []
+        self._storages: list[int] = []
+        self._largest = 0, "the attributes of objects"
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []
+        """What was seen, whose ids no new object may get during the walk."""
+        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.optimizers: list[Optimizer] = []
+        self.scalers: list[torch.amp.GradScaler] = []
+
+    def result(self) -> Values:
+        """What the walk has found."""
+        return Values(self.found, self._storages, self._kept)
+
+    def _add(self, kind: Any, what: Any, label: str) -> None:
+        self.found.append((kind, what))
+        if self._labels is not None:
+            self._labels.append(label)
+        if len(self.found) > MOST:
+            raise NotReplayableError(
+                f"it can see more than {MOST:,} Python values, most of them in {self._largest[1]}; keep that in a "
+                "tensor on the device, or where the step's code does not name it"
+            )
+
+    def _container(self, value: Any, label: str) -> None:
+        self._add(type(value), len(value), label)
+        if len(value) > self._largest[0]:
+            self._largest = len(value), f"{label or 'a container'}, a {type(value).__name__} ({len(value):,} items)"
+
+    def _same(self, value: Any, label: str) -> None:
+        """Compares a value by identity."""
+        self._add(type(value), id(value), label)
+        self._kept.append(value)
+
+    def value(self, value: Any, label: str) -> None:
+        """Adds a value, and what it contains."""
+        kind: Any = type(value)
+        if kind in _LEAVES:
+            self._add(kind, value if value else repr(value), label)  # 0.0 and -0.0 differ
+            return
+        if issubclass(kind, torch.Tensor):
+            self._tensor(value, label)
+            return
+        if (number := self._seen.get(id(value))) is not None:
+            self._add("again", number, label)
+            return
+        self._seen[id(value)] = len(self._seen)
+        self._alive.append(value)
+        for kinds, add in _NODES:
+            if issubclass(kind, kinds):
+                add(self, value, label)
+                return
+        if hasattr(kind, "__next__"):
+            self._refuse(label, value, "give the step its items as arguments")
+        self._instance(value, label)
+
+    def _refuse(self, label: str, value: Any, remedy: str) -> None:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise NotReplayableError(f"it can see {label or 'a value'}, a {kind}, which cannot be compared; {remedy}")
+
+    # -- containers and values ---------------------------------------------------------------------------------------
+
+    def _mapping(self, value: Mapping[Any, Any], label: str) -> None:
+        self._container(value, label)
+        for key, item in list(value.items()):
+            self.value(key, f"a key of {label}")
+            self.value(item, f"{label}[{key!r}]" if self._labels is not None else label)
+
+    def _sequence(self, value: Any, label: str) -> None:
+        self._container(value, label)
+        for index, item in enumerate(tuple(value)):
+            self.value(item, f"{label}[{index}]" if self._labels is not None else label)
+        if type(value) not in (list, tuple) and hasattr(value, "__dict__"):
+            self._attributes(value, label)
+
+    def _set(self, value: Any, label: str) -> None:
+        self._container(value, label)
+        leaves = frozenset((type(each), repr(each) if type(each) in _LEAVES else id(each)) for each in value)
+        self._add("items", leaves, label)
+        self._kept.extend(value)
+
+    def _names_in_c(self, value: Any, label: str) -> None:
+        self._same(value, label)
+        if self._learned is not None:  # `operator.attrgetter("a.b")`
+            self._learned.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
+
+    def _array(self, value: Any, label: str) -> None:
+        if value.dtype.hasobject:
+            self._refuse(label, value, "use an array of numbers")
+        if value.nbytes > LARGEST_ARRAY:
+            self._refuse(label, value, f"its {value.nbytes:,} bytes on the host are too many; move them to the device")
+        self._add((type(value), value.dtype.str, value.shape), value.tobytes(), label)
+
+    def _tensor(self, value: torch.Tensor, label: str) -> None:
+        if value.device.type == DEVICE_TYPE and value.layout is torch.strided:
+            self._add(torch.Tensor, (value.shape, value.stride(), value.storage_offset(), value.dtype), label)
+            self._storages.append(id(tensor_io.buffer_of(value)))
+        elif value.device.type == "cpu" and value.layout is torch.strided:
+            if value.nbytes > LARGEST_ARRAY:
+                self._refuse(label, value, f"its {value.nbytes:,} bytes are too many; move it to the device")
+            memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            self._add((value.dtype, value.shape), memory.numpy().tobytes(), label)
+        for hook in list((value._backward_hooks or {}).values()):
+            self.value(hook, f"a hook of {label}")
+
+    def _bytes(self, value: Any, label: str) -> None:
+        self._add(type(value), bytes(value), label)
+
+    def _context_variable(self, value: contextvars.ContextVar[Any], label: str) -> None:
+        self.value(value.get(None), label)
+
+    def _reference(self, value: Any, label: str) -> None:
+        self.value(value(), label)
+
+    def _file(self, value: Any, label: str) -> None:
+        self._refuse(label, value, "read it outside of the step, and pass what was read")
+
+    def _collect(self, value: Any, label: str) -> None:
+        # What they compute with is compared by `cache_entry`.
+        (self.optimizers if isinstance(value, Optimizer) else self.scalers).append(value)
+        self._add(type(value), id(value), label)
+        if isinstance(value, Optimizer) and "param_groups" in self.names:  # the code reads them itself
+            for number, group in enumerate(value.param_groups):
+                options = {name: item for name, item in group.items() if name != "params"}
+                self._alive.append(options)
+                self.value(options, f"{label}.param_groups[{number}]")
+
+    # -- functions ---------------------------------------------------------------------------------------------------
+
+    def _function(self, value: types.FunctionType, label: str) -> None:
+        code = value.__code__
+        if _is_library(code.co_filename):
+            self._same(value, label)
+            self._wrapped(value, label)
+            return
+        self._same(code, label)
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            self.value(_content(cell), name)
+        scope = value.__globals__
+        for name in _names(code):
+            if name in _WHOLE_SCOPE and name not in scope:
+                raise NotReplayableError(
+                    f"{label} calls {name}(), which can see every global; name what it reads, or pass it as an argument"
+                )
+            if name in scope:
+                self.value(scope[name], name)
+            elif isinstance(module := sys.modules.get(name), types.ModuleType):
+                self.value(module, name)  # imported inside
+        for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            self.value(item, f"a default of {label}")
+        for name, item in value.__dict__.items():
+            self.value(item, f"{label}.{name}")
+        if self._learned is not None:
+            self._learned.update(_names(code), _texts(code))
+
+    def _method(self, value: types.MethodType, label: str) -> None:
+        self.value(value.__self__, "self")
+        self.value(value.__func__, label)
+
+    def _partial(self, value: functools.partial[Any], label: str) -> None:
+        self.value(value.func, label)
+        self.value(value.args, f"an argument of {label}")
+        self.value(value.keywords, f"an argument of {label}")
+
+    def _property(self, value: property, label: str) -> None:
+        self.value(value.fget, label)
+
+    def _static(self, value: Any, label: str) -> None:
+        self.value(value.__func__, label)
+
+    def _builtin(self, value: Any, label: str) -> None:
+        self._same(value, label)
+        owner = getattr(value, "__self__", None)
+        if owner is not None and not isinstance(owner, types.ModuleType | type) and not _is_opaque(type(owner)):
+            self.value(owner, label)
+
+    def _scheduler(self, value: Any, label: str) -> None:
+        self._add(type(value), id(value), label)
+        if not self.names.isdisjoint(("get_last_lr", "_last_lr", "get_lr")):
+            self.value(value._last_lr, f"{label}.get_last_lr()")
+
+    def _wrapped(self, value: Any, label: str) -> None:
+        inner = getattr(value, "__wrapped__", None)
+        if inner is not None:
+            self.value(inner, label)
+
+    # -- modules, classes, objects -----------------------------------------------------------------------------------
+
+    def _python_module(self, value: types.ModuleType, label: str) -> None:
+        self._same(value, label)
+        library = _is_library_module(value)
+        if value.__name__ in _CHANGING and (called := self.names.intersection(vars(value))):
+            name = f"{value.__name__}.{min(called)}"
+            self._refuse(name, getattr(value, min(called)), _CHANGING[value.__name__])
+        if value is os:
+            self.value(os.environ, "os.environ")
+            return
+        for name, item in list(vars(value).items()):
+            plain = type(item) in _LEAVES or isinstance(item, np.generic)
+            if name in self.names:
+                if plain or not library:
+                    self.value(item, f"{label}.{name}")
+            elif self._computed and plain and not library and not name.startswith("__"):
+                self.value(item, f"{label}.{name}")
+
+    def _class(self, value: type, label: str) -> None:
+        self._same(value, label)
+        if _is_opaque(value) or _is_library(getattr(sys.modules.get(value.__module__), "__file__", None)):
+            return
+        for base in value.__mro__:
+            if _is_opaque(base) or base is object:
+                continue
+            for name, item in list(base.__dict__.items()):
+                if name in self.names or (
+                    name.startswith("__") and name not in _NEVER and isinstance(item, types.FunctionType)
+                ):
+                    self.value(item, f"{label}.{name}")
+        if type(value) is not type:
+            self.value(type(value), f"type({label})")
+
+    def _instance(self, value: Any, label: str) -> None:
+        kind: Any = type(value)
+        base = next((base for base in _BASES if issubclass(kind, base)), None)
+        if base is not None:  # a number or text of a class of its own
+            self._add(kind, repr(base(value)), label)
+        if _is_opaque(kind):
+            self._same(value, label)
+            self._wrapped(value, label)
+            return
+        self.value(kind, f"type({label})")
+        self._attributes(value, label)
+
+    def _attributes(self, value: Any, label: str) -> None:
+        kind: Any = type(value)
+        hidden = isinstance(getattr(kind, "__getattribute__", None), types.FunctionType)
+        try:
+            space = object.__getattribute__(value, "__dict__") if hidden else value.__dict__
+        except AttributeError:
+            space = {}
+        whole = (
+            hidden
+            or isinstance(getattr(kind, "__getattr__", None), types.FunctionType)
+            or dataclasses.is_dataclass(kind)
+            or kind.__module__ in _DATA
+        )
+        for name, item in list(space.items()):
+            if whole or name in self.names or (self._computed and type(item) in _LEAVES):
+                self.value(item, f"{label}.{name}" if self._labels is not None else label)
+        for base in kind.__mro__:
+            slots = base.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else tuple(slots):
+                if name in ("__dict__", "__weakref__") or not (whole or name in self.names):
+                    continue
+                try:
+                    item = object.__getattribute__(value, name)
+                except AttributeError:
+                    continue
+                self.value(item, f"{label}.{name}")
+
+    def _nn_module(self, value: torch.nn.Module, label: str) -> None:
+        for path, module in value.named_modules():
+            name = f"{label}.{path}" if path else label
+            if module is not value:
+                if id(module) in self._seen:
+                    continue
+                self._seen[id(module)] = len(self._seen)
+            self.modules.append((name, module))
+            kind: Any = type(module)
+            if self._learned is not None:
+                self._learned.update(_names_of_class(kind))
+            self.value(kind, f"type({name})")
+            for attribute, item in list(module.__dict__.items()):
+                if attribute in _HOOKS:
+                    for hook in list(item.values()):
+                        self.value(hook, f"a hook of {name}")
+                elif attribute == "_parameters":
+                    for parameter in item.values():
+                        if parameter is not None and parameter._backward_hooks:
+                            self._tensor(parameter, f"a parameter of {name}")
+                elif attribute in self.names and attribute not in _MODULE_TABLES and not is_frozen(item):
+                    self.value(item, f"{name}.{attribute}")
+
+
+_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
+_MODULE_TABLES: Final = frozenset(
+    {
+        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+        "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    }
+)  # fmt: skip
+
+_NODES: Final[tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...]] = (
+    ((list, tuple, collections.deque), _Walk._sequence),
+    ((dict, Mapping), _Walk._mapping),
+    ((set, frozenset), _Walk._set),
+    (torch.nn.Module, _Walk._nn_module),
+    (types.FunctionType, _Walk._function),
+    (types.MethodType, _Walk._method),
+    (functools.partial, _Walk._partial),
+    (property, _Walk._property),
+    ((staticmethod, classmethod), _Walk._static),
+    ((types.BuiltinFunctionType, np.ufunc), _Walk._builtin),
+    (types.ModuleType, _Walk._python_module),
+    (enum.Enum, _Walk._same),
+    ((operator.attrgetter, operator.methodcaller), _Walk._names_in_c),
+    (type(functools.lru_cache(len)), _Walk._wrapped),
+    (torch.optim.lr_scheduler.LRScheduler, _Walk._scheduler),
+    (type, _Walk._class),
+    ((np.ndarray, np.generic), _Walk._array),
+    ((bytearray, array.array), _Walk._bytes),
+    (contextvars.ContextVar, _Walk._context_variable),
+    (weakref.ref, _Walk._reference),
+    ((Optimizer, torch.amp.GradScaler), _Walk._collect),
+    ((io.IOBase, types.GeneratorType), _Walk._file),
+)
+"""Kinds of values -> how a walk adds them, the first that fits."""
+
+
+def is_frozen(value: Any) -> bool:
+    """Whether a value is a plain one, or a tuple of plain ones: it changes only when its name gets another."""
+    return type(value) in _LEAVES or (type(value) is tuple and all(type(item) in _LEAVES for item in value))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # assigned later
+        return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that a function and those inside of it use."""
+    inner = [_names(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(code: types.CodeType) -> tuple[str, ...]:
+    """Constants of a function that could be names, for ``getattr``."""
+    found = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
+    inner = [text for each in code.co_consts if isinstance(each, types.CodeType) for text in _texts(each)]
+    return (*found, *inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_class(kind: Any) -> frozenset[str]:
+    """Names in the code of a module's class, of libraries too, up to `torch.nn.Module`."""
+    return frozenset(name for function in _functions(kind) for name in _names(function.__code__))
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    for base in kind.__mro__:
+        if base is torch.nn.Module:
+            return
+        for item in base.__dict__.values():
+            function: Any = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
+            while hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(file: str | None) -> bool:
+    """Whether code of the file belongs to the standard library or an installed package."""
+    return file is not None and (file.startswith(("<frozen", *_FOLDERS)) or "site-packages" in file)
+
+
+def _is_library_module(module: types.ModuleType) -> bool:
+    package = module.__name__.partition(".")[0]
+    return package in sys.stdlib_module_names or _is_library(getattr(module, "__file__", None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_opaque(kind: Any) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _OPAQUE or (
+        package in sys.stdlib_module_names and package not in (*_DATA, "_thread", "collections", "functools")
+    )
