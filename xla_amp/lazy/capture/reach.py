@@ -321,8 +321,9 @@ class _Walk:
 
     def _builtin(self, value: Any, label: str) -> None:
         self._same(value, label)
-        owner = getattr(value, "__self__", None)
-        if owner is not None and not isinstance(owner, types.ModuleType | type) and not _is_opaque(type(owner)):
+        owner: Any = getattr(value, "__self__", None)
+        kind: Any = type(owner)
+        if owner is not None and not isinstance(owner, types.ModuleType | type) and not _is_opaque(kind):
             self.value(owner, label)
 
     def _scheduler(self, value: Any, label: str) -> None:
