@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import os
 import random
@@ -831,6 +832,30 @@ def test_a_change_counts_or_is_refused(name, device):
     else:
         assert replays == 4
         assert told == []
+
+
+def test_what_only_other_methods_use_is_not_compared(device):
+    class Trainer:
+        def __init__(self):
+            self.loader = itertools.cycle([1.0, 2.0])
+            self.history, self.count, self.scale = [], 0, 2.0
+            self.step = xla_amp.compile(self._step, strict=True)
+
+        def _step(self, x):
+            return x * self.scale
+
+        def train(self):
+            for _ in range(6):
+                self.history.append(self.step(torch.full((2,), next(self.loader), device=DEVICE)))
+                self.count += 1
+
+    trainer = Trainer()
+    trainer.train()
+    assert trainer.step.replays == 4
+    trainer.scale = 3.0
+    trainer.train()
+    assert [float(each[0]) for each in trainer.history] == [2.0, 4.0] * 3 + [3.0, 6.0] * 3
+    assert trainer.step.replays == 8
 
 
 # ---- random values at random places ----------------------------------------------------------------------------------

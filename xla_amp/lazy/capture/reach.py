@@ -48,7 +48,9 @@ _OPAQUE: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp", "loggi
 """Packages whose objects are compared by identity."""
 _ALWAYS: Final = frozenset({"forward", "backward", "setup_context"})
 """Names of functions that torch calls."""
-_NEVER: Final = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"})
+_CONSTRUCTORS: Final = frozenset({"__init__", "__new__", "__post_init__"})
+_SILENT: Final = frozenset({"__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"})
+"""Methods of classes that are not followed."""
 _COMPUTED: Final = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
 """Names by which code reads attributes that it does not name: then plain values of all names are compared."""
 _WHOLE_SCOPE: Final = frozenset({"globals", "eval", "exec"})
@@ -356,6 +358,15 @@ class _Walk:
                 self.value(item, f"{label}.{name}")
 
     def _class(self, value: type, label: str) -> None:
+        self._body(value, label, _SILENT)
+
+    def _kind(self, value: type, label: str) -> None:
+        """Adds the class of an object, whose constructor has run."""
+        number = self._seen.setdefault(~id(value), len(self._seen))
+        if number == len(self._seen) - 1:
+            self._body(value, label, _SILENT | _CONSTRUCTORS)
+
+    def _body(self, value: type, label: str, without: frozenset[str]) -> None:
         self._same(value, label)
         if _is_opaque(value) or _is_library(getattr(sys.modules.get(value.__module__), "__file__", None)):
             return
@@ -363,12 +374,11 @@ class _Walk:
             if _is_opaque(base) or base is object:
                 continue
             for name, item in list(base.__dict__.items()):
-                if name in self.names or (
-                    name.startswith("__") and name not in _NEVER and isinstance(item, types.FunctionType)
-                ):
+                special = name.startswith("__") and isinstance(item, types.FunctionType)
+                if (special or name in self.names) and name not in without:
                     self.value(item, f"{label}.{name}")
         if type(value) is not type:
-            self.value(type(value), f"type({label})")
+            self._kind(type(value), f"type({label})")
 
     def _instance(self, value: Any, label: str) -> None:
         kind: Any = type(value)
@@ -379,7 +389,7 @@ class _Walk:
             self._same(value, label)
             self._wrapped(value, label)
             return
-        self.value(kind, f"type({label})")
+        self._kind(kind, f"type({label})")
         self._attributes(value, label)
 
     def _attributes(self, value: Any, label: str) -> None:
@@ -420,7 +430,7 @@ class _Walk:
             kind: Any = type(module)
             if self._learned is not None:
                 self._learned.update(_names_of_class(kind))
-            self.value(kind, f"type({name})")
+            self._kind(kind, f"type({name})")
             for attribute, item in list(module.__dict__.items()):
                 if attribute in _HOOKS:
                     for hook in list(item.values()):
@@ -506,7 +516,9 @@ def _functions(kind: type) -> Iterator[types.FunctionType]:
     for base in kind.__mro__:
         if base is torch.nn.Module:
             return
-        for item in base.__dict__.values():
+        for name, item in base.__dict__.items():
+            if name in _CONSTRUCTORS:
+                continue
             function: Any = item.fget if isinstance(item, property) else getattr(item, "__func__", item)
             while hasattr(function, "__wrapped__"):
                 function = function.__wrapped__
