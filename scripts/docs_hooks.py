@@ -30,6 +30,7 @@ MODULES = (
     "xla_amp.syncfree",
     "xla_amp.xla_model",
     "xla_amp.checkpoint",
+    "xla_amp.torch_xla",
     "xla_amp.lowering",
     "xla_amp.errors",
     "xla_amp.integrations.huggingface",

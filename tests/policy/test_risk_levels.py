@@ -93,9 +93,15 @@ def test_lean_in_jax() -> None:
         wide = [each for each in jax.tree.leaves(pull) if each.dtype == jnp.float32 and each.shape == (4, 8)]
         return len([each for each in wide if each is not x]), out
 
+    def results(level: str) -> set[str]:
+        with xla_amp.explain() as report:
+            jax.make_jaxpr(autocast(Model().apply, policy=level))(parameters, x)
+        return {each.result[0] for each in report.records if each.operation in ("exp", "layer_norm", "softmax")}
+
     exact = Model().apply(parameters, x)
-    (cautious, _), (lean, out) = stored("cautious"), stored("lean")
-    assert lean == 0 < cautious
+    lean, out = stored("lean")
+    assert lean == stored("cautious")[0] == 0  # float32 parts are computed again
+    assert (results("lean"), results("cautious")) == ({"bfloat16"}, {"float32"})
     assert jnp.allclose(out.astype(jnp.float32), exact, atol=0.05)
     with xla_amp.explain() as report:
         jax.make_jaxpr(autocast(Model().apply, policy="lean"))(parameters, x)
