@@ -160,6 +160,13 @@ def test_each_lane_of_a_batched_loop_has_its_own_condition():
     np.testing.assert_array_equal(found[0], expected)
 
 
+def test_lanes_of_a_batched_loop_on_an_explicit_mesh():
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"))):
+        x = jax.device_put(jnp.full((4, 8), -1e25), P("data", "model"))
+        report = find_overflow(jax.vmap(lambda row: lax.while_loop(lambda c: c[0] < 1e30, lambda c: c * c, row)), x)
+    assert report.first.place.iteration == "iteration 0 of while"
+
+
 def test_what_is_none():
     masked = jax.jit(lambda x: jax.nn.softmax(jnp.where(jnp.eye(3) > 0, -jnp.inf, x)))
     report = find_overflow(masked, jnp.ones((3, 3)))
@@ -185,7 +192,7 @@ def test_what_was_not_watched_is_told():
     def host(x):
         return jax.pure_callback(np.float32, jax.ShapeDtypeStruct((), jnp.float32), x)
 
-    (note,) = find_overflow(lambda x: host(x) + 1, jnp.float32(1)).not_watched
+    (note,) = find_overflow(host, jnp.float32(1)).not_watched
     assert note.startswith("the inside of pure_callback (")
     assert __file__ in note
     ahead = jax.jit(lambda x: 1 / jnp.log(x * 0)).lower(ONES).compile()

@@ -350,8 +350,10 @@ def _while(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str,
 
 
 def _select(lanes: Any, new: Any, old: Any) -> Any:
-    axes = tuple(range(np.ndim(lanes)))
-    return lax.select(lax.broadcast_in_dim(lanes, np.shape(new), axes), new, old)
+    select = lax.select
+    for _ in range(np.ndim(lanes)):
+        select = jax.vmap(select)
+    return select(lanes, new, old)
 
 
 def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
