@@ -222,7 +222,7 @@ def test_numbers_do_not_become_functions():
 
 
 def test_eager_calls_of_a_jit_function_are_traced_once():
-    traces = []
+    traces, x = [], X + 0  # of the mesh around, if there is one, as all that is computed from it
 
     @autocast
     @jax.jit
@@ -231,16 +231,16 @@ def test_eager_calls_of_a_jit_function_are_traced_once():
         return x @ W
 
     for _ in range(3):
-        product(X)
+        product(x)
     count = len(traces)
-    product(X + 1)
+    product(x + 1)
     assert len(traces) == count
-    assert product(X[:2]).shape == (2, 8)
+    assert product(x[:2]).shape == (2, 8)
     with xla_amp.policy.override({"matmul": "fp32"}):
-        assert distance(product(X), X @ W) < 1e-6
-    assert distance(product(X), X @ W) > 1e-6
+        assert distance(product(x), x @ W) < 1e-6
+    assert distance(product(x), x @ W) > 1e-6
     donated = autocast(jax.jit(lambda x: jnp.sum(x @ W) + x, donate_argnums=0))
-    given = X + 0
+    given = x + 0
     donated(given)
     assert given.is_deleted()
 
@@ -360,7 +360,7 @@ def test_a_function_of_jit_has_its_methods():
     for lowered in (low.lower(shape, 3, buffer=shape), low.trace(shape, 3, buffer=shape).lower()):
         assert "bf16" in lowered.as_text()
         assert lowered.compile().memory_analysis().alias_size_in_bytes == X.nbytes
-    assert low.eval_shape(shape, 3, buffer=shape) == shape
+    assert low.eval_shape(shape, 3, buffer=shape) == function.eval_shape(shape, 3, buffer=shape)
     assert low.region.enabled
     with xla_amp.policy.override(mm="fp32"):
         assert "bf16" not in low.lower(shape, 3, buffer=shape).as_text()
