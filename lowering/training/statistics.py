@@ -5,6 +5,7 @@ The fields are those of `xla_amp.recorder.history.Sums`, in its order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,12 +53,25 @@ _BLOCK = 32
 
 
 def _in_blocks(x: jax.Array) -> jax.Array:
-    """(..., n) -> (..., blocks, _BLOCK), filled up with zeros, if the last axis is longer than that."""
+    """(..., n) -> (..., blocks, _BLOCK), filled up with zeros, if the last axis is longer than that.
+
+    Of an axis that an explicit mesh splits, each part has blocks: (..., n) -> (..., parts, blocks, _BLOCK).
+    """
     length = x.shape[-1]
-    if length <= _BLOCK:
+    parts = _parts_of_last_axis(x)
+    if length <= _BLOCK or length == parts:
         return x
+    if parts > 1:
+        return _in_blocks(x.reshape(*x.shape[:-1], parts, length // parts))
     filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -length % _BLOCK)])
     return filled.reshape(*x.shape[:-1], -1, _BLOCK)
+
+
+def _parts_of_last_axis(x: jax.Array) -> int:
+    """How many parts the explicit axes of a mesh, which are in the type of `x`, make of its last axis."""
+    sharding = jax.typeof(x).sharding
+    names = sharding.spec[-1] or ()
+    return math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
 
 
 def _join(one: Any, other: Any) -> Any:

@@ -68,24 +68,64 @@ def test_all_programs(mesh: str, part: int) -> None:
     _check(mesh, *[*_table("PROGRAMS"), "training"][part::3])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name",
-    [
-        "autocast_arguments_jax",
-        "autocast_composition",
-        "autocast_contracts",
+SUMS = """
+import os
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+import jax, numpy as np
+from jax.sharding import PartitionSpec as P
+from xla_amp.lowering.training.statistics import sums
+
+mesh = jax.make_mesh((2, 2), ("a", "b"))
+with jax.set_mesh(mesh):
+    both = ("a", "b")
+    for shape, split in (((64,), P(both)), ((8, 132), P(None, both)), ((4, 66), P("a", "b")), ((4,), P("a"))):
+        value = np.random.RandomState(0).randn(*shape).astype(np.float32)
+        value.flat[:2] = np.inf, np.nan
+        found = jax.jit(sums)(jax.device_put(value, split), 0.25)
+        finite = np.where(np.isfinite(value), abs(value), 0)
+        counts = (finite > 0) & (finite <= 0.25), finite > 0, np.isinf(value), np.isnan(value)
+        wanted = [finite.max(), np.square(finite).sum(), *(each.sum() for each in counts), value.size]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+print("equal")
+"""
+
+
+def test_sums_of_a_monitor_on_an_explicit_mesh() -> None:
+    """Also of an axis whose parts are no multiple of the blocks that are added."""
+    run = forked.run(program=SUMS, environment={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert run.stdout.strip() == "equal", run.stderr[-3000:]
+
+
+FILES = {
+    "explicit": (
         "autocast_functions",
-        "contraction_primitives",
-        "loss_scale",
-    ],
-)
-def test_files_of_this_folder_on_an_explicit_mesh(name: str) -> None:
+        "autocast_contracts autocast_composition autocast_arguments_jax autocast_models contraction_primitives",
+        "constants jax_monitor jax_names jax_overflow jax_search jax_sweep loss_scale module_scopes",
+        "float8_jax optax_wrapper parity_with_flax peers precision_report program_requests tracer_leaks",
+    ),
+    "auto": ("autocast_contracts jax_overflow loss_scale",),
+    "mixed": ("autocast_contracts autocast_composition jax_overflow loss_scale",),
+}
+"""Mesh -> files that run on it, in a process for each text: all on explicit axes, a sample on the others."""
+OWN_PROCESSES = {"autocast_targets", "jax_monitor_processes", "meshes"}
+"""Files whose programs run in processes or on devices that the mesh does not reach."""
+
+
+def test_every_file_runs_on_an_explicit_mesh() -> None:
+    files = {path.stem.removeprefix("test_") for path in SCRIPT.parent.glob("test_*.py")}
+    assert {name for group in FILES["explicit"] for name in group.split()} == files - OWN_PROCESSES
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "names"), [(mesh, names) for mesh, groups in FILES.items() for names in groups])
+def test_files_of_this_folder(mesh: str, names: str) -> None:
     """`conftest` enters the mesh for each test, and has what is left out, with reasons."""
-    path = SCRIPT.with_name(f"test_{name}.py")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280", path],
-        env={**os.environ, "JAX_FRONT_MESH": "explicit"},
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280"),
+            *(SCRIPT.with_name(f"test_{name}.py") for name in names.split()),
+        ],
+        env={**os.environ, "JAX_FRONT_MESH": mesh},
         capture_output=True,
         text=True,
         check=False,
