@@ -58,7 +58,8 @@ def equations(jaxpr):
 
 def open_products(function):
     """The products of a program that ask for nothing and sum something: the policy may make them low."""
-    found = [eqn for eqn in equations(jax.make_jaxpr(function)(MATRIX).jaxpr) if eqn.primitive.name == "dot_general"]
+    jaxpr = jax.make_jaxpr(function)(MATRIX + 0).jaxpr  # of the mesh around, if there is one
+    found = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general"]
     left_open = [eqn for eqn in found if not request(eqn, np.dtype(jnp.bfloat16))]
     return [e for e in left_open if not sums_nothing(e.primitive, e.params, *(atom.aval for atom in e.invars))]
 
