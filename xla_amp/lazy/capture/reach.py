@@ -383,7 +383,7 @@ class _Walk:
     def _instance(self, value: Any, label: str) -> None:
         kind: Any = type(value)
         base = next((base for base in _BASES if issubclass(kind, base)), None)
-        if base is not None:  # a number or text of a class of its own
+        if base is not None:  # a number or text of a subclass
             self._add(kind, repr(base(value)), label)
         if _is_opaque(kind):
             self._same(value, label)

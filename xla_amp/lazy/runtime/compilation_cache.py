@@ -19,7 +19,8 @@ def compilation_cache(
     The folder is JAX's cache (``jax_compilation_cache_dir``), so it also stores programs of JAX code.  A program from
     the cache gives bitwise the same results.  ``XLA_AMP_CACHE`` names a folder without a call.
 
-    Whoever can write the folder can run code in every process that reads it: it is made for this user alone (0700).
+    A user who can write to the folder can run code in every process that reads it, so it is made for this user alone
+    (0700).
 
     Args:
         path: the folder, created if it is missing; None switches the cache off.
