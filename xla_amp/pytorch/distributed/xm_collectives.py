@@ -202,7 +202,8 @@ def all_to_all(
 
     Args:
         value: of the same shape and dtype on all.
-        split_dimension, concat_dimension: the dimensions to split and to join along.
+        split_dimension: the dimension to split.
+        concat_dimension: the dimension to join along.
         split_count: number of parts: the size of a group.
         groups: as `all_reduce`.
         pin_layout: torch_xla's option of that name.
