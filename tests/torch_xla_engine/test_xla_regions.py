@@ -160,7 +160,11 @@ def test_nesting_and_disabled_regions(matrix):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: xla_amp.autocast("xla", FP32), UnsupportedDtypeError, "expected torch.bfloat16 or torch.float16"),
+        (
+            lambda: xla_amp.autocast("xla", torch.float64),
+            UnsupportedDtypeError,
+            "expected torch.bfloat16 or torch.float16",
+        ),
         (lambda: xla_amp.autocast("jax"), DeviceError, "the XLA engine in use has the device 'xla'"),
         (lambda: xla_amp.autocast("xla", policy="nonsense"), PolicyError, "nonsense"),
     ],
