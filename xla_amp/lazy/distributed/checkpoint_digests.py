@@ -23,7 +23,7 @@ _WORD = 32
 
 
 def start(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Starts to compute the digest of each array; on a mesh of several processes all of them call it."""
+    """Starts to compute the digest of each array; one that other processes have parts of has none."""
     with private_api.x64():
         return {name: _on(_mesh_of(array))(array) for name, array in arrays.items() if _is_covered(array)}
 
@@ -34,9 +34,13 @@ def texts(digests: Mapping[str, jax.Array]) -> dict[str, str]:
 
 
 def _is_covered(array: jax.Array) -> bool:
-    """Whether the platform has the bits of such numbers: TPUs compute float64 with pairs of float32."""
+    """Whether this process has the whole array, and the platform the bits of its numbers.
+
+    A sum over processes, beside the step that runs, can wait for ever on XLA:CPU.  TPUs compute float64 with pairs of
+    float32.
+    """
     device: Any = next(iter(array.sharding.device_set))
-    return device.platform != "tpu" or array.dtype not in (np.float64, np.complex128)
+    return array.is_fully_addressable and (device.platform != "tpu" or array.dtype not in (np.float64, np.complex128))
 
 
 def _mesh_of(array: jax.Array) -> Mesh | None:
