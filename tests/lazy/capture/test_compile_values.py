@@ -834,6 +834,19 @@ def test_a_change_counts_or_is_refused(name, device):
         assert told == []
 
 
+def test_a_hook_of_all_modules_that_is_removed_counts(device):
+    module = torch.nn.Linear(2, 2).to(device)
+    step, x = xla_amp.compile(lambda x: module(x).detach(), strict=True), torch.ones(1, 2, device=device)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, result: result * 2)
+    try:
+        for _ in range(4):
+            found = step(x)
+    finally:
+        handle.remove()
+    assert step.replays == 2
+    assert torch.equal(found.cpu(), 2 * step(x).cpu())
+
+
 def test_what_only_other_methods_use_is_not_compared(device):
     class Trainer:
         def __init__(self):

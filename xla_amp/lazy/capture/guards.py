@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.reach import Reach, Values, is_frozen
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -84,7 +83,6 @@ class Guards:
             *((f"the number of attributes of {label}", ()) for label, _ in spaces),
             *((f"the {name.strip('_').replace('_', ' ')} of {label}", ()) for label, _ in spaces for name in _HOOKS),
             *((f"which object {name} of a module is", ()) for name in self._member_names),
-            ("the hooks of all modules", ()),
         ]
 
     # -- comparing -----------------------------------------------------------------------------------------------
@@ -119,8 +117,6 @@ class Guards:
         values += map(len, self._sizes)
         values += map(tuple, self._hooks)
         values += map(id, map(dict.get, self._members, self._member_names))
-        hooks = private_api.hooks_of_all_modules()  # our own come and go with each step
-        values.append([id(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("xla_amp.")])
         return values
 
     def storages(self, values: tuple[Values, list[Any]]) -> list[int]:

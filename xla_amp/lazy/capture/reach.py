@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.observer import NotReplayableError
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -82,7 +83,7 @@ class Reach:
         names = _ALWAYS
         while True:
             walk = _Walk(names, learned := set(names), [])
-            walk.value(function, "the step")
+            self._start(walk)
             if learned == names:
                 break
             names = frozenset(learned)
@@ -106,10 +107,16 @@ class Reach:
         walk = self._walk(labels)
         return labels[: len(walk.found)]
 
+    def _start(self, walk: _Walk) -> None:
+        walk.value(self._function, "the step")
+        for hook in private_api.hooks_of_all_modules():
+            if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
+                walk.value(hook, "a hook of all modules")
+
     def _walk(self, labels: list[str] | None = None) -> _Walk:
         walk = _Walk(self._names, None, labels)
         try:
-            walk.value(self._function, "the step")
+            self._start(walk)
         except NotReplayableError:
             if labels is None:
                 return self._walk([])  # raises with the names of values
