@@ -19,7 +19,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp import xla_model as xm
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 
 def run(rank: int, arguments: argparse.Namespace) -> None:

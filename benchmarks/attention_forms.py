@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import torch
 from timing import interleaved, machine
 
-from xla_amp.lazy.runtime import pjrt
+from xla_amp.lazy.programs import pjrt
 from xla_amp.lowering.attention import sdpa
 from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
 

@@ -27,8 +27,8 @@ from workloads import Workload, language
 
 import xla_amp
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.compile import Program
 
 
 def trainer(layers: int) -> tuple[Callable[[], None], int]:

@@ -20,7 +20,7 @@ from results import write_json, write_markdown
 
 from xla_amp.lowering.linalg.float8 import float8_contract
 from xla_amp.policy import float8
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 
 def low(x: Any, weight: Any, gradient: Any) -> Any:

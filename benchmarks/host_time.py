@@ -20,7 +20,7 @@ from models import GPT, GPTConfig, ResNet50
 from timing import interleaved, machine
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 
 def resnet() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], Any]:

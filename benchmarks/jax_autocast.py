@@ -25,7 +25,7 @@ from timing import interleaved, machine
 
 from xla_amp.jax import autocast
 from xla_amp.jax.higher_order import islands
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 
 class Block(nn.Module):

@@ -22,7 +22,7 @@ import transformers
 from results import RESULTS, stamp, write_markdown
 
 import xla_amp
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 MESHES: dict[tuple[int, str], dict[str, int]] = {
     (16, "fsdp"): {"data": 16},

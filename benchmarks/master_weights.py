@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 PAGE = ROOT / "docs" / "loss_scaling.md"
 MARK = "<!-- figures: python benchmarks/master_weights.py --write -->\n"

@@ -23,7 +23,7 @@ from timing import interleaved, machine
 from workloads import WORKLOADS
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 
 class Trainer:

@@ -27,7 +27,7 @@ from timing import interleaved, machine
 import xla_amp
 from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.replay import Replay
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.programs.compile import Program
 
 
 def empty_program(program: Program) -> Any:

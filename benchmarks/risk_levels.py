@@ -24,7 +24,7 @@ from results import write_json, write_markdown
 from workloads import Workload, language, resnet, vit
 
 import xla_amp
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 _SIZE: dict[str, Any] = {"layers": 2, "width": 256, "heads": 4}
 MODELS = [

@@ -29,8 +29,8 @@ from results import RESULTS, stamp, write_markdown
 from timing import machine
 
 import xla_amp
-from xla_amp import plan_search
-from xla_amp.plan_search import Plan, measurements
+from xla_amp.tools import search as plan_search
+from xla_amp.tools.search import Plan, measurements
 
 SEARCHED, UNSEEN = 8, 4
 """Batches that the search has, and batches that check its plan."""
@@ -69,7 +69,7 @@ class Front(NamedTuple):
     """A program of one front."""
 
     program: Any
-    """A `xla_amp.plan_search.Program` of all batches."""
+    """A `xla_amp.tools.search.Program` of all batches."""
     budget: Errors
     wide: float
     """Estimated seconds in float32."""
@@ -84,7 +84,7 @@ def torch_front(name: str, target: str) -> Iterator[Front]:
     """A loss in PyTorch."""
     import search_torch
 
-    from xla_amp.diagnose.torch_search import TorchProgram
+    from xla_amp.tools.search.on_pytorch import TorchProgram
 
     low, rates = LOW.get(name, "bfloat16"), plan_search.rates(target)
     step, batches = search_torch.PROGRAMS[name].make(SEARCHED + UNSEEN)
@@ -107,7 +107,7 @@ def jax_front(name: str, target: str) -> Iterator[Front]:
     import search_jax
 
     from xla_amp.jax import autocast
-    from xla_amp.jax.precision_search import JaxProgram
+    from xla_amp.tools.search.on_jax import JaxProgram
 
     low, rates = LOW.get(name, "bfloat16"), plan_search.rates(target)
     given = search_jax.PROGRAMS[name]
@@ -141,7 +141,7 @@ def stablehlo_front(name: str, target: str) -> Iterator[Front]:
 
     from xla_amp.stablehlo import io, ir
     from xla_amp.stablehlo.passes.autocast import settings
-    from xla_amp.stablehlo.tools import target_error
+    from xla_amp.tools.inspect import target_error
 
     given = search_jax.PROGRAMS[name]
     module, samples = search_jax.exported(*given.make(SEARCHED + UNSEEN))

@@ -31,7 +31,7 @@ from workloads import Workload, language, resnet, vit
 import xla_amp
 from xla_amp.lazy.interop.export_for import TargetProgram
 from xla_amp.lowering.attention import cudnn
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     "GPT-2": lambda options: Workload(name="GPT-2", **language(4, 1024, layers=options.layers)),

@@ -23,7 +23,7 @@ LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 INCLUDED = ("CHANGELOG.md", "CONTRIBUTING.md", "xla_amp/lazy/README.md")
 """Files of the navigation, which no page needs to link to."""
 
-PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.plan_search", "xla_amp.policy", "xla_amp.stablehlo")
+PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.tools.search", "xla_amp.policy", "xla_amp.stablehlo")
 """Packages whose names are re-exported: each name has an entry."""
 
 MODULES = (
@@ -37,11 +37,11 @@ MODULES = (
     "xla_amp.integrations.lightning",
     "xla_amp.integrations.torchmetrics",
     "xla_amp.integrations.trainer_monitor",
-    "xla_amp.recorder.advice",
-    "xla_amp.recorder.bad_step",
-    "xla_amp.recorder.history",
-    "xla_amp.recorder.sinks",
-    "xla_amp.recorder.table",
+    "xla_amp.tools.monitor.advice",
+    "xla_amp.tools.monitor.bad_step",
+    "xla_amp.tools.monitor.history",
+    "xla_amp.tools.monitor.sinks",
+    "xla_amp.tools.monitor.table",
 )
 """Modules that are documented as a whole."""
 

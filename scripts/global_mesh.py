@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 import xla_amp
 from xla_amp.errors import XlaAmpError
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
 
 FORMS: tuple[tuple[int, int, dict[str, int], tuple[str, ...]], ...] = (

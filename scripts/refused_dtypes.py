@@ -1,4 +1,4 @@
-"""Writes xla_amp/lazy/graph/refused_dtypes.toml: dtypes that torch's CPU kernels refuse.
+"""Writes xla_amp/lazy/ops/checks/refused_dtypes.toml: dtypes that torch's CPU kernels refuse.
 
 python scripts/refused_dtypes.py            # takes minutes; run it after an update of torch
 """
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from xla_amp import lowering
-from xla_amp.lazy.graph import refused_dtypes
+from xla_amp.lazy.ops.checks import refused_dtypes
 
 TABLE = Path(refused_dtypes.__file__).with_suffix(".toml")
 SAMPLES = 12

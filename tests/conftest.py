@@ -118,8 +118,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def _lines_have_compiled_nothing() -> Iterator[None]:
     """A line of a helper that many tests call is not warned about because of the tests before."""
     yield
-    if "xla_amp.lazy.runtime.causes" in sys.modules:
-        sys.modules["xla_amp.lazy.runtime.causes"].reset()
+    if "xla_amp.lazy.programs.causes" in sys.modules:
+        sys.modules["xla_amp.lazy.programs.causes"].reset()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -128,5 +128,5 @@ def _programs_of_other_files_are_dropped() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
-    if "xla_amp.lazy.runtime.execute" in sys.modules:
-        sys.modules["xla_amp.lazy.runtime.execute"].clear_programs()
+    if "xla_amp.lazy.programs.execute" in sys.modules:
+        sys.modules["xla_amp.lazy.programs.execute"].clear_programs()

@@ -15,7 +15,7 @@ import pytest
 from xla_amp import files
 from xla_amp.errors import FileError, ModuleError, PolicyError
 from xla_amp.policy import load
-from xla_amp.recorder import bad_step, history
+from xla_amp.tools.monitor import bad_step, history
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 def test_the_cache_of_programs_is_such_a_folder(tmp_path):
-    from xla_amp.lazy.runtime.compilation_cache import compilation_cache
+    from xla_amp.lazy.programs.compilation_cache import compilation_cache
 
     tmp_path.chmod(0o777)
     with pytest.raises(FileError, match=r"compilation_cache.*other users can write"):
@@ -144,7 +144,7 @@ def test_errors_and_reports_hold_no_codes_that_a_terminal_acts_on():
     assert str(FileError(f"{RED}", "b")).startswith("[Errno \\x1b")
     statistics = history.Statistics(amax=1.0, rms=1.0, underflow=0.0, inf=0.0, nan=0.0, headroom=1.0)
     record = history.StepRecord(step=1, statistics={history.Key(f"{RED}h", "weight"): statistics})
-    from xla_amp.recorder import table
+    from xla_amp.tools.monitor import table
 
     shown = table.text(history.History(low="float16", steps=[record]))
     assert "\\x1b[31m" in shown

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from xla_amp import xla_model as xla_model
     from xla_amp.backends.base import metrics as metrics
     from xla_amp.backends.base import sync as sync
-    from xla_amp.diagnose.explain import explain as explain
-    from xla_amp.diagnose.overflow import find_overflow as find_overflow
-    from xla_amp.diagnose.torch_search import search as search
     from xla_amp.lazy.capture.compiled_step import compile as compile
     from xla_amp.lazy.distributed.launch import launch as launch
     from xla_amp.lazy.distributed.layouts import shard as shard
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
     from xla_amp.lazy.distributed.spmd import mark_sharding as mark_sharding
     from xla_amp.lazy.interop.export import export as export
     from xla_amp.lazy.interop.export_for import export_for as export_for
-    from xla_amp.lazy.runtime.compilation_cache import compilation_cache as compilation_cache
+    from xla_amp.lazy.programs.compilation_cache import compilation_cache as compilation_cache
     from xla_amp.pytorch.autocast.autocast import autocast as autocast
     from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
     from xla_amp.pytorch.autocast.custom_function import custom_fwd as custom_fwd
@@ -50,7 +47,10 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.distributed.data_parallel import DistributedDataParallel as DistributedDataParallel
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
-    from xla_amp.pytorch.recorder.monitor import monitor as monitor
+    from xla_amp.tools.explain.on_pytorch import explain as explain
+    from xla_amp.tools.monitor.on_pytorch.monitor import monitor as monitor
+    from xla_amp.tools.overflow.on_pytorch import find_overflow as find_overflow
+    from xla_amp.tools.search.on_pytorch import search as search
 
 __version__ = "0.1.0"
 
@@ -59,14 +59,14 @@ _PUBLIC = {
     "DistributedDataParallel": "xla_amp.pytorch.distributed.data_parallel",
     "GradScaler": "xla_amp.pytorch.optim.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast.autocast",
-    "compilation_cache": "xla_amp.lazy.runtime.compilation_cache",
+    "compilation_cache": "xla_amp.lazy.programs.compilation_cache",
     "compile": "xla_amp.lazy.capture.compiled_step",
     "custom_bwd": "xla_amp.pytorch.autocast.custom_function",
     "custom_fwd": "xla_amp.pytorch.autocast.custom_function",
-    "explain": "xla_amp.diagnose.explain",
+    "explain": "xla_amp.tools.explain.on_pytorch",
     "export": "xla_amp.lazy.interop.export",
     "export_for": "xla_amp.lazy.interop.export_for",
-    "find_overflow": "xla_amp.diagnose.overflow",
+    "find_overflow": "xla_amp.tools.overflow.on_pytorch",
     "full_tensor": "xla_amp.lazy.distributed.spmd",
     "global_batch": "xla_amp.lazy.distributed.spmd",
     "is_autocast_available": "xla_amp.pytorch.autocast.custom_function",
@@ -74,9 +74,9 @@ _PUBLIC = {
     "make_mesh": "xla_amp.lazy.distributed.spmd",
     "mark_sharding": "xla_amp.lazy.distributed.spmd",
     "metrics": "xla_amp.backends.base",
-    "monitor": "xla_amp.pytorch.recorder.monitor",
+    "monitor": "xla_amp.tools.monitor.on_pytorch.monitor",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
-    "search": "xla_amp.diagnose.torch_search",
+    "search": "xla_amp.tools.search.on_pytorch",
     "shard": "xla_amp.lazy.distributed.layouts",
     "sync": "xla_amp.backends.base",
     "xla_device": "xla_amp.pytorch.distributed.xla_model",

@@ -168,7 +168,7 @@ def warns_of_cpu_training() -> bool:
 
 
 def debug() -> frozenset[Debug]:
-    """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.runtime.causes`.
+    """``XLA_AMP_DEBUG``: what is logged, as words with commas; see `xla_amp.lazy.programs.causes`.
 
     ``recompile``: each program compiled after a line's first, and each new capture, with the reason.  ``sync``: each
     time that Python waits for the device, with what asked.
@@ -210,7 +210,7 @@ def compiler_options() -> dict[str, str]:
     """``XLA_AMP_COMPILER_OPTIONS``: XLA's options for the lazy device's programs, by name.
 
     Written as in ``XLA_FLAGS`` or as names alone, ``"xla_gpu_autotune_level=0 xla_cpu_enable_fast_math=true"``; they
-    replace the package's own (`xla_amp.lazy.runtime.compile_options`), and an empty value restores XLA's default.
+    replace the package's own (`xla_amp.lazy.programs.compile_options`), and an empty value restores XLA's default.
 
     Raises:
         PolicyError: a word is not ``name=value``.

@@ -22,6 +22,24 @@ from xla_amp.types import Cast, Layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an operation ran."""
+
+    operation: str
+    """ATen name, with the overload unless it is the default; on other fronts the primitive or StableHLO operation."""
+    phase: str
+    """``forward``, ``backward`` or ``update``; empty where that is unknown."""
+    module: str
+    """Path of the module; for a backward operation that of its forward operation; empty for the root and outside."""
+    location: str
+    """The user's ``file:line``; for a backward operation that of its forward operation."""
+    gradient_of: str = ""
+    """For a backward operation: the forward operation."""
+    iteration: str = ""
+    """In a loop: which iteration, from 0, outermost loop first."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionRecord:
     """The decision for one operation that ran."""
 

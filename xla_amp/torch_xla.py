@@ -105,7 +105,7 @@ def launch(
 def _devices_here() -> int:
     """Devices of this machine, counted in another process: this one must not take them from those to be started."""
     program = (
-        "import jax\nfrom xla_amp.lazy.runtime import pjrt\n"
+        "import jax\nfrom xla_amp.lazy.programs import pjrt\n"
         "print(len(jax.local_devices(backend=pjrt.jax_device().platform)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

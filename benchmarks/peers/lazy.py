@@ -8,7 +8,7 @@ from workloads import Workload
 
 import xla_amp
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 
 def make(workload: Workload, option: str) -> Trainer:

@@ -1,6 +1,6 @@
 """Sums over the values of tensors, from which the flight recorder makes statistics.
 
-The fields are those of `xla_amp.recorder.history.Sums`, in its order.
+The fields are those of `xla_amp.tools.monitor.history.Sums`, in its order.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jax import export
 from xla_amp import tables
 from xla_amp.report import terminal, units
 from xla_amp.stablehlo import io, ir
-from xla_amp.stablehlo.tools import inspection, targets
+from xla_amp.tools.inspect import inspection, targets
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 

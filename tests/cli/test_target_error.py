@@ -13,7 +13,7 @@ from xla_amp.errors import ModuleError, RuleWarning
 from xla_amp.report import units
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes.autocast import settings
-from xla_amp.stablehlo.tools import comparison, target_error
+from xla_amp.tools.inspect import comparison, target_error
 
 RNG = np.random.default_rng(0)
 X, W = (scale * RNG.standard_normal((16, 16)).astype(np.float32) for scale in (np.float32(1), np.float32(0.25)))

@@ -18,7 +18,7 @@ from source_tree import ROOT
 
 import xla_amp
 import xla_amp.jax
-from xla_amp.lazy.runtime import execute, pjrt
+from xla_amp.lazy.programs import execute, pjrt
 from xla_amp.lowering import forms
 from xla_amp.lowering.attention import blocked, sdpa
 from xla_amp.lowering.attention.attention_call import Attention

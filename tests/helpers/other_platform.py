@@ -7,8 +7,8 @@ import math
 import re
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.runtime.compile import build, steps
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.compile import build, steps
 
 
 def text_for(platform):

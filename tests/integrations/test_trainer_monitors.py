@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from xla_amp.recorder import bad_step
-from xla_amp.recorder.history import Key
+from xla_amp.tools.monitor import bad_step
+from xla_amp.tools.monitor.history import Key
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xla_amp.jax import find_overflow, monitor, observe
-from xla_amp.recorder.history import Key
+from xla_amp.tools.monitor.history import Key
 
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 X = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)

@@ -15,7 +15,7 @@ import xla_amp
 from xla_amp.errors import PolicyError, RuleWarning, UnsupportedDtypeError
 from xla_amp.jax import autocast, compat
 from xla_amp.policy import float8
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 RULES = {"matmul": "fp8"}
 E4, E5, LOW = "float8_e4m3fn", "float8_e5m2", "bfloat16"

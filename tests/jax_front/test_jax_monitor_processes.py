@@ -16,7 +16,7 @@ from monitor_on_two_processes import BAD, ROW, step
 
 from xla_amp.errors import FileError
 from xla_amp.jax import replay
-from xla_amp.recorder import bad_step, history
+from xla_amp.tools.monitor import bad_step, history
 
 PROGRAM = Path(__file__).with_name("monitor_on_two_processes.py")
 

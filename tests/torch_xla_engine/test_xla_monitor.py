@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import xla_amp
-from xla_amp.diagnose.replay_step import replay
-from xla_amp.recorder.history import Key
+from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.on_pytorch.replay import replay
 
 BAD, ELEMENT = 3, 5
 

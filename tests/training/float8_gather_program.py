@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 RULES = {"linear": "fp8", "matmul": "fp8"}
 WIDTHS = (64, 96, 64)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from torch import nn
 
 import xla_amp
-from xla_amp.lazy.runtime import execute, mesh, pjrt
+from xla_amp.lazy.programs import execute, mesh, pjrt
 
 
 class Model(nn.Module):

@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 import xla_amp
 from xla_amp import xla_model as xm
 from xla_amp.errors import XlaAmpError
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 STEPS = 50
 

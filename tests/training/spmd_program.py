@@ -25,7 +25,7 @@ from torch import nn
 
 import xla_amp
 from xla_amp.lazy.distributed import checkpoint
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 from xla_amp.lazy.tensors import tensor_io
 
 DEVICES = jax.device_count()

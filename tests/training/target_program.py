@@ -25,8 +25,8 @@ import xla_amp
 from xla_amp import config
 from xla_amp import xla_model as xm
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import execute, mesh
-from xla_amp.lazy.runtime.compile import build, steps
+from xla_amp.lazy.programs import execute, mesh
+from xla_amp.lazy.programs.compile import build, steps
 
 DEVICES = {"gpu": 8, "tpu": 16}
 LAYOUTS = {

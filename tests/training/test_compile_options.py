@@ -14,8 +14,8 @@ import xla_amp
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.interop.export import export
 from xla_amp.lazy.interop.functional import functional
-from xla_amp.lazy.runtime import compile_options, execute, pjrt
-from xla_amp.stablehlo.tools import targets
+from xla_amp.lazy.programs import compile_options, execute, pjrt
+from xla_amp.tools.inspect import targets
 
 ROUNDING = "xla_allow_excess_precision"
 VARIABLE = "XLA_AMP_COMPILER_OPTIONS"

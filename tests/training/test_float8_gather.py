@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_spmd_targets import collectives
 
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 PROGRAM = Path(__file__).with_name("float8_gather_program.py")
 FRONTS = ("jax", "torch")

@@ -15,9 +15,9 @@ from torch import nn
 import xla_amp
 from xla_amp import GradScaler, syncfree
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import compile_options, execute
+from xla_amp.lazy.programs import compile_options, execute
 from xla_amp.lowering import table
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 SHAPES = [(64, 128), (128, 256), (256,), (32, 32, 8)]
 FUSED = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_spmd_targets import COLLECTIVE, collectives
 
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 PROGRAM = Path(__file__).with_name("gradient_sums_program.py")
 WEIGHTS = 8 * 4 * 9 + 8 + 256 * 128 + 256 + 128 * 256 + 128 + 32 * 128 + 32

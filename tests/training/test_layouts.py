@@ -97,5 +97,5 @@ def mesh():
 def test_what_is_not_possible(model, axes, recipe, words, mesh):
     with pytest.raises(ValueError, match=words):
         xla_amp.shard(model, Mesh(mesh.devices, axes), recipe)
-    assert xla_amp.lazy.runtime.mesh.active is None
+    assert xla_amp.lazy.programs.mesh.active is None
     assert model.weight.device.type == "cpu"

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import xla_amp
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 CONFIG = transformers.GPT2Config(
     n_layer=1, n_embd=128, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0, resid_pdrop=0, embd_pdrop=0,

@@ -186,4 +186,4 @@ def on_device(*shape):
 def test_bad_input(call, kind, words, mesh):
     with pytest.raises(kind, match=words):
         call(mesh)
-    assert xla_amp.lazy.runtime.mesh.active is None
+    assert xla_amp.lazy.programs.mesh.active is None

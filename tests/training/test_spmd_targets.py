@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]  # compilers for TPUs, on a machine that may be busy
 

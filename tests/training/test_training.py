@@ -13,7 +13,7 @@ import torch
 from networks import NETWORKS, build, loss_of, losses
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.03, "momentum": 0.9, "weight_decay": 1e-4}),

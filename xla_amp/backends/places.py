@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xla_amp import events
 from xla_amp.backends import module_paths
-from xla_amp.overflow_report import Place
+from xla_amp.events import Place
 
 __all__ = ["LocatingMode", "Place"]
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from xla_amp.report.document import Document
     from xla_amp.stablehlo.passes.autocast import Converted
     from xla_amp.stablehlo.program import Format, Program
-    from xla_amp.stablehlo.tools.module_tables import States
-    from xla_amp.stablehlo.tools.target_error import Achieved
+    from xla_amp.tools.inspect.module_tables import States
+    from xla_amp.tools.inspect.target_error import Achieved
 
 HELP = "convert a program to mixed precision"
 
@@ -146,7 +146,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import page as report_page
     from xla_amp.report import terminal
     from xla_amp.stablehlo import io
-    from xla_amp.stablehlo.tools import inspection, samples
+    from xla_amp.tools.inspect import inspection, samples
 
     common.check_report(arguments)
     for option, needed in (
@@ -198,7 +198,7 @@ def _convert(
     arguments: argparse.Namespace, program: Program, given: list[list[Any]]
 ) -> tuple[Converted, Achieved | None]:
     from xla_amp.stablehlo.passes import autocast
-    from xla_amp.stablehlo.tools import comparison, target_error
+    from xla_amp.tools.inspect import comparison, target_error
 
     rules, samples = _rules(arguments.rules), [tuple(each) for each in given]
     if arguments.target_error is not None:
@@ -240,7 +240,7 @@ def _with_error(document: Document, arguments: argparse.Namespace, achieved: Ach
     """The report with the achieved error first; a warning if it is large."""
     from xla_amp.report import units
     from xla_amp.report.document import Finding
-    from xla_amp.stablehlo.tools.comparison import NOT_JUDGED, TOLERANCE
+    from xla_amp.tools.inspect.comparison import NOT_JUDGED, TOLERANCE
 
     limit = arguments.target_error or TOLERANCE
     if achieved.error > limit:
@@ -277,7 +277,7 @@ def _output(arguments: argparse.Namespace) -> str:
 
 
 def _document(arguments: argparse.Namespace, converted: Converted, states: States, before: str, after: str) -> Document:
-    from xla_amp.stablehlo.tools import module_tables
+    from xla_amp.tools.inspect import module_tables
 
     names = common.shown(arguments.source), _output(arguments)
     document = converted.report.document(f"{names[0]} ({before}) -> {names[1]} ({after})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from xla_amp.cli import arguments as common
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 HELP = "operations, contractions, casts and bytes by dtype; estimates for TPUs and GPUs"
 
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.stablehlo.tools import inspection
+    from xla_amp.tools.inspect import inspection
 
     common.check_report(arguments)
     program = common.read(arguments.file, arguments.function)

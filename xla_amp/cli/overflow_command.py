@@ -33,7 +33,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.stablehlo.tools import overflow, samples
+    from xla_amp.tools.inspect import samples
+    from xla_amp.tools.overflow import on_stablehlo as overflow
 
     common.check_report(arguments)
     program = common.read(arguments.program, arguments.function)

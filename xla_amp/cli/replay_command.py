@@ -35,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     import dataclasses
 
-    from xla_amp.diagnose.replay_step import replay
+    from xla_amp.tools.monitor.on_pytorch.replay import replay
 
     common.check_report(arguments)
     report = replay(arguments.directory, arguments.make)

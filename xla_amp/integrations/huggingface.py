@@ -125,7 +125,7 @@ def _end_program(original: Callable[..., None]) -> Callable[..., None]:
     def step(self: Any, closure: Any = None) -> None:
         original(self, closure)
         if _together(self.accelerator_state) and self.gradient_state.sync_gradients:
-            from xla_amp.lazy.tensors import step_marker
+            from xla_amp.lazy.steps import step_marker
 
             step_marker.end_step()
         if _read_skips and isinstance(self.scaler, GradScaler) and self.gradient_state.sync_gradients:

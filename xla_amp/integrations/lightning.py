@@ -63,8 +63,8 @@ from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed import xm_collectives
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
-from xla_amp.pytorch.recorder.monitor import Monitor, monitor
-from xla_amp.pytorch.recorder.running_step import Step
+from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
+from xla_amp.tools.monitor.on_pytorch.running_step import Step
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from xla_amp.pytorch.recorder.monitor import Monitor, monitor
-from xla_amp.pytorch.recorder.running_step import Step
+from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
+from xla_amp.tools.monitor.on_pytorch.running_step import Step
 
 
 class MonitorCallback(TrainerCallback):

@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     from xla_amp.jax.loss_scale import reduce_gradients as reduce_gradients
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
-    from xla_amp.jax.monitoring.collect import observe as observe
-    from xla_amp.jax.monitoring.monitor import Monitor as Monitor
-    from xla_amp.jax.monitoring.monitor import monitor as monitor
-    from xla_amp.jax.monitoring.overflow import find_overflow as find_overflow
-    from xla_amp.jax.monitoring.replay import Replay as Replay
-    from xla_amp.jax.monitoring.replay import replay as replay
+    from xla_amp.jax.observations import observe as observe
     from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
-    from xla_amp.jax.precision_search import search as search
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
     from xla_amp.lazy.interop.arrays import from_torch as from_torch
     from xla_amp.lazy.interop.arrays import to_jax as to_jax
     from xla_amp.lazy.interop.functional import TorchFunction as TorchFunction
     from xla_amp.lazy.interop.functional import functional as functional
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
-    from xla_amp.overflow_report import ProgramOverflowReport as ProgramOverflowReport
+    from xla_amp.tools.monitor.on_jax.monitor import Monitor as Monitor
+    from xla_amp.tools.monitor.on_jax.monitor import monitor as monitor
+    from xla_amp.tools.monitor.on_jax.replay import Replay as Replay
+    from xla_amp.tools.monitor.on_jax.replay import replay as replay
+    from xla_amp.tools.overflow.on_jax import find_overflow as find_overflow
+    from xla_amp.tools.overflow.report import ProgramOverflowReport as ProgramOverflowReport
+    from xla_amp.tools.search.on_jax import search as search
 
 _PUBLIC = {
     "LossScale": "xla_amp.jax.loss_scale",
     "ScaledGradients": "xla_amp.jax.loss_scale",
-    "Monitor": "xla_amp.jax.monitoring.monitor",
-    "ProgramOverflowReport": "xla_amp.overflow_report",
-    "Replay": "xla_amp.jax.monitoring.replay",
+    "Monitor": "xla_amp.tools.monitor.on_jax.monitor",
+    "ProgramOverflowReport": "xla_amp.tools.overflow.report",
+    "Replay": "xla_amp.tools.monitor.on_jax.replay",
     "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
     "TorchFunction": "xla_amp.lazy.interop.functional",
     "all_finite": "xla_amp.jax.loss_scale",
     "autocast": "xla_amp.jax.api",
-    "find_overflow": "xla_amp.jax.monitoring.overflow",
+    "find_overflow": "xla_amp.tools.overflow.on_jax",
     "from_jax": "xla_amp.lazy.interop.arrays",
     "from_torch": "xla_amp.lazy.interop.arrays",
     "functional": "xla_amp.lazy.interop.functional",
-    "monitor": "xla_amp.jax.monitoring.monitor",
-    "observe": "xla_amp.jax.monitoring.collect",
+    "monitor": "xla_amp.tools.monitor.on_jax.monitor",
+    "observe": "xla_amp.jax.observations",
     "reduce_gradients": "xla_amp.jax.loss_scale",
-    "replay": "xla_amp.jax.monitoring.replay",
-    "search": "xla_amp.jax.precision_search",
+    "replay": "xla_amp.tools.monitor.on_jax.replay",
+    "search": "xla_amp.tools.search.on_jax",
     "select": "xla_amp.jax.loss_scale",
     "skip_nonfinite": "xla_amp.jax.optax_wrapper",
     "to_jax": "xla_amp.lazy.interop.arrays",

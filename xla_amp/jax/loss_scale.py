@@ -20,7 +20,7 @@ import numpy as np
 from xla_amp import events
 from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
-from xla_amp.jax.monitoring.collect import observe
+from xla_amp.jax.observations import observe
 from xla_amp.policy import PolicyLike, default_name, gradient_sums
 
 _Tree = TypeVar("_Tree")

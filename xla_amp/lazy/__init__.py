@@ -2,17 +2,17 @@
 
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.interop.export_for import export_for
-from xla_amp.lazy.runtime.execute import sync
-from xla_amp.lazy.runtime.generator import get_rng_state, manual_seed, set_rng_state
-from xla_amp.lazy.runtime.metrics import metrics
-from xla_amp.lazy.runtime.pjrt import compute_capability, device_kind, platform
+from xla_amp.lazy.programs.execute import sync
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.programs.pjrt import compute_capability, device_kind, platform
+from xla_amp.lazy.steps.rollback import restore_where, snapshot
+from xla_amp.lazy.steps.step_marker import step_begins
 from xla_amp.lazy.tensors.later import read_later
-from xla_amp.lazy.tensors.rollback import restore_where, snapshot
-from xla_amp.lazy.tensors.step_marker import step_begins
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.tensors.transfer import to_device, zeros
 from xla_amp.lazy.torch_integration.accelerator import memory_stats
 from xla_amp.lazy.torch_integration.device import device, is_started
+from xla_amp.lazy.torch_integration.generator import get_rng_state, manual_seed, set_rng_state
 
 __all__ = [
     "DEVICE_TYPE",

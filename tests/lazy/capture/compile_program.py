@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import xla_amp
-from xla_amp.lazy.runtime.compilation_cache import compilation_cache
+from xla_amp.lazy.programs.compilation_cache import compilation_cache
 
 EVENTS = {"/jax/compilation_cache/cache_hits": "hits", "/jax/compilation_cache/cache_misses": "misses"}
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import xla_amp
 from xla_amp.errors import CaptureError, FileError, PolicyError
-from xla_amp.lazy.runtime import progress
-from xla_amp.lazy.runtime.compilation_cache import compilation_cache
+from xla_amp.lazy.programs import progress
+from xla_amp.lazy.programs.compilation_cache import compilation_cache
 
 PROGRAM = Path(__file__).with_name("compile_program.py")
 CALLS = 6
@@ -68,7 +68,7 @@ def outcome(device, warm):
 
 def test_warming_up_compiles_everything_and_changes_nothing(device):
     xla_amp.sync()  # what other tests recorded and did not ask for
-    xla_amp.lazy.runtime.execute.clear_programs()
+    xla_amp.lazy.programs.execute.clear_programs()
     warm, compiled, later, fresh, replays = outcome(device, warm=True)
     assert (compiled, later, fresh) == (1, 0, {})  # the first step runs the same program
     cold, _, _, _, cold_replays = outcome(device, warm=False)

@@ -17,7 +17,7 @@ import xla_amp.jax
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture import guards
 from xla_amp.lazy.capture.guards import Guards
-from xla_amp.lazy.runtime import execute, memory_layout
+from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 
 

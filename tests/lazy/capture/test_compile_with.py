@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 from xla_amp.pytorch.data.buckets import pad_to_bucket
 
 PROGRAM = Path(__file__).with_name("compile_spmd_program.py")

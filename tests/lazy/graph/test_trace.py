@@ -13,7 +13,7 @@ from lazy_device import array_behind, counted
 
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 
 def compilations_of(program: Callable[[Any], Any], inputs: Iterable[Any]) -> list[int]:

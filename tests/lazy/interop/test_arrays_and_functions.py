@@ -19,7 +19,7 @@ from xla_amp.jax.loss_scale import LossScale, value_and_grad
 from xla_amp.lazy.interop.arrays import from_jax, from_torch, to_jax
 from xla_amp.lazy.interop.functional import functional
 from xla_amp.lazy.interop.torch_function import torch_function
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 
 DTYPES = ["float32", "float16", "bfloat16", "float64", "int64", "int8", "bool", "complex64", "float8_e5m2"]
 

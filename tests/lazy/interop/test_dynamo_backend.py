@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xla_amp
 from xla_amp.lazy.interop import recorded_graph
-from xla_amp.lazy.tensors import step_marker
+from xla_amp.lazy.steps import step_marker
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,7 +130,7 @@ def test_a_block_trains_as_uncompiled(device, uncompiled, made, where):
 
 def test_a_signal_may_undo_a_compiled_step(device):
     """The step begins with the graph, as it does with a module."""
-    from xla_amp.lazy.tensors import undo
+    from xla_amp.lazy.steps import undo
 
     weight = torch.ones(2, device=device, requires_grad=True)
     undo.end()

@@ -11,7 +11,7 @@ import torch
 import xla_amp
 from xla_amp import stablehlo
 from xla_amp.errors import CaptureError, DeviceError, StepFailedError
-from xla_amp.lazy.runtime import execute, mesh, pjrt
+from xla_amp.lazy.programs import execute, mesh, pjrt
 
 DEVICE = xla_amp.xla_device()
 

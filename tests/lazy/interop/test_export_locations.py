@@ -14,7 +14,7 @@ import torch
 import xla_amp
 import xla_amp.jax
 from xla_amp import policy, stablehlo
-from xla_amp.lazy.runtime import execute
+from xla_amp.lazy.programs import execute
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path

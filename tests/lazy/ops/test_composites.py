@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 import xla_amp
 from xla_amp import lazy as engine
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime.compile import steps
+from xla_amp.lazy.programs.compile import steps
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

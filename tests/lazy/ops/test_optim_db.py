@@ -12,7 +12,7 @@ from lazy_device import counted
 from torch.testing._internal.common_optimizers import OptimizerInfo, optim_db
 
 from xla_amp import lazy as engine
-from xla_amp.lazy.tensors import step_marker
+from xla_amp.lazy.steps import step_marker
 
 STEPS = 4
 OPTIMIZERS = {info.optim_cls.__name__: info for info in optim_db}

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import xla_amp
 from xla_amp import lazy as engine
-from xla_amp.lazy.tensors import step_marker
+from xla_amp.lazy.steps import step_marker
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's, on every device
 

@@ -17,8 +17,8 @@ import torch
 import xla_amp
 from xla_amp import config, interrupts
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.tensors import undo
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.steps import undo
 
 
 class Interrupted(BaseException):

@@ -20,7 +20,7 @@ from xla_amp.lowering import forms
 from xla_amp.lowering.attention import blocked, cudnn, flash, full_matrix, sdpa, splash, tokamax, tpu_kernels
 from xla_amp.lowering.attention.attention_call import Attention
 from xla_amp.lowering.operand import Permuted
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 RNG = np.random.default_rng(0)
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_map_only
 
 import xla_amp
 from xla_amp import policy
-from xla_amp.diagnose.explain import Report
 from xla_amp.policy import load
+from xla_amp.tools.explain.on_pytorch import Report
 
 LOW, FULL = torch.bfloat16, torch.float32
 REGISTERED = sorted(filter(samples.here, load("cpu").operations()))

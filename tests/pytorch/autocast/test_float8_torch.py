@@ -12,9 +12,9 @@ from torch import nn
 
 import xla_amp
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
-from xla_amp.lazy.runtime import compile_options, execute
+from xla_amp.lazy.programs import compile_options, execute
 from xla_amp.policy import float8
-from xla_amp.stablehlo.tools import targets
+from xla_amp.tools.inspect import targets
 
 RULES = {"addmm": "fp8", "linear": "fp8", "matmul": "fp8", "mm": "fp8"}
 CALL = 'custom_call_target="__cublas$lt$matmul$f8"'

@@ -19,8 +19,8 @@ from xla_amp.lazy.capture.optimizer_replay import OptimizerSteps
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.capture.symbolic_scalars import Term, evaluate
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.compile import Program
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

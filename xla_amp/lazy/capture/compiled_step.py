@@ -23,9 +23,10 @@ from xla_amp.lazy.capture.observer import NotReplayableError, ProgramObserver
 from xla_amp.lazy.capture.optimizer_replay import OptimizerSteps
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import causes, execute, mesh, pjrt
-from xla_amp.lazy.runtime.metrics import metrics
-from xla_amp.lazy.tensors import step_marker, tensor_io
+from xla_amp.lazy.programs import causes, execute, mesh, pjrt
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _Arguments = ParamSpec("_Arguments")

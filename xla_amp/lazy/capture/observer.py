@@ -18,10 +18,11 @@ import torch
 from xla_amp import events
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, trace
-from xla_amp.lazy.runtime import causes, execute, generator
-from xla_amp.lazy.runtime.compile import Program, steps
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import causes, execute
+from xla_amp.lazy.programs.compile import Program, steps
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
+from xla_amp.lazy.torch_integration import generator
 
 Reference = weakref.ref[Buffer]
 

@@ -25,8 +25,9 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.capture.observer import NotReplayableError, ObservedRun, Reference, first_difference
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute, generator, memory_layout, mesh, pjrt
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import execute, memory_layout, mesh, pjrt
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.torch_integration import generator
 
 
 class Replay:

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute, generator
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.compile import Program
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration import generator
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from xla_amp.errors import DeviceError, FileError, MissingLibraryError, XlaAmpEr
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import checkpoint_digests, checkpoint_folder, processes
 from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

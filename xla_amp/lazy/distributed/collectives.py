@@ -1,7 +1,7 @@
 """Collectives between processes, as operations of the step.
 
 A row of `COLLECTIVES` has the `jax.lax` collective and the shape of its result.  It works over the axis
-`xla_amp.lazy.runtime.mesh.AXIS`.  The names and meanings are torch_xla's.
+`xla_amp.lazy.programs.mesh.AXIS`.  The names and meanings are torch_xla's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import cluster
 from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec, instruction_cache, record, spec, trace
-from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors import tensor_io
 
 Groups = tuple[tuple[int, ...], ...] | None

@@ -29,8 +29,8 @@ from xla_amp.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
-from xla_amp.lazy.runtime import execute, mesh
-from xla_amp.lazy.runtime.compile import Program, steps
+from xla_amp.lazy.programs import execute, mesh
+from xla_amp.lazy.programs.compile import Program, steps
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
 

@@ -24,8 +24,8 @@ from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import same_values, spmd
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import execute
-from xla_amp.lazy.runtime import mesh as meshes
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

@@ -16,7 +16,7 @@ import torch
 from xla_amp.backends import autoload
 from xla_amp.errors import DeviceError
 from xla_amp.lazy.distributed import agreement, cluster, collectives, exchange
-from xla_amp.lazy.tensors import step_marker
+from xla_amp.lazy.steps import step_marker
 
 
 class Members(NamedTuple):

@@ -14,7 +14,8 @@ from xla_amp import config
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
-from xla_amp.lazy.runtime import generator, mesh
+from xla_amp.lazy.programs import mesh
+from xla_amp.lazy.torch_integration import generator
 
 Value: TypeAlias = np.ndarray | jax.Array
 """An array on the mesh, or Python numbers of a program as an array on the host."""

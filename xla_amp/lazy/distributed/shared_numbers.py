@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from xla_amp.lazy.graph.trace import Instruction, Spec
-from xla_amp.lazy.runtime.compile import Program, steps
+from xla_amp.lazy.programs.compile import Program, steps
 
 _SAME = ("all_reduce.", "all_gather", "collective_broadcast")
 """Beginnings of the names of collectives that give all processes the same value."""

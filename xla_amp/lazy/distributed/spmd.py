@@ -27,9 +27,9 @@ from xla_amp.lazy.distributed import processes, same_values
 from xla_amp.lazy.dtypes import to_numpy
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Instruction, Spec, assign, instruction_cache, record, trace
-from xla_amp.lazy.runtime import execute, pjrt
-from xla_amp.lazy.runtime import mesh as meshes
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lazy.programs import mesh as meshes
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import default_name, gradient_sums

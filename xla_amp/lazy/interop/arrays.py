@@ -19,7 +19,7 @@ from xla_amp.lazy import private_api, to_device
 from xla_amp.lazy.dtypes import TO_TORCH
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import spec
-from xla_amp.lazy.runtime import mesh, pjrt
+from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.tensors import dlpack_import, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device

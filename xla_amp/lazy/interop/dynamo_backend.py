@@ -21,9 +21,10 @@ from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.lazy.interop.recorded_graph import recorded
-from xla_amp.lazy.runtime import generator, pjrt
-from xla_amp.lazy.tensors import step_marker
+from xla_amp.lazy.programs import pjrt
+from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration import generator
 from xla_amp.policy import Policy
 
 Compiled = Callable[..., Any]

@@ -20,9 +20,10 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.interop.locations import Locations
-from xla_amp.lazy.runtime import execute, generator, pjrt
-from xla_amp.lazy.runtime.compile import Program, build
+from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lazy.programs.compile import Program, build
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.torch_integration import generator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

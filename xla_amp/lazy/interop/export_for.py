@@ -19,8 +19,9 @@ from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError, XlaAmpError, writing
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.runtime import compile_options, execute, generator, mesh, pjrt
-from xla_amp.lazy.runtime.compile import Program
+from xla_amp.lazy.programs import compile_options, execute, mesh, pjrt
+from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.torch_integration import generator
 from xla_amp.types import PLATFORMS, Platform
 
 

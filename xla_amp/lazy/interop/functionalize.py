@@ -22,9 +22,11 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
-from xla_amp.lazy.runtime import execute, generator, pjrt
-from xla_amp.lazy.runtime.compile import Key, Program, build, steps
-from xla_amp.lazy.tensors import step_marker, tensor_io
+from xla_amp.lazy.programs import execute, pjrt
+from xla_amp.lazy.programs.compile import Key, Program, build, steps
+from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.torch_integration import generator
 
 
 class _Placeholder:

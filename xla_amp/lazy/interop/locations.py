@@ -9,7 +9,7 @@ from typing import Any
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import LocatingMode, Place
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime.compile import steps
+from xla_amp.lazy.programs.compile import steps
 
 
 class Locations(LocatingMode):

@@ -18,8 +18,8 @@ import torch
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Instruction, add_parameter, instructions, trace
-from xla_amp.lazy.runtime.compile import steps
-from xla_amp.lazy.runtime.loops import flush_if_full
+from xla_amp.lazy.programs.compile import steps
+from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 

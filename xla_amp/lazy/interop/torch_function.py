@@ -17,7 +17,7 @@ from xla_amp.errors import UnsupportedDtypeError
 from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH
 from xla_amp.lazy.graph.trace import Instruction, record, spec, trace
 from xla_amp.lazy.interop.arrays import tensor_over
-from xla_amp.lazy.runtime.loops import flush_if_full
+from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration.device import device

@@ -19,13 +19,14 @@ import torch
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
-from xla_amp.lazy.graph import refused_dtypes, shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
-from xla_amp.lazy.runtime import generator, mesh, pjrt
-from xla_amp.lazy.runtime.compile import Context
-from xla_amp.lazy.runtime.loops import look
+from xla_amp.lazy.ops.checks import refused_dtypes, shape_inference, validation
+from xla_amp.lazy.programs import mesh, pjrt
+from xla_amp.lazy.programs.compile import Context
+from xla_amp.lazy.steps.loops import look
 from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.torch_integration import generator
 from xla_amp.lowering import Lowering
 
 Form = Literal["functional", "inplace", "out"]

@@ -22,9 +22,9 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.host_copies import copies
 from xla_amp.lazy.graph.trace import Instruction, trace
-from xla_amp.lazy.runtime import causes, execute, mesh, program_cache
-from xla_amp.lazy.runtime.compile import Key, build, steps
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import causes, execute, mesh, program_cache
+from xla_amp.lazy.programs.compile import Key, build, steps
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
 _MOST_OPERATIONS = 64

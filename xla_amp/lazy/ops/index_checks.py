@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_amp.lazy.graph import validation
 from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.runtime import mesh
+from xla_amp.lazy.ops.checks import validation
+from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 Kernel = Callable[..., Any]

@@ -13,14 +13,14 @@ import torch
 
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.runtime import forks
-from xla_amp.lazy.runtime.loops import flush_if_full
+from xla_amp.lazy.ops.checks import shape_inference, validation
+from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration import forks
 
 aten = torch.ops.aten
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])

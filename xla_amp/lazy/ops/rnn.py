@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.graph.meta_results import SHAPES
+from xla_amp.lazy.ops.checks.meta_results import SHAPES
 from xla_amp.lazy.ops.composites import is_transformed
 
 aten = torch.ops.aten

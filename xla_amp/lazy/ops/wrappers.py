@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xla_amp.lazy.graph import shape_inference, validation
 from xla_amp.lazy.graph.buffer import Poisoned
-from xla_amp.lazy.graph.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops import dynamic_shape
+from xla_amp.lazy.ops.checks import shape_inference, validation
+from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
-from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
+from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lowering import Lowering
 

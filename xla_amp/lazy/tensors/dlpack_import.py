@@ -6,7 +6,7 @@ import jax
 import torch
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.runtime import mesh, pjrt
+from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.tensors import transfer
 
 _SHARED = {"cpu": "cpu", "cuda": "gpu"}

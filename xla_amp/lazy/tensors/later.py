@@ -10,8 +10,8 @@ import torch
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import causes, execute, memory_layout
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import causes, execute, memory_layout
+from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
 

@@ -12,7 +12,6 @@ import torch
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError, StepFailedError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import (
     Family,
@@ -27,7 +26,8 @@ from xla_amp.lazy.graph.trace import (
     spec,
     trace,
 )
-from xla_amp.lazy.runtime.execute import flush
+from xla_amp.lazy.ops.checks import shape_inference
+from xla_amp.lazy.programs.execute import flush
 from xla_amp.lazy.tensors import dlpack_import, transfer, windows
 from xla_amp.lowering.operand import materialize
 from xla_amp.lowering.tensor import strided

@@ -17,8 +17,9 @@ from xla_amp.lazy.dtypes import TO_NUMPY, TO_TORCH, to_numpy, to_torch
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, spec, trace
-from xla_amp.lazy.runtime import causes, forks, mesh, pjrt
-from xla_amp.lazy.runtime.metrics import metrics
+from xla_amp.lazy.programs import causes, mesh, pjrt
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.torch_integration import forks
 
 
 @interrupts.deferred

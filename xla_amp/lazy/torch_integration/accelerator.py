@@ -10,7 +10,7 @@ import torch
 
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.runtime import pjrt
+from xla_amp.lazy.programs import pjrt
 
 _TORCH_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

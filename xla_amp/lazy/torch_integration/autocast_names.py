@@ -16,7 +16,7 @@ from xla_amp import events
 from xla_amp.backends import dynamo
 from xla_amp.errors import AutocastWarning
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.runtime import pjrt
+from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import default_name, resolve
 

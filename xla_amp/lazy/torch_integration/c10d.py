@@ -16,7 +16,7 @@ import torch
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
-from xla_amp.lazy.tensors import step_marker, undo
+from xla_amp.lazy.steps import step_marker, undo
 
 _SEND = "xla_model.collective_permute(tensor, pairs)"
 

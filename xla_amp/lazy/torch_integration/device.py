@@ -17,16 +17,27 @@ from xla_amp.backends import dynamo
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
-from xla_amp.lazy.graph import shape_inference
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, torchvision, wrappers
+from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.ops.codegen import Form, make_kernel
-from xla_amp.lazy.runtime import execute, forks, generator, mesh, pjrt
-from xla_amp.lazy.runtime.execute import sync
-from xla_amp.lazy.runtime.metrics import metrics
-from xla_amp.lazy.tensors import step_marker, tensor_io, transfer
+from xla_amp.lazy.programs import execute, mesh, pjrt
+from xla_amp.lazy.programs.execute import sync
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.lazy.torch_integration import accelerator, c10d, device_guard, inductor, monkeypatches, nested, streams
+from xla_amp.lazy.torch_integration import (
+    accelerator,
+    c10d,
+    device_guard,
+    forks,
+    generator,
+    inductor,
+    monkeypatches,
+    nested,
+    streams,
+)
 from xla_amp.lowering import Lowering, registry, table
 
 

@@ -35,7 +35,7 @@ import torch
 from xla_amp import interrupts
 from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
-from xla_amp.lazy.tensors import undo
+from xla_amp.lazy.steps import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _SLOTS = 1024

@@ -25,14 +25,15 @@ from xla_amp.backends import autoload
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
-from xla_amp.lazy.runtime import generator
-from xla_amp.lazy.runtime.execute import sync
-from xla_amp.lazy.tensors import step_marker, storages, tensor_io
+from xla_amp.lazy.programs.execute import sync
+from xla_amp.lazy.steps import step_marker
+from xla_amp.lazy.tensors import storages, tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import (
     accelerator,
     autocast_names,
     device_guard,
+    generator,
     nested,
     safetensors_files,
     streams,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.runtime.execute import sync
+from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import accelerator
 

@@ -14,7 +14,7 @@ import torch
 
 from xla_amp import config, events
 from xla_amp.errors import DeviceError, PolicyError
-from xla_amp.lazy.runtime import pjrt
+from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import default_name, gradient_sums
 

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any, Final
 
-from xla_amp.plan_search import compiling
+from xla_amp import compiling
 from xla_amp.report import units
 from xla_amp.stablehlo import ir
 

@@ -1,0 +1,173 @@
+"""Why a line compiled again, and who made the host wait."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import xla_amp
+from xla_amp.errors import PolicyError, RecompileWarning
+from xla_amp.lazy.programs import causes, execute
+
+HERE = __file__
+
+
+@pytest.fixture(autouse=True)
+def _no_lines() -> Iterator[None]:
+    causes.reset()
+    execute.clear_programs()
+    yield
+    causes.reset()
+
+
+def warnings_of(program: Callable[[], object]) -> list[warnings.WarningMessage]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RecompileWarning)
+        program()
+    return [each for each in caught if each.category is RecompileWarning]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == causes.__name__]
+
+
+def line_of(function: Callable[..., object], offset: int) -> str:
+    return f"{HERE}:{function.__code__.co_firstlineno + offset}"
+
+
+def by_shape(device: torch.device, times: int = 10) -> None:
+    for length in range(1, times + 1):
+        (torch.ones(length, 2).to(device) * 3).relu().cpu()
+
+
+def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.device) -> None:
+    (warning,) = warnings_of(lambda: by_shape(device))
+    text = str(warning.message)
+    assert (warning.filename, warning.lineno) == (HERE, by_shape.__code__.co_firstlineno + 2)
+    assert f"{line_of(by_shape, 2)} has compiled {causes.PATIENCE} programs" in text
+    assert "an input is float32[6,2], float32[5,2] before, read by mul.Tensor at" in text
+
+
+DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] = {
+    "dtype": (
+        lambda x, i: x.to((torch.float32, torch.bfloat16)[i]) * 2,
+        r"operation 1 is _to_copy, mul.Tensor before|mul.Tensor",
+    ),
+    "Python argument": (
+        lambda x, i: x.tril(i),
+        r"the argument diagonal of tril, 0 before, has changed and is data now at .*test_causes.py:\d+",
+    ),
+    "Python bool": (
+        lambda x, i: x.sum(0, keepdim=bool(i)),
+        r"the argument keepdim of sum.dim_IntList is True, False before",
+    ),
+    "operation": (lambda x, i: (x.sin, x.cos)[i](), r"operation 1 is cos, sin before at .*test_causes.py:\d+"),
+    "number of operations": (lambda x, i: x.exp() if i else x.exp().neg(), r"\(2 operations, 3 before\)"),
+    "shape": (lambda x, i: x.new_ones(3 + i), r"gives float32\[4\], float32\[3\] before|size .* before"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_each_kind_of_difference(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
+    function, expected = DIFFERENCES[name]
+    x = torch.rand(3, 37).to(device)  # a shape of no other test: instructions keep the line that made them first
+    for index in range(2):
+        y = function(x, index)
+        xla_amp.sync()
+        del y
+    (text,) = logged(caplog)
+    assert "compiled program 2: " in text
+    assert re.search(expected, text), text
+
+
+def train(device: torch.device, dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(device)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), xla_amp.GradScaler(enabled=dtype is torch.float16)
+    for _ in range(2):
+        for size in (8, 8, 8, 5):
+            x, y = torch.rand(size, 4).to(device), torch.zeros(size, dtype=torch.long).to(device)
+            optimizer.zero_grad()
+            with xla_amp.autocast(device, dtype=dtype):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        with torch.no_grad():
+            for size in (8, 8, 3):
+                model(torch.rand(size, 4).to(device)).argmax(-1).cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ordinary_training_does_not_warn(dtype: torch.dtype, device: torch.device) -> None:
+    assert warnings_of(lambda: train(device, dtype)) == []
+
+
+def read(x: torch.Tensor) -> None:
+    x.sum().item()
+    if x.sum() > 1:
+        pass
+    print(x)
+    x.cpu()
+    f"{x.sum()}"
+
+
+def test_each_host_sync_is_logged_with_its_line_and_what_asked(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XLA_AMP_DEBUG", "sync")
+    read(torch.rand(3).to(device))
+    xla_amp.sync(wait=True)
+    expected = (
+        (1, "item(), bool(), float() or int(): x.sum().item()"),
+        (2, "bool(): if x.sum() > 1:"),
+        (4, "print() or repr(): print(x)"),
+        (5, "cpu(), to(), numpy() or tolist(): x.cpu()"),
+        (6, 'format(): f"{x.sum()}"'),
+    )
+    *texts, last = list(dict.fromkeys(logged(caplog)))
+    assert texts == [f"Python waits for the device: {line_of(read, at)}, {what}" for at, what in expected]
+    assert "sync(wait=True)" in last
+
+
+def test_the_report_sums_up_by_line(device: torch.device) -> None:
+    by_shape(device, 3)
+    report = xla_amp.metrics.report()
+    assert f"       3  {line_of(by_shape, 2)}: an input is float32[3,2]" in report
+    assert f"       3  {line_of(by_shape, 2)}, cpu(), to(), numpy() or tolist(): (torch.ones" in report
+    xla_amp.metrics.reset()
+    assert "by line" not in xla_amp.metrics.report()
+
+
+def test_nothing_is_logged_unless_asked(device: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    by_shape(device, 3)
+    assert logged(caplog) == []
+
+
+def test_captured_steps_say_why_they_are_recorded_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XLA_AMP_DEBUG", "recompile")
+    scale = 2.0
+    step = xla_amp.compile(lambda x, power: (x * scale) ** power)
+    for length, power, factor in ((2, 2, 2.0), (3, 2, 2.0), (3, 3, 2.0), (3, 3, 4.0)):
+        scale = factor
+        for _ in range(3):
+            step(torch.ones(length).to(device), power)
+    texts = [text for text in logged(caplog) if "captured step" in text]
+    assert len(texts) == 3
+    assert "argument 0 is [3]" in texts[0]
+    assert "argument 1 is 3, 2 before" in texts[1]
+    assert "Python changes scale from 2.0 to 4.0" in texts[2]
+
+
+def test_unknown_words_are_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_DEBUG", "sync,recompiles")
+    with pytest.raises(PolicyError, match=r"'recompiles' is unknown; expected words of recompile, sync"):
+        xla_amp.xla_device()

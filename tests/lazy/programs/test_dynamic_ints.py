@@ -1,0 +1,206 @@
+"""Python integers as data: indices, starts of slices, shifts and diagonals do not compile again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lazy_device import counted
+from torch import nn
+
+from xla_amp import lowering
+from xla_amp.lazy.graph.trace import trace
+
+VALUES = torch.arange(440.0).reshape(40, 11)  # a shape of this test only
+
+
+def _set_column(x: torch.Tensor, i: int) -> torch.Tensor:
+    x = x.clone()
+    x[:, i : i + 1] = float(i)
+    return x
+
+
+def _set_row(x: torch.Tensor, i: int) -> torch.Tensor:
+    x = x * 1
+    x[i] = x[i + 1]
+    return x
+
+
+CASES: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "x[i]": lambda x, i: x[i] * 2,
+    "x[:, i]": lambda x, i: x[:, i] * 3,
+    "x[-1 - i]": lambda x, i: x[-1 - i] * 4,
+    "x[4i:4i+4]": lambda x, i: x[4 * i : 4 * i + 4] * 5,
+    "x[i:i+6:2]": lambda x, i: x[i : i + 6 : 2] * 6,
+    "narrow": lambda x, i: x.narrow(1, i, 2).t() @ x.narrow(1, i, 2),
+    "view": lambda x, i: x.view(4, 10, 11)[..., i] * 7,
+    "roll": lambda x, i: x.roll(i, 0)[:3] * 8,
+    "roll of two": lambda x, i: x.roll((i, -2 * i), (0, 1))[:5] * 9,
+    "roll flat": lambda x, i: x.roll(i)[:5] * 10,
+    "tril": lambda x, i: torch.tril(x, diagonal=i - 3) * 11,
+    "triu": lambda x, i: x.triu(-i) * 12,
+    "pow": lambda x, i: (x / 440) ** i,
+    "pad": lambda x, i: F.pad(x, (i, 9 - i)) * 13,
+    "slice_scatter": lambda x, i: torch.slice_scatter(x, x[:2], 0, i, i + 2),
+    "select_scatter": lambda x, i: torch.select_scatter(x, x[0], 0, i),
+    "set a column": _set_column,
+    "set a row": _set_row,
+    "masked_fill": lambda x, i: x.masked_fill(x > 5, i),
+    "index_fill": lambda x, i: x.index_fill(0, torch.tensor([1, 2]).to(x.device), i),
+    "arange": lambda x, i: torch.arange(i, i + 4, device=x.device) * x[:4, 0],
+    "arange by": lambda x, i: torch.arange(i, i + 8, 2, device=x.device) * x[:4, 1],
+    "full": lambda x, i: torch.full((3,), i, device=x.device) * x[0, 0],
+}
+DIFFERENTIABLE = [
+    "x[i]",
+    "x[:, i]",
+    "x[4i:4i+4]",
+    "x[i:i+6:2]",
+    "narrow",
+    "view",
+    "roll",
+    "tril",
+    "pad",
+    "slice_scatter",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_programs_for_all_values(device: torch.device, name: str) -> None:
+    body = CASES[name]
+    x = VALUES.to(device)
+    with counted() as counts:
+        got = [body(x, i).cpu() for i in range(9)]
+    for i, value in enumerate(got):
+        torch.testing.assert_close(value, body(VALUES.clone(), i), rtol=1e-5, atol=1e-5)
+    assert counts.compilations <= (3 if name == "pow" else 2)  # torch's own other form of x ** 2
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients(device: torch.device, name: str) -> None:
+    def gradient(where: Any, i: int) -> torch.Tensor:
+        x = (VALUES / 4400).to(where).requires_grad_()
+        CASES[name](x, i).sin().sum().backward()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    with counted() as counts:
+        got = [gradient(device, i) for i in range(8)]
+    for i, value in enumerate(got):
+        torch.testing.assert_close(value, gradient("cpu", i), rtol=1e-4, atol=1e-4)
+    assert counts.compilations <= 2
+
+
+def test_random_integers_are_the_same_as_with_constants(device: torch.device) -> None:
+    def draw(high: int) -> list[int]:
+        torch.manual_seed(high)
+        return torch.randint(-3, high, (29,), device=device).tolist()
+
+    with counted() as counts:
+        drawn = {high: draw(high) for high in (1, 5, 77, 2**40)}
+    assert counts.compilations == 2
+    from xla_amp.lazy.programs import dynamic_ints, execute
+
+    execute.clear_programs()
+    dynamic_ints._forms.clear()
+    for high in (2**40, 5):
+        dynamic_ints._forms.clear()  # each is a constant
+        assert draw(high) == drawn[high]
+    assert min(drawn[77]) >= -3
+    assert max(drawn[77]) < 77
+
+
+def test_parts_of_a_projection_stay_constants(device: torch.device) -> None:
+    x = torch.randn(4, 30).to(device)
+
+    def attend(x: torch.Tensor) -> float:
+        q, k, v = x.chunk(3, dim=-1)
+        return float(((q @ k.t()).softmax(-1) @ v).sum().item())
+
+    for scale in range(4):
+        attend(x * scale)
+    from xla_amp.lazy.programs import execute
+    from xla_amp.lazy.programs.compile import steps
+
+    newest = list(execute._programs)[-1]
+    reads = [instruction for instruction, _, _ in steps(newest.code) if instruction.name == "view"]
+    assert [read.ints for read in reads] == [0] * len(reads)
+    assert len({read.integers for read in reads}) > 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda x: x[40], IndexError),
+        (lambda x: x.select(1, -12), IndexError),
+        (lambda x: x.narrow(0, 38, 4), RuntimeError),
+        (lambda x: torch.select_scatter(x, x[0], 0, 40), IndexError),
+        (lambda x: torch.slice_scatter(x, x[:2], 0, 39, 41), RuntimeError),
+    ],
+)
+def test_out_of_range_raises_at_the_call(device: torch.device, call: Callable[..., Any], error: type) -> None:
+    x = VALUES.to(device)
+    for i in range(3):
+        (x[i] * 21).sum().item()
+    before = len(trace.code)
+    with pytest.raises(error):
+        call(x)
+    assert len(trace.code) <= before + 6  # at most reads of `x`
+
+
+class Attention(nn.Module):
+    """One layer with a static cache of keys and values."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.register_buffer("keys", torch.zeros(1, 2, length, width // 2))
+        self.register_buffer("values", torch.zeros(1, 2, length, width // 2))
+
+    def forward(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(1, 1, 3, 2, -1).transpose(1, 3).unbind(2)
+        self.keys[:, :, i : i + 1] = k
+        self.values[:, :, i : i + 1] = v
+        allowed = torch.arange(self.keys.shape[2], device=x.device) <= i
+        weights = (q @ self.keys.transpose(-1, -2)).masked_fill(~allowed, -1e9).softmax(-1)
+        return x + (weights @ self.values).transpose(1, 2).reshape(1, 1, -1)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_static_cache_generates_with_two_programs(device: torch.device, read: bool) -> None:
+    width = 12 if read else 14
+    torch.manual_seed(0)
+    embed, places, layer = nn.Embedding(19, width), torch.randn(64, width), Attention(width, 64)
+
+    def generate(where: Any) -> list[int]:
+        token, tokens, place = torch.tensor([[3]]).to(where), [], places.to(where)
+        for module in (embed, layer):
+            module.to(where)
+        result = torch.zeros(64, dtype=torch.long).to(where)
+        with torch.no_grad():
+            for i in range(64):
+                x = layer(embed(token) + place[i], i)
+                token = (x @ embed.weight.t())[:, -1].argmax(-1, keepdim=True)
+                if read:
+                    tokens.append(int(token.item()))
+                else:
+                    result[i] = token[0, 0]
+        return tokens if read else result.tolist()
+
+    expected = generate("cpu")
+    with counted() as counts:
+        assert generate(device) == expected
+    assert counts.compilations == 2
+    assert counts.executions > 60
+
+
+def test_dynamic_arguments_exist() -> None:
+    """A misspelt name would have no effect."""
+    for name, row in lowering.table().items():
+        if row.dynamic:
+            packet, _, overload = name.partition(".")
+            schema = getattr(getattr(torch.ops.aten, packet), overload or "default")._schema
+            assert row.dynamic <= {argument.name for argument in schema.arguments}, name

@@ -1,0 +1,468 @@
+"""Failures raise clear errors where they happen, and leave other tensors intact."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import forked
+import jax.numpy as jnp
+import pytest
+import torch
+from lazy_device import array_behind, counted
+
+from xla_amp import lazy as engine
+from xla_amp import lowering
+from xla_amp.errors import DeviceError, MissingLoweringError, StepFailedError, XlaAmpError
+from xla_amp.lazy.graph.buffer import Poisoned
+from xla_amp.lazy.programs import execute
+
+LIBRARY = torch.library.Library("lazy_failures", "DEF")
+broken = True
+"""Whether the lowering of ``lazy_failures::sometimes`` raises."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operations() -> None:
+    for name in ("sometimes", "wrong_size", "interrupts", "unknown", "unknown_in_place"):
+        alias = "(a!)" if name == "unknown_in_place" else ""
+        LIBRARY.define(f"{name}(Tensor{alias} x) -> Tensor{alias}")
+        LIBRARY.impl(name, lambda x: x if x.device.type == "meta" else x.add_(1), "CPU")
+        LIBRARY.impl(name, lambda x: torch.empty_like(x), "Meta")
+
+    @lowering.register("lazy_failures::sometimes")
+    def sometimes(x: Any) -> Any:
+        if broken:
+            raise ArithmeticError("no such luck")
+        return x * 2
+
+    @lowering.register("lazy_failures::wrong_size")
+    def wrong_size(x: Any) -> Any:
+        return jnp.zeros((2, 2))
+
+    @lowering.register("lazy_failures::interrupts")
+    def interrupts(x: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def _broken() -> Iterator[None]:
+    global broken
+    broken = True
+    yield
+    broken = True
+
+
+def sometimes(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.lazy_failures.sometimes(x)
+
+
+# ---- at the operation ------------------------------------------------------------------------------------------------
+
+
+def test_a_shape_error_is_raised_where_it_is_and_changes_nothing(device: torch.device) -> None:
+    x, y = torch.ones(3).to(device), torch.zeros(3).to(device)
+    y.add_(x)
+    for mistake in (
+        lambda: x + torch.ones(4).to(device),
+        lambda: y.add_(torch.ones(4).to(device)),
+        lambda: torch.mm(x.view(3, 1), x.view(3, 1)),
+        lambda: torch.cat([x.view(3, 1), x.view(1, 3)]),
+        lambda: y.copy_(torch.ones(2).to(device)),
+        lambda: torch.nn.functional.linear(x, torch.ones(2, 4).to(device)),
+    ):
+        with pytest.raises(RuntimeError, match=r"size|shape|broadcast|dim"):
+            mistake()
+    with pytest.raises(IndexError):
+        x.sum(2)
+    y.add_(x)
+    with counted() as counts:
+        assert y.tolist() == [2, 2, 2]
+    assert counts.executions == 1
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_a_dtype_error_is_torchs_own(device: torch.device) -> None:
+    whole = torch.arange(3).to(device)
+    not_possible = r"result type Float can't be cast to|Promotion of int.* in in-place ops are not possible"
+    with pytest.raises(RuntimeError, match=not_possible):
+        whole.add_(1.5)
+    with pytest.raises(RuntimeError, match=r"expected self and mat2 to have the same dtype"):
+        torch.mm(torch.ones(2, 2).to(device), torch.ones(2, 2, dtype=torch.float64).to(device))
+    assert whole.tolist() == [0, 1, 2]
+
+
+def test_tensors_of_two_devices(device: torch.device) -> None:
+    x, host = torch.ones(3).to(device), torch.ones(3)
+    for mistake in (
+        lambda: x + host,
+        lambda: host + x,
+        lambda: x.add_(host),
+        lambda: torch.mm(x.view(1, 3), host.view(3, 1)),
+        lambda: torch.cat([x, host]),
+        lambda: torch._foreach_add([x], [host]),
+        lambda: torch.nn.functional.linear(x, torch.ones(2, 3)),
+        lambda: torch.where(x > 0, x, host),
+        lambda: torch.add(x, x, out=host),
+        lambda: torch.tensor(1.0).add_(x[0]),
+        lambda: torch._foreach_add_([torch.tensor(1.0)], [x[0]]),
+    ):
+        with pytest.raises(RuntimeError, match=r"[Ee]xpected all tensors to be on the same device"):
+            mistake()
+    assert host.tolist() == [1, 1, 1]
+    with pytest.raises(DeviceError, match=r"jax:0 and cpu: a tensor of shape \[3\] .* is on cpu\. Move it"):
+        x * host
+    assert (x * host.to(device)).tolist() == [1, 1, 1]
+
+
+def test_a_device_that_does_not_exist(device: torch.device) -> None:
+    x = torch.ones(2)
+    for mistake in (
+        lambda: x.to("jax:1"),
+        lambda: torch.ones(2, device="jax:3"),
+        lambda: torch.empty(2, device="jax:1"),
+        lambda: torch.tensor([1.0], device="jax:1"),
+        lambda: torch.randn(2, device="jax:1"),
+        lambda: torch.arange(2, device="jax:1"),
+        lambda: torch.nn.Linear(2, 2).to("jax:1"),
+    ):
+        with pytest.raises((DeviceError, RuntimeError), match=r"jax:[13] does not exist.*'jax:0'|Couldn't swap"):
+            mistake()
+    assert torch.ones(2, device="jax:0").device == torch.ones(2, device="jax").device == device
+
+
+def test_a_dtype_that_does_not_exist(device: torch.device) -> None:
+    with pytest.raises(XlaAmpError, match=r"torch\.complex32 does not exist on the device 'jax'; legal: torch"):
+        torch.ones(2, dtype=torch.float32).to(device).to(torch.complex32)
+    with pytest.raises(XlaAmpError, match=r"torch\.float8_e8m0fnu does not exist"):
+        torch.empty(2, dtype=torch.float8_e8m0fnu, device=device)
+
+
+# ---- operations without a lowering -----------------------------------------------------------------------------------
+
+
+def test_an_operation_without_a_lowering_says_what_to_do(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    with pytest.raises(MissingLoweringError) as caught:
+        torch.ops.lazy_failures.unknown(x)
+    text = str(caught.value)
+    assert "the operation lazy_failures.unknown has no lowering" in text
+    assert '@xla_amp.lowering.register("lazy_failures::unknown")' in text
+    assert "XLA_AMP_FALLBACK=cpu" in text
+    assert isinstance(caught.value, NotImplementedError)
+    assert (x + 1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("form", ["parts.out", "parts_.number", "parts.number_out"])
+def test_the_advice_names_the_functional_form(device: torch.device, form: str) -> None:
+    if not hasattr(torch.ops.lazy_failures, "parts"):
+        LIBRARY.define("parts(Tensor x) -> Tensor")
+        LIBRARY.define("parts.number(Tensor x, Scalar k) -> Tensor")
+        LIBRARY.define("parts_.number(Tensor(a!) x, Scalar k) -> Tensor(a!)")
+        LIBRARY.define("parts.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+        LIBRARY.define("parts.number_out(Tensor x, Scalar k, *, Tensor(a!) out) -> Tensor(a!)")
+    base, _, overload = form.partition(".")
+    x = torch.ones(3).to(device)
+    number = () if "number" not in form else (2,)
+    keywords = {"out": torch.empty_like(x)} if "out" in form else {}
+    with pytest.raises(MissingLoweringError) as caught:
+        getattr(getattr(torch.ops.lazy_failures, base), overload)(x, *number, **keywords)
+    functional = "lazy_failures::parts.number" if number else "lazy_failures::parts"
+    assert f'register("{functional}")' in str(caught.value)
+    assert f"the operation lazy_failures.{form} has no lowering" in str(caught.value)
+
+
+def test_the_advice_works(device: torch.device) -> None:
+    LIBRARY.define("advised(Tensor x, Scalar k) -> Tensor")
+    LIBRARY.impl("advised", lambda x, k: torch.empty_like(x), "Meta")
+    x = torch.ones(3).to(device)
+    with pytest.raises(MissingLoweringError):
+        torch.ops.lazy_failures.advised(x, 2)
+
+    @lowering.register("lazy_failures::advised")
+    def advised(x: Any, k: Any) -> Any:
+        return x * k + 1
+
+    with counted() as counts:
+        assert [torch.ops.lazy_failures.advised(x, k)[0].item() for k in (2.0, 3.5)] == [3, 4.5]
+    assert counts.compilations == 1
+    with pytest.raises(ValueError, match=r"already has a lowering.*override=True"):
+        lowering.register("lazy_failures::advised")(advised)
+
+
+def test_falling_back_is_counted_and_said_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_FALLBACK", "cpu")
+    x = torch.ones(3).to(device)
+    with warnings.catch_warnings(record=True) as caught, counted() as counts:
+        warnings.simplefilter("always")
+        y = torch.ops.lazy_failures.unknown_in_place(x)
+        torch.ops.lazy_failures.unknown_in_place(x[1:])
+    assert counts.fallbacks == 2
+    messages = [str(w.message) for w in caught if "lazy_failures.unknown_in_place" in str(w.message)]
+    assert len(messages) == 1
+    assert "runs on the CPU (XLA_AMP_FALLBACK=cpu)" in messages[0]
+    assert y is x
+    assert x.tolist() == [2, 3, 3]
+
+
+def test_no_fallback_unless_asked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above."""
+    monkeypatch.setenv("XLA_AMP_FALLBACK", "error")
+    with pytest.raises(MissingLoweringError, match="unknown_in_place"):
+        torch.ops.lazy_failures.unknown_in_place(torch.ones(3).to(device))
+
+
+# ---- at the flush ----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_keeps_the_values_from_before_it(device: torch.device) -> None:
+    parameter, state = torch.ones(3).to(device), torch.zeros(3, device=device)
+    state.add_(1)
+    engine.sync()
+    before = array_behind(parameter), array_behind(state)
+    parameter.sub_(0.5)
+    state.mul_(sometimes(parameter))
+    lost = state + 1
+    named = r"lowering of lazy_failures.sometimes failed on \(float32\[3\]\): .* \(recorded at .*test_failures.py:\d+\)"
+    with counted() as counts, pytest.raises(StepFailedError, match=named) as caught:
+        engine.sync()
+    assert (counts.executions, counts.compilations) == (0, 0)
+    assert not caught.value.contained
+    assert (array_behind(parameter), array_behind(state)) == before
+    assert parameter.tolist() == state.tolist() == [1, 1, 1]
+    with pytest.raises(StepFailedError, match=r"was to be computed by a step that failed: .*no such luck"):
+        lost.tolist()
+    with pytest.raises(StepFailedError, match="no such luck"):
+        lost + 1
+    with pytest.raises(StepFailedError, match="no such luck"):
+        print(lost)
+    lost.copy_(torch.full((3,), 4.0, device=device))  # a tensor that is overwritten is usable again
+    assert lost.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("how", ["lowering", "execution"])
+def test_what_does_not_depend_on_the_failure_is_computed(device: torch.device, how: str) -> None:
+    torch.manual_seed(3)
+    written = torch.arange(3.0).to(device)
+    engine.sync()
+    written.mul_(3).add_(0.25)
+    if how == "execution":
+        engine.sync()  # XLA would take the old array's memory before it fails
+    drawn = torch.rand(3, device=device)
+    line = sys._getframe().f_lineno + 1
+    bad = torch.ops.lazy_failures.sometimes(written) if how == "lowering" else torch.zeros(10**13, device=device) + 1
+    good = written * 2 + 1
+    worse = bad[:3] + good
+    assert good.tolist() == [1.5, 7.5, 13.5]  # a read of what is whole
+    assert written.tolist() == [0.25, 3.25, 6.25]
+    reasons = []
+    for lost in (bad, worse):
+        with pytest.raises(StepFailedError, match=f"test_failures.py:{line}") as caught:
+            lost.sum().item()
+        reasons.append(str(caught.value))
+    assert reasons[0] == reasons[1]
+    torch.manual_seed(3)
+    assert torch.equal(drawn.cpu(), torch.rand(3, device=device).cpu())
+    assert torch.rand(3, device=device).tolist() != drawn.tolist()
+
+
+def test_a_failure_names_the_line_of_its_own_call(device: torch.device) -> None:
+    """The second call of a signature that has failed names its line, not that of the first."""
+    for _ in range(2):
+        x = torch.ones(3).to(device)
+        engine.sync()
+        line = sys._getframe().f_lineno + 1
+        bad = torch.ops.lazy_failures.sometimes(x)
+        with pytest.raises(StepFailedError, match=f"test_failures.py:{line}"):
+            engine.sync()
+        line = sys._getframe().f_lineno + 1
+        bad = torch.ops.lazy_failures.sometimes(x)
+        with pytest.raises(StepFailedError, match=f"test_failures.py:{line}"):
+            bad.tolist()
+
+
+def test_the_next_step_works(device: torch.device) -> None:
+    global broken
+    x = torch.ones(3).to(device)
+    x.add_(sometimes(x))
+    with pytest.raises(StepFailedError) as caught:
+        x.sum().item()
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    broken = False
+    x.add_(sometimes(x))
+    assert x.tolist() == [3, 3, 3]
+
+
+def test_a_training_loop_goes_on_after_a_failed_step(device: torch.device) -> None:
+    global broken
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.ones(2, 3).to(device)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = model(sometimes(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    broken = False
+    first = step()
+    engine.sync()
+    weight = model.weight.tolist()
+    broken = True
+    lowering_cache = dict(execute._programs)
+    execute._programs.clear()  # as if it were the first step
+    with pytest.raises(StepFailedError):
+        step()
+    execute._programs.update(lowering_cache)
+    assert model.weight.tolist() == weight
+    broken = False
+    assert step() < first
+
+
+def test_a_result_of_the_wrong_size_names_the_operation(device: torch.device) -> None:
+    torch.ops.lazy_failures.wrong_size(torch.ones(3).to(device)).add_(1)
+    kept = torch.ops.lazy_failures.wrong_size(torch.ones(3).to(device))
+    with pytest.raises(StepFailedError, match=r"wrong_size failed.*gave shape \[2, 2\] where torch expects \[3\]"):
+        engine.sync()
+    del kept
+
+
+def test_an_interrupt_passes_through_and_loses_nothing(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    x.add_(1)
+    kept = torch.ops.lazy_failures.interrupts(x)
+    with pytest.raises(KeyboardInterrupt):
+        engine.sync()
+    assert x.tolist() == [1, 1, 1]
+    del kept
+
+
+def test_an_error_of_xla_is_a_failed_step(device: torch.device) -> None:
+    x = torch.ones(3).to(device)
+    engine.sync()
+    x.add_(torch.zeros(10**13, device=device).add_(1).sum())  # 40 TB
+    kept = torch.zeros(10**13, device=device).add_(x[0])
+    with pytest.raises(StepFailedError, match=r"(?i)out of memory"):
+        engine.sync()
+    del kept
+
+
+def test_memory_that_was_given_away_says_so(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA took the donated arrays and then failed: those values are gone, and only those."""
+    x, y = torch.ones(3).to(device), torch.ones(3).to(device)
+    x.add_(y)
+
+    def failing(program: Any, arrays: list[Any], floats: Any, ints: Any) -> None:
+        for index in program.donated:
+            arrays[index].delete()
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(execute, "execute", failing)
+    with pytest.raises(StepFailedError, match="RuntimeError: device lost"):
+        engine.sync()
+    monkeypatch.undo()
+    with pytest.raises(StepFailedError, match="memory was handed to a step that then failed: RuntimeError: device"):
+        x.tolist()
+    assert y.tolist() == [1, 1, 1]
+    x.copy_(y)
+    assert x.tolist() == [1, 1, 1]
+
+
+def test_a_failed_step_gives_its_random_numbers_back(device: torch.device) -> None:
+    torch.manual_seed(1)
+    state = engine.get_rng_state()
+    kept = sometimes(torch.randn(3, device=device))
+    with pytest.raises(StepFailedError):
+        engine.sync()
+    assert torch.equal(engine.get_rng_state(), state)
+    del kept
+
+
+# ---- noticing others -------------------------------------------------------------------------------------------------
+
+
+def _python(code: str) -> str:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    out = forked.run(program=textwrap.dedent(code), environment=environment, warnings="ignore")
+    assert out.returncode == 0, out.stderr
+    return out.stdout.strip()
+
+
+def test_a_slot_that_another_backend_has_taken() -> None:
+    out = _python("""
+        import torch
+        torch.utils.rename_privateuse1_backend("npu")
+        import xla_amp
+        from xla_amp.errors import DeviceError
+        from xla_amp import lazy as engine
+        for _ in range(2):
+            try:
+                engine.device()
+            except DeviceError as error:
+                print(error)
+        assert not engine.is_started()
+        with xla_amp.autocast("cpu", dtype=torch.bfloat16):
+            print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+        assert torch.utils.rename_privateuse1_backend.__module__
+    """)
+    *errors, dtype = out.splitlines()
+    assert len(errors) == 2
+    assert all("backend 'npu' has taken it" in error and "cannot start the device 'jax'" in error for error in errors)
+    assert dtype == "torch.bfloat16"
+
+
+def test_a_free_slot_is_taken_once() -> None:
+    """The twin of the test above."""
+    out = _python("""
+        from xla_amp import lazy as engine
+        assert not engine.is_started()
+        print(engine.device(), engine.device(), engine.is_started(), engine.platform())
+    """)
+    assert out == "jax:0 jax:0 True cpu"
+
+
+def test_a_platform_that_is_not_here() -> None:
+    out = _python("""
+        import os
+        os.environ["XLA_AMP_PLATFORM"] = "tpu"
+        from xla_amp import lazy as engine
+        from xla_amp.errors import DeviceError
+        try:
+            engine.device()
+        except DeviceError as error:
+            print(error)
+        import torch
+        assert torch._C._get_privateuse1_backend_name() == "privateuseone"  # nothing was registered
+        del os.environ["XLA_AMP_PLATFORM"]
+        print(engine.device())
+    """)
+    error, device = out.splitlines()
+    assert "JAX has no device of the platform tpu" in error
+    assert device == "jax:0"
+
+
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda x: x.fill_(2.0),
+        lambda x: x.zero_(),
+        lambda x: x.normal_(),
+        lambda x: torch._foreach_zero_([x]),
+        lambda x: x.copy_(torch.ones(3)),
+    ],
+    ids=["fill_", "zero_", "normal_", "foreach_zero_", "copy_"],
+)
+def test_a_lost_tensor_gets_a_new_value(device: torch.device, overwrite: Any) -> None:
+    x = torch.ones(3).to(device)
+    x.untyped_storage()._xla_amp.array = Poisoned("the step failed")
+    with pytest.raises(StepFailedError, match="the step failed"):
+        x.add_(1)  # looks at the old value
+    overwrite(x)
+    assert x.isfinite().all()

@@ -1,0 +1,199 @@
+"""Compiled programs are bounded by bytes, and what belongs to dropped ones goes with them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax._src import pjit
+from jax._src.interpreters import partial_eval
+
+import xla_amp
+from tests.helpers.lazy_device import counted
+from xla_amp.lazy.graph import trace as graph
+from xla_amp.lazy.programs import compile as compiler
+from xla_amp.lazy.programs import execute, program_cache
+
+LIMIT = 10 * program_cache.BASE
+"""Bytes: some programs of the tests below."""
+
+
+def executables() -> int:
+    gc.collect()
+    return len(program_cache.executables(jax.devices()[0]))
+
+
+@pytest.fixture(autouse=True)
+def _empty(device: torch.device) -> None:
+    execute.clear_programs()
+
+
+def train(device: torch.device, shapes: range) -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for shape in shapes:
+        optimizer.zero_grad()
+        loss = model(torch.ones(shape, 4).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu().item())
+    return losses
+
+
+def test_forty_shapes_stay_within_the_limit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", str(LIMIT))
+    monkeypatch.setattr(program_cache, "_LEAST_INSTRUCTIONS", 16)
+    monkeypatch.setattr(program_cache, "_instruction_limit", 16)
+    before = executables()
+    with counted() as counts:
+        losses = train(device, range(1, 41))
+    programs = execute.programs()
+    assert counts.compilations >= 40
+    assert counts.programs_dropped >= 30
+    assert 1 <= len(programs) <= LIMIT // program_cache.BASE
+    assert sum(program.size for program in programs) <= LIMIT
+    assert xla_amp.metrics()["program_bytes"] <= LIMIT
+    assert executables() - before <= len(programs) + 1
+    # Twice what the programs use, at most: the interned instructions of dropped programs are gone.
+    used = {i.id for program in compiler.alive for i, _, _ in compiler.steps(program.key.code)}
+    assert len(graph.instructions) <= 3 * len(used) + 64
+    shapes = {key[0] for key in list(graph._specs)}
+    assert (7, 4) not in shapes
+    assert (40, 4) in shapes
+    torch.testing.assert_close(losses, train(torch.device("cpu"), range(1, 41)), rtol=1e-5, atol=1e-6)
+
+
+def test_traces_of_jaxs_own_functions_are_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = jax.jit(lambda x: jnp.where(x > 0, x, jnp.square(x)))
+    mine(jnp.ones(3))
+    train(device, range(1, 4))
+    monkeypatch.setattr(program_cache, "_TRACES", 100)
+    for shape in range(4, 12):
+        train(device, range(shape, shape + 1))
+        owners = [reference().__module__ for reference, *_ in partial_eval.trace_to_jaxpr.cache_keys() if reference()]
+        assert sum(owner.startswith("jax.") for owner in owners) <= 100
+        types = {function: seen for function, seen in pjit._seen_qdds.items() if function.__module__.startswith("jax.")}
+        assert sum(map(len, types.values())) <= 200
+    assert __name__ in owners
+    with counted() as counts, jax.no_tracing():  # what was compiled runs as before
+        mine(jnp.ones(3))
+        train(device, range(1, 4))
+    assert counts.compilations == 0
+
+
+def test_an_unused_instruction_is_made_again(device: torch.device) -> None:
+    x = torch.arange(6.0).to(device)
+    expected = torch.arange(6.0).reshape(2, 3).T.contiguous().flatten() * 2
+    for _ in range(2):
+        assert torch.equal((x.reshape(2, 3).T.flatten() * 2).cpu(), expected)
+        execute.clear_programs()
+        gc.collect()
+        graph.forget_unused(set())
+    unwritten = torch.empty(3, device=device)
+    graph.forget_unused(set())
+    assert (unwritten + x[:3] - unwritten).tolist() == [0, 1, 2]
+
+
+def test_the_program_that_ran_last_stays(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", "1")  # less than any program
+    for length in (3, 4):
+        for expected in (1, 0, 0):
+            with counted() as counts:
+                torch.ones(length).to(device).add(1).cpu()
+            assert counts.compilations == expected
+            assert len(execute.programs()) == 1
+
+
+def test_the_least_recently_run_goes_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(length: int) -> int:
+        with counted() as counts:
+            torch.ones(length).to(device).mul(3).cpu()
+        return counts.compilations
+
+    assert [run(1), run(2), run(1)] == [1, 1, 0]
+    room = sum(program.size for program in execute.programs())
+    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", str(room + 1000))
+    assert [run(3), run(1), run(3), run(2)] == [1, 0, 0, 1]
+
+
+def test_a_captured_step_gives_up_its_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(3).to(device)
+
+    @xla_amp.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.mul_(2)
+        return (x * weight).sum()
+
+    x = torch.ones(3).to(device)
+    assert [step(x).item() for _ in range(4)] == [6, 12, 24, 48]
+    assert step.replays >= 1
+    before = executables()
+    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", "1")
+    torch.ones(5).to(device).sub(1).cpu()
+    assert executables() <= before  # one came, the step's went
+    xla_amp.metrics.reset()
+    assert [step(x).item() for _ in range(3)] == [96, 192, 384]
+    assert "dropped to stay within XLA_AMP_PROGRAM_MEMORY" in xla_amp.metrics.report()
+    assert weight.tolist() == [128, 128, 128]
+
+
+def test_host_programs_count_too(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_AMP_PROGRAM_MEMORY", "1")
+    for length in (2, 3, 4):
+        with counted() as counts:
+            assert (torch.arange(length).to(device) + 1).sum().item() == length * (length + 1) // 2
+        assert counts.host_values == 1
+        assert xla_amp.metrics()["programs_kept"] == 1
+
+
+def test_sizes_follow_the_executable(device: torch.device) -> None:
+    x = torch.ones(8, 8).to(device)
+    (x + 1).cpu()
+    y = x
+    for function in (torch.sin, torch.cos, torch.tan, torch.exp, torch.erf, torch.tanh, torch.asin, torch.atan):
+        y = function(torch.softmax(y @ x, 0)).cumsum(1)  # no repetition, where the step would end
+    y.cpu()
+    small, large = (program.size for program in execute.programs())
+    assert program_cache.BASE < small < large / 2
+
+
+def test_what_a_large_compilation_freed_goes_back_to_the_system(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(program_cache, "_trim_function", lambda: trims.append)
+    torch.ones(2, device=device).exp().cpu()
+    assert not trims
+    monkeypatch.setattr(program_cache, "_LARGE", program_cache.BASE)
+    torch.ones(3, device=device).exp().cpu()
+    assert len(trims) == 1
+
+
+def test_the_report_tells_what_is_kept(device: torch.device) -> None:
+    torch.ones(2).to(device).add(1).cpu()
+    report = xla_amp.metrics.report()
+    assert "executables kept now" in report
+    assert "executables dropped to stay within" in report
+    xla_amp.metrics.reset()
+    assert xla_amp.metrics()["programs_kept"] == len(execute.programs())
+
+
+def test_a_warning_that_is_an_error_leaves_values_alone(device: torch.device) -> None:
+    value = torch.zeros(()).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", xla_amp.errors.RecompileWarning)
+        raised = 0
+        for length in range(1, 10):
+            value = value + torch.ones(length).to(device).sum()
+            try:
+                xla_amp.sync()
+            except xla_amp.errors.RecompileWarning:
+                raised += 1
+    assert raised == 1
+    assert value.item() == 45

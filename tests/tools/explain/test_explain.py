@@ -1,0 +1,340 @@
+"""`explain`: the content of reports in each form and on each engine, and the clean-up."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import report_pages
+import torch
+import torch.nn.functional as F
+from torch.nn.modules import module as torch_module
+
+import xla_amp
+from xla_amp import events, policy, tables
+from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
+from xla_amp.tools.explain.on_pytorch import Report
+
+
+def registrations() -> list[list[str]]:
+    """Kernels on the autocast keys, without those that the XLA device keeps for the policies it has met."""
+    keys = ("AutocastCPU", "AutocastCUDA", "AutocastPrivateUse1")
+    found = [torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in keys]
+    kept = xla_dispatch._installed["jax"]
+    return [*map(sorted, found[:2]), sorted(name for name in found[2] if name.removeprefix("aten::") not in kept)]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        query = self.query(x)
+        return torch.softmax(query @ query.T + 1, -1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x):
+        return F.mse_loss(self.attention(x).view(-1), x.view(-1))
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    xla_amp.xla_device()  # registers its own kernels at its start
+    before = registrations()
+    yield
+    assert registrations() == before
+    assert kernel_registry._installed == {}
+    assert events.sinks == ()
+    assert decision_events.record_all == 0
+    assert not torch_module._global_forward_hooks
+
+
+def ruled(report: Report) -> list[tuple[str, str, str, str]]:
+    return [(row["operation"], row["module"], row["cast"], row["layer"]) for row in report.rows() if row["rule"]]
+
+
+def test_a_forward_pass(device):
+    model, x = Model().to(device), torch.rand(4, 4).to(device)
+    with (
+        xla_amp.explain() as report,
+        policy.override(module="*.attention.softmax", cast="low"),
+        xla_amp.autocast(device, policy="cpu"),
+    ):
+        model(x)
+    assert ruled(report) == [
+        ("linear", "attention.query", "low", "builtin"),
+        ("matmul", "attention", "low", "builtin"),
+        ("softmax.int", "attention", "low", "override"),
+        ("mse_loss", "", "fp32", "builtin"),
+    ]
+    linear, product, add, softmax, loss = report.rows()
+    assert (linear["before"], linear["after"]) == ("float32, float32, float32", "bfloat16, bfloat16, bfloat16")
+    assert linear["casts"] == ", ".join(["float32->bfloat16"] * 3)
+    assert product["casts"] == ""
+    assert (add["operation"], add["cast"], add["rule"], add["result"]) == ("add.Tensor", "keep", "", "bfloat16")
+    assert (softmax["before"], softmax["after"], softmax["result"]) == ("bfloat16", "bfloat16", "bfloat16")
+    assert (loss["before"], loss["after"]) == ("bfloat16, float32", "float32, float32")
+    assert loss["rule"].startswith("tables/cpu.toml:")
+    assert loss["location"].startswith(f"{__file__}:")
+    assert {row["policy"] for row in report.rows()} == {"cpu"}
+
+
+def test_a_step_on_the_lazy_device():
+    device = xla_amp.xla_device()
+    model, x = Model().to(device), torch.rand(4, 4).to(device)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), xla_amp.GradScaler("xla")
+    with xla_amp.explain() as report:
+        with xla_amp.autocast(device):
+            loss = model(x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [row[0] for row in ruled(report)] == ["linear", "matmul", "softmax.int", "mse_loss"]
+    assert report.summary()["casts_inserted"]["float32->bfloat16"] == 3
+
+
+def test_it_says_which_form_computes_a_convolution_and_why_no_other():
+    weight = torch.ones(3, 2, 1, 5, device=xla_amp.xla_device())
+    with xla_amp.explain() as report:
+        assert report.forms() == []
+        torch.nn.functional.conv2d(torch.ones(1, 2, 4, 9, device=weight.device), weight).cpu()
+    (row,) = report.forms()
+    assert (row["operation"], row["form"]) == ("convolution", "xla, in float32")
+    assert "channels_first: several taps, one group" in row["left_out"]
+    assert row["memory"] == ""
+    assert "xla, in float32" in str(report)
+
+
+def test_it_says_how_much_memory_each_form_of_attention_takes():
+    query = torch.ones(1, 2, 96, 8, device=xla_amp.xla_device())
+    with xla_amp.explain() as report:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).cpu()
+    (row,) = report.forms()
+    # Two float32 matrices of 2 x 96 x 96 are 144 KiB; a block is of all 96 rows, and has three.
+    assert row["form"] == "full matrix"
+    assert row["memory"] == "blocked: 240.0 KiB; full matrix: 144.0 KiB"
+    assert report.document().tables[1].rows[0].cells[-1] == row["memory"]
+
+
+def test_operations_that_the_dispatcher_does_not_meet_are_not_listed(device):
+    x = torch.rand(4, 4).to(device)
+    with xla_amp.explain() as report, xla_amp.autocast(device, policy="cpu"):
+        y = torch.einsum("ij,jk->ik", x, x)  # of parts; nothing to decide about the whole
+        y.view(-1).t()
+        x.to(torch.float16)
+    listed = [(row["operation"], row["result"]) for row in report.rows() if row["operation"] != "copy_"]
+    assert listed == [("bmm", "bfloat16"), ("_to_copy", "float16")]
+
+
+def test_outside_regions_nothing_is_decided(device):
+    x = torch.rand(4, 4).to(device)
+    with xla_amp.explain() as report:
+        torch.mm(x, x)
+        with xla_amp.autocast(device, enabled=False):
+            torch.mm(x, x)
+        assert len(report) == 0
+        with xla_amp.autocast(device):
+            torch.mm(x, x)
+        assert len(report) == 1, "readable while the block runs"
+        with torch.autocast(device.type):
+            torch.mm(x, x)
+    with xla_amp.autocast(device):
+        torch.mm(x, x)
+    assert [row["operation"] for row in report.rows()] == ["mm", "mm"]
+
+
+def test_reports_inside_reports_and_exceptions(device):
+    x = torch.rand(4, 4).to(device)
+    with xla_amp.explain() as outer, xla_amp.autocast(device):
+        torch.mm(x, x)
+        with pytest.raises(ZeroDivisionError), xla_amp.explain() as inner:
+            fail(torch.mm(x, x))
+        torch.mm(x, x)
+    assert (len(outer), len(inner)) == (3, 1)
+
+
+def fail(_: object) -> None:
+    raise ZeroDivisionError
+
+
+def test_other_threads_are_heard(device):
+    x = torch.rand(4, 4).to(device)
+
+    def work():
+        with xla_amp.autocast(device):
+            torch.mm(x, x)
+
+    with xla_amp.explain() as report:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert [row["operation"] for row in report.rows()] == ["mm"]
+
+
+def test_a_policy_that_is_new_to_the_device_inside_the_block(tmp_path):
+    """Its kernels replace the recording ones; both must work after the block."""
+    device = xla_amp.xla_device()
+    x = torch.rand(4, 4, device=device)
+    file = tmp_path / "new.toml"
+    file.write_text('extends = "tpu"\n[[rule]]\noperations = ["special_airy_ai", "sigmoid"]\ncast = "low"\n')
+    with xla_amp.explain() as report, xla_amp.autocast(device, policy=file):
+        torch.sigmoid(x)
+    assert report.rows()[0]["cast"] == "low"
+    with xla_amp.autocast(device, policy=file):
+        assert torch.sigmoid(x).dtype is torch.bfloat16
+    with xla_amp.autocast(device):
+        assert torch.sigmoid(x).dtype is torch.float32
+
+
+def test_results_are_what_they_are_without_a_report(device):
+    torch.manual_seed(0)
+    model, x = Model().to(device), torch.rand(4, 4).to(device)
+
+    def gradients():
+        model.zero_grad()
+        with xla_amp.autocast(device):
+            model(x).backward()
+        return [parameter.grad.cpu() for parameter in model.parameters()]
+
+    expected = gradients()
+    with xla_amp.explain() as report:
+        explained = gradients()
+    assert len(report) > 5, "the backward pass was in the region too"
+    assert all(torch.equal(a, b) for a, b in zip(explained, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
+
+
+# ---- forms -----------------------------------------------------------------------------------------------------------
+
+
+def entry(operation="mm", given=("float32",) * 2, used=("bfloat16",) * 2, **fields) -> events.DecisionRecord:
+    known = {"cast": "low", "layer": "builtin", "policy": "tpu", "front": "pytorch", "origin": "tables/tpu.toml:1"}
+    return events.DecisionRecord(operation=operation, given=given, used=used, result=used[:1], **{**known, **fields})
+
+
+@pytest.fixture
+def report() -> Report:
+    report = Report()
+    kept = {"cast": "keep", "origin": "", "module": "head"}
+    report.records += [entry(), entry("relu", ("int64",), ("int64",), **kept), entry(), entry(front="jax")]
+    return report
+
+
+def test_the_table(report):
+    head, could, risk, casts, table = str(report).split("\n\n", 1)[1].split("\n\n")
+    assert head == "policy          tpu\ncasts inserted  6 x float32->bfloat16"
+    assert could.endswith("nothing: every product and convolution runs low")
+    assert risk.endswith("nothing that the rules know")
+    assert "6 casts of operands" in casts
+    assert table == (
+        "Operations:\n"
+        "count  operation  before  after  result  cast  layer    rule               casts\n"
+        "-----  ---------  ------  -----  ------  ----  -------  -----------------  -----\n"
+        "    3  mm         f32     bf16   bf16    low   builtin  tables/tpu.toml:1      6\n"
+        "1 row of integers and plumbing is left out"
+    )
+    assert str(Report()).startswith("0 operations under autocast\n\npolicy          none\ncasts inserted  none")
+
+
+def test_the_page_of_a_step(device, tmp_path):
+    """The page answers what runs in float32, where and why, with shapes, cost and the line."""
+    model, x = Model().to(device), torch.rand(4, 4).to(device)
+    rules = {"module:attention.query": "fp32", "module:attention.softmax": "low"}
+    with xla_amp.explain() as report, xla_amp.autocast(device, policy="tpu", rules=rules):
+        model(x)
+    report.to_html(tmp_path / "page.html")
+    page = report_pages.read((tmp_path / "page.html").read_text())
+    rows = {row["operation"].partition(".")[0]: row for row in page.rows("Operations")}
+    linear, softmax = rows["linear"], rows["softmax"]
+    assert (linear["module"], linear["state"], linear["FLOP"]) == ("attention.query", "could", 2 * 4 * 4 * 4)
+    assert linear["shapes"] == "4x4, 4x4, 4 -> 4x4"
+    assert linear["bytes"] == 4 * (16 + 16 + 4 + 16)
+    assert linear["where"].startswith(f"{__file__}:")
+    assert softmax["state"] == "risk", "the built-in rules keep it in float32"
+    assert rows["matmul"]["state"] == "low"
+    assert rows["mse_loss"]["state"] == "wide"
+    assert any("1 of 2 products and convolutions, 128 FLOP of 256 FLOP" in each for each in page.words)
+
+
+def test_rows_are_flat(report):
+    pandas_takes = report.rows()
+    assert all(isinstance(value, str) for row in pandas_takes for value in row.values())
+    assert len({tuple(row) for row in pandas_takes}) == 1
+    assert pandas_takes[0]["casts"] == "float32->bfloat16, float32->bfloat16"
+
+
+def test_json(report):
+    document = json.loads(report.to_json(indent=1))
+    assert document["summary"] == {
+        "operations": 4,
+        "by_cast": {"low": 3, "keep": 1},
+        "by_layer": {"builtin": 4},
+        "casts_inserted": {"float32->bfloat16": 6},
+    }
+    assert document["operations"][0]["before"] == ["float32", "float32"]
+    assert document["operations"][3]["front"] == "jax"
+
+
+def test_rich_is_optional(report, monkeypatch):
+    console = pytest.importorskip("rich.console").Console(width=200)
+    with console.capture() as captured:
+        console.print(report)
+    assert "float32->bfloat16" in captured.get()
+    assert "tables/tpu.toml:1" in captured.get()
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert "mm" in str(report)
+    with pytest.raises(ImportError):
+        tables.rich(("a",), [("1",)])
+
+
+def test_without_torch_only_other_fronts_are_heard(monkeypatch):
+    monkeypatch.setattr("xla_amp.tools.explain.on_pytorch.sys", types.SimpleNamespace(modules={}))
+    with xla_amp.explain() as report:
+        events.emit(entry(front="stablehlo"))
+        assert kernel_registry._installed == {}
+    assert len(report) == 1
+
+
+def test_off_it_is_one_branch(monkeypatch):
+    """A kernel without listeners only reads the list of listeners."""
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("recorded")
+
+    for name in ("emit", "dtypes", "after"):
+        monkeypatch.setattr(decision_events, name, forbidden)
+    x = torch.rand(4, 4, device=xla_amp.xla_device())
+    with xla_amp.autocast("xla"):
+        torch.mm(x, x)
+    with policy.override(mm="fp32"), xla_amp.autocast("cpu"):
+        torch.mm(x.cpu(), x.cpu())
+    events.add(forbidden)
+    try:
+        with xla_amp.autocast("xla"), pytest.raises(AssertionError, match="recorded"):
+            torch.mm(x, x)
+    finally:
+        events.remove(forbidden)
+
+
+def test_the_page(capsys):
+    """docs/explain.md: its Python runs, and prints what it shows."""
+    page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text(encoding="utf-8")
+    (code, *_), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
+    exec(compile(code, "train.py", "exec"), {"__name__": "train"})
+    assert capsys.readouterr().out.strip() == shown.strip()

@@ -1,0 +1,95 @@
+"""Counts of a small module, counted by hand."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from xla_amp.stablehlo import io, ir
+from xla_amp.tools.inspect import inspection, targets
+
+MODULE = """
+func.func @main(%x: tensor<4x8xf32>, %w: tensor<8x8xbf16>, %n: tensor<?xi32>) -> (tensor<f32>, tensor<4x8xf32>) {
+  %low = stablehlo.convert %x : (tensor<4x8xf32>) -> tensor<4x8xbf16> loc("cast")
+  %dot = stablehlo.dot_general %low, %w, contracting_dims = [1] x [0]
+    : (tensor<4x8xbf16>, tensor<8x8xbf16>) -> tensor<4x8xf32>
+  %wide = stablehlo.dot_general %dot, %dot, contracting_dims = [1] x [1]
+    : (tensor<4x8xf32>, tensor<4x8xf32>) -> tensor<4x4xf32>
+  %whole = stablehlo.constant dense<0.0> : tensor<1024xf32>
+  %parts = stablehlo.constant dense<[1.0, 2.0]> : tensor<2xf32>
+  %zero = stablehlo.constant dense<0.0> : tensor<f32>
+  %sum = stablehlo.reduce(%dot init: %zero) applies stablehlo.add across dimensions = [0, 1]
+    : (tensor<4x8xf32>, tensor<f32>) -> tensor<f32>
+  %many = stablehlo.convert %n : (tensor<?xi32>) -> tensor<?xf32>
+  %called = call @other(%dot) : (tensor<4x8xf32>) -> tensor<4x8xf32>
+  return %sum, %called : tensor<f32>, tensor<4x8xf32>
+}
+func.func private @other(%x: tensor<4x8xf32>) -> tensor<4x8xf32> {
+  %0 = stablehlo.tanh %x : tensor<4x8xf32>
+  return %0 : tensor<4x8xf32>
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    return inspection.inspect(ir.parse(MODULE), largest=3)
+
+
+def test_counts(found):
+    f32 = (4 * 8 + 4 * 4 + 1024 + 2 + 1 + 1 + 1 + 4 * 8 + 4 * 8) * 4  # in program order; the dynamic one counts as 1
+    assert found.dtypes == {"f32": (9, f32), "bf16": (1, 4 * 8 * 2)}
+    assert list(found.dtypes) == ["f32", "bf16"]
+    assert found.operations["constant"] == {"f32": 3}
+    assert found.operations["tanh"] == {"f32": 1}
+    assert "add" not in found.operations  # the scalar body of the reduction
+    assert "return" not in found.operations
+
+
+def test_contractions_and_casts_by_dtype(found):
+    assert found.contractions == {("bf16", "bf16", "f32"): 1, ("f32", "f32", "f32"): 1}
+    assert found.casts == {("f32", "bf16"): (1, 64), ("i32", "f32"): (1, 4)}
+
+
+def test_sizes(found):
+    assert found.arguments == 4 * 8 * 4 + 8 * 8 * 2 + 4
+    assert found.results == 4 + 4 * 8 * 4
+    assert found.constants == 4 + 2 * 4 + 4  # equal elements are stored once
+    assert [(value.name, value.type, value.bytes) for value in found.largest] == [
+        ("constant", "f32[1024]", 4096),
+        ("argument 0", "f32[4,8]", 128),
+        ("argument 1", "bf16[8,8]", 128),
+    ]
+
+
+def test_as_plain_data(found):
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["contractions"][0] == {"left": "bf16", "right": "bf16", "result": "f32", "count": 1}
+    assert plain["casts"][0] == {"from": "f32", "to": "bf16", "count": 1, "bytes": 64}
+    assert plain["targets"] == {}
+
+
+@pytest.mark.parametrize(
+    ("element", "size"),
+    [("f32", 4), ("bf16", 2), ("i1", 1), ("ui16", 2), ("complex<f32>", 8), ("f8E4M3FN", 1), ("i4", 0.5)],
+)
+def test_bytes_of_element_types(element, size):
+    module = ir.parse(
+        f"func.func @main(%x: tensor<6x{element}>) -> tensor<6x{element}> {{ return %x : tensor<6x{element}> }}"
+    )
+    assert inspection.inspect(module).arguments == 6 * size
+
+
+def test_targets_are_compiled_for_and_failures_are_told():
+    program = io.read(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).as_text().encode())
+    with targets.Compilers() as compilers:
+        found = inspection.inspect(program, targets=["cpu", "nowhere"], compilers=compilers)
+    assert found.targets["cpu"].contractions() == {("float32", "float32", "float32"): 1}
+    assert found.targets["nowhere"].startswith("target 'nowhere': expected one of cpu")
+    plain = found.to_dict()["targets"]
+    assert "hlo" not in plain["cpu"]
+    assert plain["cpu"]["contractions"][0]["count"] == 1
+    assert plain["nowhere"] == {"error": found.targets["nowhere"]}

@@ -1,0 +1,108 @@
+"""The report of a history: advice, the course of each layer, and the run's numbers, as a page and on a terminal."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import report_pages
+
+from xla_amp.report import terminal
+from xla_amp.tools.monitor import history_report
+from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
+
+NAMES = ["h.0.attn", "h.1.attn", "head"]
+
+
+def statistics(headroom: float, *, inf: float = 0.0, underflow: float = 0.0) -> Statistics:
+    amax = 65504 / 2**headroom
+    return Statistics(amax=amax, rms=amax / 8, underflow=underflow, inf=inf, nan=0.0, headroom=headroom)
+
+
+@pytest.fixture
+def history() -> History:
+    steps = []
+    for step in range(100, 110):
+        rows = {Key(name, "activation"): statistics(9.0 - at) for at, name in enumerate(NAMES)}
+        rows[Key("h.1.attn", "gradient")] = statistics(0.5, inf=0.25 if step == 108 else 0.0)
+        sampled = rows if step % 2 == 0 else {}
+        loss = math.inf if step == 109 else 1.0
+        steps.append(StepRecord(step=step, loss=loss, loss_scale=2.0**16, skipped=step == 109, statistics=sampled))
+    return History(low="float16", steps=steps)
+
+
+def test_the_page_has_the_course_of_each_layer(history, tmp_path):
+    history_report.write(history, tmp_path / "page.html")
+    page = report_pages.read((tmp_path / "page.html").read_text())
+    layers, run = page.data["tables"]
+    assert layers["steps"] == [100, 102, 104, 106, 108]
+    assert run["steps"] == list(range(100, 110))
+    rows = {(row["layer"], row["kind"]): row for row in page.rows("Layers")}
+    assert set(rows) == {*((name, "activation") for name in NAMES), ("h.1.attn", "gradient")}
+    assert rows["head", "activation"]["headroom over steps"] == [7.0] * 5
+    bad = rows["h.1.attn", "gradient"]
+    assert bad["headroom over steps"] == [0.5] * 4 + ["nan"], "a step with an inf is not shown as its finite part"
+    assert (bad["state"], rows["head", "activation"]["state"]) == ("risk", "")
+    assert "not finite in step 108 (25.00% of the values)" in bad["advice"]
+    loss = next(row for row in page.rows("Run") if row["of the run"] == "loss")
+    assert (loss["over steps"][-1], loss["last"], loss["largest"], loss["not finite"]) == ("inf", "inf", 1.0, 1)
+    assert "the loss is not finite since step 109" in page.words
+
+
+def test_the_terminal_shows_what_is_nearest_to_an_overflow(history):
+    shown = terminal.text(history_report.document(history), 80)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\n  - 0.5: gradients of h.1.attn\n" in shown
+    assert "▁▁▁▁!" in shown
+    columns, lines, total = terminal.lines(history_report.document(history).tables[0], most=2)
+    assert total == 4
+    at = [column.name for column in columns].index("headroom")
+    assert [line[at] for line in lines] == ["7", "0.5"], "the least headroom, in the order of the model"
+
+
+def test_zeros_are_not_shown_as_infinite():
+    zero = Statistics(amax=0.0, rms=0.0, underflow=0.0, inf=0.0, nan=0.0, headroom=math.inf)
+    steps = [StepRecord(step=at, statistics={Key("head", "update"): zero}) for at in range(2)]
+    table = history_report.document(History(low="float16", steps=steps)).tables[0]
+    (row,) = [dict(zip([c.name for c in table.columns], row.cells, strict=True)) for row in table.rows]
+    assert "headroom" not in row
+    assert row["headroom over steps"] == [None, None]
+
+
+def test_a_history_without_steps():
+    empty = History(low="float32", steps=[])
+    assert terminal.text(history_report.document(empty)) == "no step has been read yet"
+    finite = History(low="bfloat16", steps=[StepRecord(step=0, loss=1.0)])
+    assert "nothing that the history tells" in terminal.text(history_report.document(finite))
+
+
+def test_monitors_write_the_page(tmp_path):
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import xla_amp
+    import xla_amp.jax
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    recorder = xla_amp.monitor(model, optimizer, sample=1)
+    with recorder.step() as step:
+        step.loss = model(torch.ones(1, 2)).sum()
+        step.loss.backward()
+        optimizer.step()
+    recorder.read()
+    recorder.to_html(tmp_path / "torch.html")
+    recorder.close()
+
+    def update(w, x):
+        with jax.named_scope("layer"):
+            return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+
+    monitored = xla_amp.jax.monitor(update, sample=1)
+    monitored(jnp.ones((2, 2)), jnp.ones((1, 2)))
+    monitored.read()
+    monitored.to_html(tmp_path / "jax.html")
+    for name, layer in (("torch", "0"), ("jax", "layer")):
+        page = report_pages.read((tmp_path / f"{name}.html").read_text())
+        assert layer in {row["layer"] for row in page.rows("Layers")}

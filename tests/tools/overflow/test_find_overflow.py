@@ -1,0 +1,299 @@
+"""find_overflow: models with a known first overflow, on the CPU and on the lazy device; all state is restored."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import report_pages
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_amp
+from xla_amp import GradScaler
+from xla_amp.backends import module_paths
+from xla_amp.report import terminal
+from xla_amp.tools.overflow import on_pytorch as overflow
+from xla_amp.tools.overflow.on_pytorch import find_overflow
+
+# A skipped step is none to torch's schedulers.
+pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+class Block(nn.Module):
+    """Attention with a mask of infinities, then a layer whose values are `gain` times larger."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(4, 8), gain
+
+    def forward(self, x):
+        scores = x @ x.transpose(-1, -2)
+        mixed = torch.softmax(scores + torch.full_like(scores, float("-inf")).triu(1), -1) @ x
+        return (self.up(mixed) * self.gain).square().mean(-1, keepdim=True) * x
+
+
+class Trainer:
+    def __init__(self, device, *blocks, init_scale=2.0**10, dtype=torch.float16):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*blocks, nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Linear(4, 2)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.scaler = GradScaler(device, init_scale=init_scale)
+        self.batch = torch.randn(2, 3, 4).to(device)
+        self.dtype, self.device = dtype, device
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        with xla_amp.autocast(self.device, dtype=self.dtype):
+            loss = self.model(batch).float().square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def epoch(self, batch):
+        self.step(batch)
+        self.schedule.step()
+
+
+def state(trainer):
+    """Everything that a step changes, on the host."""
+
+    def host(value):
+        if isinstance(value, torch.Tensor):
+            return str(value.detach().cpu().tolist())  # a NaN is not equal to itself, its text is
+        if isinstance(value, dict):
+            return {str(key): host(item) for key, item in value.items()}
+        return [host(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return [
+        host(trainer.model.state_dict()),
+        host([parameter.grad for parameter in trainer.model.parameters()]),
+        host(trainer.optimizer.state_dict()),
+        host(trainer.schedule.state_dict()),
+        host(trainer.scaler.state_dict()),
+        int(trainer.scaler.skipped_steps()),
+        host(torch.get_rng_state()),
+        host(xla_amp.xla_model.get_rng_state()),
+    ]
+
+
+def test_the_first_overflow_of_a_forward_pass(device, tmp_path):
+    trainer = Trainer(device, Block(), Block(1e6))
+    trainer.epoch(trainer.batch)
+    before = state(trainer)
+    report = find_overflow(trainer.epoch, trainer.batch)
+    assert state(trainer) == before
+    first = report.first
+    assert (first.place.operation, first.place.phase, first.place.module) == ("mul.Tensor", "forward", "1")
+    assert (first.made, first.result) == ("inf", "float16")
+    assert __file__ in first.place.location
+    (given,) = first.inputs
+    assert (given.name, given.dtype, given.shape) == ("self", "float16", (2, 3, 8))
+    assert (given.infinities, given.nans) == (0, 0)
+    with torch.no_grad(), xla_amp.autocast(device, dtype=torch.float16):
+        trainer.model.eval()
+        x = trainer.model[0](trainer.batch)
+        scores = x @ x.transpose(-1, -2)
+        up = trainer.model[1].up(torch.softmax(scores + torch.full_like(scores, -torch.inf).triu(1), -1) @ x)
+    assert given.largest == pytest.approx(up.abs().max().item(), rel=1e-2)
+    assert 0 < given.smallest < given.largest
+    assert given.smallest == pytest.approx(up.abs().min().item(), rel=0.1)
+    assert report.scale == 2.0**9
+    assert "0.up.weight" in report.nonfinite_gradients
+    assert not module_paths._handles
+    text = str(report)
+    assert "mul.Tensor made inf in the forward pass, module 1" in text
+    assert "self: float16 2x3x8, magnitudes" in text
+    assert "result: float16, which holds magnitudes up to 6.55e+04" in text
+    assert json.loads(report.to_json())["producers"][0]["place"]["module"] == "1"
+    report.to_html(tmp_path / "page.html")
+    page = report_pages.read((tmp_path / "page.html").read_text())
+    row = page.rows("Operands of these operations")[0]
+    assert (row["operation"], row["module"], row["operand"], row["dtype holds"]) == ("mul.Tensor", "1", "self", 65504.0)
+    assert (row["largest"], row["state"]) == (given.largest, "risk")
+
+
+def test_a_finite_step_and_one_that_is_compiled():
+    device = xla_amp.xla_device()
+    trainer = Trainer(device, Block())
+    step = xla_amp.compile(trainer.step)
+    for _ in range(3):
+        step(trainer.batch)
+    before = state(trainer)
+    report = find_overflow(step, trainer.batch)
+    assert state(trainer) == before
+    assert report.first is None
+    assert report.nonfinite_gradients == ()
+    # The mask of the attention is an infinity.
+    assert "no torch operation made one" in str(report)
+    step(trainer.batch)
+    assert state(trainer) != before  # the comparison sees a step
+
+
+def test_the_first_overflow_of_a_backward_pass(device):
+    trainer = Trainer(device, Block(), init_scale=2.0**40)
+    report = find_overflow(trainer.step, trainer.batch)
+    first = report.first
+    assert (first.place.phase, first.made) == ("backward", "inf")
+    assert first.place.operation == "_to_copy"  # the float32 gradient of the loss becomes the layer's
+    assert (first.inputs[0].dtype, first.result) == ("float32", "float16")
+    assert first.inputs[0].largest > 65504
+    assert first.place.gradient_of == "_to_copy"
+    assert len(report.nonfinite_gradients) == len(list(trainer.model.parameters()))
+
+
+def test_the_module_of_a_backward_operation(device):
+    class Inner(nn.Module):
+        def forward(self, x):
+            return torch.sqrt(x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Inner()).to(device)
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.zero_()
+    x = torch.ones(1, 2, device=device)
+
+    def step():
+        model(x).sum().backward()
+
+    report = find_overflow(step)
+    place = report.first.place
+    # The derivative of a square root at zero.
+    assert (place.phase, place.module, place.gradient_of) == ("backward", "1", "sqrt")
+    assert report.first.made == "inf"
+    assert any(operand.largest == 0.0 for operand in report.first.inputs)
+    assert model[0].weight.grad is None
+    assert sorted(report.nonfinite_gradients) == ["0.bias", "0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "operation", "made"),
+    [
+        (lambda x: torch.log(x - x) * 1.0, "log", "inf"),
+        (lambda x: torch.softmax(torch.full_like(x, float("-inf")), -1), "_softmax", "nan"),
+        (lambda x: x.masked_fill(x > 0, float("inf")) * 0, "mul.Tensor", "nan"),
+        (lambda x: torch.exp(x * 1e4), "exp", "inf"),
+    ],
+    ids=["log of zero", "a masked row", "zero times inf", "exp"],
+)
+def test_what_is_a_find(device, compute, operation, made):
+    x = torch.ones(2, 3, device=device)
+    report = find_overflow(lambda: compute(x))
+    assert (report.first.place.operation, report.first.made) == (operation, made)
+    assert "pass them as objects=" in report.underflow_note
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.softmax(x.masked_fill(torch.eye(3, device=x.device) > 0, float("-inf")), -1),
+        lambda x: torch.empty_like(x).fill_(1.0) + x,
+        lambda x: torch.full_like(x, float("inf")).clamp(max=1.0),
+    ],
+    ids=["mask", "uninitialized", "clamped"],
+)
+def test_what_is_none(device, compute):
+    x = torch.ones(3, 3, device=device)
+    assert find_overflow(lambda: compute(x)).first is None
+
+
+def test_what_the_step_was_given():
+    x = torch.tensor([1.0, float("nan")])
+    report = find_overflow(lambda: x * 2)
+    assert report.first is None
+    assert "mul.Tensor passed on nan" in str(report)
+    assert "was finite" not in str(report)
+
+
+def test_a_captured_function_in_the_step_is_seen():
+    device = xla_amp.xla_device()
+    captured = xla_amp.compile(lambda x: torch.log(x - 2))
+    x = torch.ones(2, device=device) * 3
+    for _ in range(4):
+        captured(x)
+    assert captured.replays
+    assert find_overflow(lambda: captured(torch.ones(2, device=device)) + 1).first.place.operation == "log"
+
+
+def test_gradients_that_underflow(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loud, self.quiet = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+
+        def forward(self, x):
+            # The derivative is 1e-9 for `quiet`, and float16 holds nothing below 6e-8.
+            return self.loud(x).float().sum() + (self.quiet(x).float() * 1e-9).sum()
+
+    model = Model().to(device)
+    x = torch.ones(3, 4, device=device)
+
+    def step(scaler):
+        with xla_amp.autocast(device, dtype=torch.float16):
+            loss = model(x)
+        scaler.scale(loss).backward()
+
+    report = find_overflow(step, GradScaler(device, init_scale=1.0))
+    assert [(u.parameter, u.lost, u.of) for u in report.underflow] == [("quiet.weight", 8, 8)]
+    assert "quiet.weight     8   8  100 %" in str(report)
+    report = find_overflow(step, GradScaler(device, init_scale=1024.0))
+    assert report.underflow == ()
+    assert "no gradient underflows to zero at this scale" in str(report)
+
+
+def test_a_step_that_is_not_the_same_twice():
+    lengths = iter([1, 2, 3])
+    with pytest.raises(overflow.StepError, match=r"two runs of the step differ \(\d+ operations, then \d+\)"):
+        find_overflow(lambda: [torch.log(torch.zeros(1)) for _ in range(next(lengths))])
+
+
+def test_what_is_protected():
+    trainer = Trainer("cpu", Block())
+    report = find_overflow(trainer.step, trainer.batch)
+    assert sorted(report.protected) == ["AdamW", "ExponentialLR", "GradScaler", "Sequential"]
+    other = copy.deepcopy(trainer.model)
+    report = find_overflow(lambda: trainer.model(trainer.batch), objects=[other])
+    assert report.protected.count("Sequential") == 2
+
+
+def test_a_step_that_fails_is_taken_back(device):
+    trainer = Trainer(device, Block())
+    trainer.step(trainer.batch)
+    before = state(trainer)
+
+    def step(batch):
+        trainer.step(batch)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        find_overflow(step, trainer.batch)
+    assert state(trainer) == before
+    assert F.relu(trainer.batch).device.type == device.type
+
+
+def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/loss_scaling.md").read_text(encoding="utf-8")
+    script, report = re.search(r"`overflow_demo.py`:\n\n```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()
+    file = tmp_path / "overflow_demo.py"
+    file.write_text(script)
+    monkeypatch.setattr(terminal, "WIDTH", 1000)  # the folder's name makes lines long
+    capsys.readouterr()
+    runpy.run_path(str(file))
+    printed = capsys.readouterr().out.replace(f"{tmp_path}/", "")
+
+    def words(text):  # magnitudes may differ in the last digit between machines
+        return re.sub(r"[\d.,]+(e[+-]\d+)?", "#", text)
+
+    assert words(printed) == words(report)

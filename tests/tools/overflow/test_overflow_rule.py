@@ -1,0 +1,106 @@
+"""One rule on every front: what a program was given or wrote as a constant is no overflow until it reaches a result."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import xla_amp
+import xla_amp.jax
+from xla_amp import cli
+from xla_amp.tools.overflow.on_stablehlo import find_overflow
+
+X = np.ones((4, 8), np.float32)
+IDS = np.array([1, 2, 0, 3])
+NAN, INF = float("nan"), float("inf")
+
+
+def take(x, ids):
+    return jnp.take(x, ids, axis=0)
+
+
+def cross_entropy(x, ids):
+    return optax.softmax_cross_entropy_with_integer_labels(x, ids).mean()
+
+
+def masked(x):
+    return jax.nn.softmax(jnp.where(jnp.arange(8) < 4, x, -jnp.inf), -1)
+
+
+GIVEN = np.where(np.arange(8) == 0, np.float32(np.nan), X)
+# (function, arguments, what is passed on into a result)
+JAX = {
+    "take": (take, (X, IDS), ""),
+    "take out of bounds": (take, (X, IDS + 3), "nan"),
+    "cross entropy": (jax.grad(cross_entropy), (X, IDS), ""),
+    "mask": (masked, (X,), ""),
+    "a NaN that is not chosen": (lambda x: jnp.where(x > 0, x, jnp.nan * x), (X,), ""),
+    "a constant": (lambda x: x + jnp.nan, (X,), "nan"),
+    "an argument": (lambda x: x * 2, (GIVEN,), "nan"),
+    "an argument that is replaced": (lambda x: jnp.nan_to_num(x * 2), (GIVEN,), ""),
+}
+# (function, what is made)
+MADE = {
+    "log": (lambda x: jnp.log(-x), "nan"),
+    "exp": (lambda x: jnp.exp(x * 1000).sum(), "inf"),
+    "not in the result": (lambda x: jnp.where(x > 2, jnp.log(x - 1), 0.0), "inf"),
+    "of an infinity": (lambda x: (x - 1) * jnp.inf, "nan"),
+}
+
+
+def reports(function, arguments):
+    lowered = jax.jit(function, keep_unused=True).lower(*arguments)
+    return xla_amp.jax.find_overflow(jax.jit(function), *arguments), find_overflow(lowered, arguments)
+
+
+@pytest.mark.parametrize(("function", "arguments", "passed_on"), JAX.values(), ids=JAX)
+def test_what_is_given_or_written(function, arguments, passed_on):
+    for report in reports(function, arguments):
+        assert report.first is None
+        assert (report.passed_on.made if report.passed_on else "") == passed_on
+        assert bool(report.results) == bool(passed_on)
+        assert report.document().title == ("A program with an inf or NaN" if passed_on else "A finite program")
+
+
+@pytest.mark.parametrize(("function", "made"), MADE.values(), ids=MADE)
+def test_what_is_made(function, made):
+    for report in reports(function, (X,)):
+        assert report.first.made == made
+
+
+def returns_nothing():
+    torch.from_numpy(GIVEN).mul(2)
+
+
+T = torch.ones(4, 8)
+TORCH = {
+    "mask": (lambda: torch.softmax(T.masked_fill(torch.arange(8) > 4, -INF), -1), "", ""),
+    "a NaN that is not chosen": (lambda: torch.where(T > 0, T, torch.full_like(T, NAN)), "", ""),
+    "a tensor of it": (lambda: torch.where(T > 0, T, torch.tensor(NAN) * T), "", ""),
+    "a constant": (lambda: T + torch.full_like(T, NAN), "nan", ""),
+    "an argument": (lambda: torch.from_numpy(GIVEN) * 2, "nan", ""),
+    "an argument that is replaced": (lambda: torch.nan_to_num(torch.from_numpy(GIVEN) * 2), "", ""),
+    "nothing is returned": (returns_nothing, "nan", ""),
+    "log": (lambda: (-T).log(), "", "nan"),
+    "not in the result": (lambda: torch.where(T > 2, (T - 1).log(), 0.0), "", "inf"),
+    "of an infinity": (lambda: (T - 1) * INF, "", "nan"),
+}
+
+
+@pytest.mark.parametrize(("step", "passed_on", "made"), TORCH.values(), ids=TORCH)
+def test_in_torch(step, passed_on, made):
+    report = xla_amp.find_overflow(step)
+    assert (report.first.made if report.first else "") == made
+    assert (report.passed_on.made if report.passed_on else "") == passed_on
+
+
+def test_the_status_of_the_command(tmp_path):
+    path, npz = tmp_path / "p.mlir", tmp_path / "x.npz"
+    np.savez(npz, GIVEN)
+    for function, status in ((lambda x: jnp.nan_to_num(x * 2), 0), (lambda x: x * 2, 1)):
+        path.write_text(jax.jit(function).lower(GIVEN).as_text())
+        assert cli.main(["overflow", str(path), "--inputs", str(npz), "--quiet"]) == status

@@ -1,1 +1,0 @@
-"""Diagnostics of mixed precision: decision reports and overflow search."""

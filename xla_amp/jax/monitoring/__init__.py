@@ -1,1 +1,0 @@
-"""Numerics of JAX functions that one can watch."""

@@ -1,0 +1,62 @@
+"""`observe`: names for values of a training step, which a monitor reads; without one they mean nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from xla_amp.jax import compat
+from xla_amp.types import KINDS
+
+SCALARS: Final = ("loss", "loss_scale", "skipped")
+"""What `observe` takes besides the kinds of values: numbers of the step."""
+
+MARK: Final = "xla_amp:observe"
+"""Begins the names of marked values."""
+
+
+def observe(what: str, tree: Any, *, layer: str = "") -> Any:
+    """Marks values of a training step for `monitor`; returns `tree`, which the step must go on with.
+
+    The layer of each leaf of gradients, weights and updates is its path in the tree, without the last name.  Without
+    `monitor` this does nothing, and costs nothing.
+
+    Args:
+        what: ``"gradient"``, ``"weight"``, ``"update"`` or ``"activation"``; or ``"loss"``, ``"loss_scale"`` or
+            ``"skipped"``, a number or `LossScale.value`.
+        tree: the values.  Leaves that are no floating-point arrays are not recorded.
+        layer: path of the layer, put before the paths of the leaves.
+
+    Raises:
+        ValueError: `what` is another name.
+
+    Example:
+        >>> def step(params, x):
+        ...     grads = jax.grad(lambda params: jnp.sum(params["w"] @ x))(observe("weight", params))
+        ...     return observe("gradient", grads)
+    """
+    if what not in (*KINDS, *SCALARS):
+        raise ValueError(f"observe({what!r}): expected one of {', '.join((*KINDS, *SCALARS))}")
+
+    def mark(path: Any, leaf: Any) -> Any:
+        if what in SCALARS:
+            return checkpoint_name(jnp.asarray(leaf), f"{MARK}|{what}|")
+        if not compat.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        names = [_name(part) for part in path]
+        if isinstance(path[-1] if path else None, jax.tree_util.GetAttrKey) and names[-1] == "value":
+            names.pop()  # of a variable of `flax.nnx`
+        names = [name for name in (names if what == "activation" else names[:-1]) if name != "params"]
+        return checkpoint_name(leaf, f"{MARK}|{what}|{'.'.join([*filter(None, [layer]), *names])}")
+
+    return jax.tree_util.tree_map_with_path(mark, tree)
+
+
+def _name(part: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)

@@ -1,0 +1,1 @@
+"""What is known of an operation before it runs: shapes and dtypes of results, refusals, checks of arguments."""

@@ -1,0 +1,266 @@
+"""Where compilations and host syncs come from: the user's lines, with how often and why.
+
+A line is the innermost one outside torch and this package.  The differences between a program and the one that the same
+line compiled before are found when it is compiled, so nothing is kept for steps that repeat.  ``metrics.report()``
+lists the lines; ``XLA_AMP_DEBUG=recompile,sync`` logs each event (the logger of this module, level WARNING); and a line
+that compiles again and again is warned about once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import itertools
+import linecache
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from types import CodeType
+from typing import Any
+
+from xla_amp import config, events
+from xla_amp.errors import RecompileWarning
+from xla_amp.lazy.graph.trace import Instruction
+from xla_amp.lazy.programs.compile import Program, steps
+
+_log = logging.getLogger(__name__)
+
+PATIENCE = 6
+"""Programs of one line at which it warns.  A training loop has up to three: the first step, the others, and the last
+batch, which is smaller."""
+_ROWS = 10
+"""Most lines in a table of the report."""
+
+ASKED = {
+    "_equal": "torch.equal()",
+    "_item": "item()",
+    "_to_copy": "cpu(), to(), numpy() or tolist()",
+    "_copy_": "copy_()",
+    "__array__": "numpy()",
+    "__contains__": "in",
+    "__format__": "format()",
+    "__repr__": "print() or repr()",
+    "array_of": "a read",
+    "step": "Optimizer.step()",
+    "sync": "sync(wait=True)",
+    "synchronize": "synchronize()",
+}
+"""Function of torch or this package that the user's line called -> what asked for the value."""
+_TESTS = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF", "FOR_ITER", "COMPARE_OP")
+"""Bytecode that asks for a tensor's truth; a comparison does from Python 3.13 on."""
+_FORMATS = ("FORMAT_", "CONVERT_VALUE", "BUILD_STRING")
+
+
+@dataclasses.dataclass
+class _Line:
+    """The compilations and captures of one line."""
+
+    program: weakref.ref[Program] | None = None
+    programs: int = 0
+    captures: int = 0
+    warned: bool = False
+    newest: str = ""
+    """The reason of the last one."""
+
+
+_lines: dict[str, _Line] = {}
+_waits: Counter[tuple[CodeType | None, int, int, str]] = Counter()
+"""(code, line, bytecode, function called) -> times that Python waited there."""
+
+
+def reset() -> None:
+    """Forgets all lines."""
+    _lines.clear()
+    _waits.clear()
+
+
+# ---- compilations ----------------------------------------------------------------------------------------------------
+
+
+def compiled(program: Program) -> None:
+    """Counts a compilation at the user's line; warns about a line that compiles again and again.
+
+    Raises:
+        RecompileWarning: if a filter makes it an error.
+        PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
+    """
+    location = events.user_location()
+    line = _lines.setdefault(location, _Line())
+    before = None if line.program is None else line.program()
+    dropped = line.program is not None and before is None
+    line.program, line.programs = weakref.ref(program), line.programs + 1
+    if line.programs == 1:
+        return
+    reason = (
+        "the program before was dropped (XLA_AMP_PROGRAM_MEMORY)"
+        if dropped or before is None
+        else _change(before, program)
+    )
+    _again(location, line, f"compiled program {line.programs}", reason)
+
+
+def captured_again(location: str, reason: str) -> None:
+    """Counts that a captured step (`xla_amp.compile`) has to be recorded again, at the user's line."""
+    line = _lines.setdefault(location, _Line())
+    line.captures += 1
+    _again(location, line, f"recorded a captured step again ({line.captures})", reason)
+
+
+def _again(location: str, line: _Line, what: str, reason: str) -> None:
+    line.newest = reason
+    if "recompile" in config.debug():
+        _log.warning("%s: %s: %s", location or "a backward pass", what, reason)
+    count = max(line.programs, line.captures)
+    if count < PATIENCE or line.warned:
+        return
+    line.warned = True
+    file, _, number = location.rpartition(":")
+    text = (
+        f"{location or 'a backward pass'} has compiled {line.programs} programs"
+        + (f" and had a captured step recorded again {line.captures} times" if line.captures else "")
+        + f"; the last time because {reason}. Each shape, dtype and Python argument that shapes a program is another "
+        "one: pad to few shapes (xla_amp.pad_to_bucket), or make the value a tensor. XLA_AMP_DEBUG=recompile logs "
+        "each, and metrics.report() counts them"
+    )
+    events.warn(text, RecompileWarning, at=(file or "<backward pass>", int(number or 0)))
+
+
+def _change(old: Program, new: Program) -> str:
+    found = difference(old.key.code, new.key.code)
+    if found is not None:
+        return found
+    if old.key.wanted != new.key.wanted:
+        return (
+            f"other values are kept after the step ({len(new.key.wanted)}, {len(old.key.wanted)} before): a list that "
+            "grows, or gradients that are not dropped?"
+        )
+    if old.key.spent != new.key.spent:
+        return (
+            f"other inputs can be overwritten ({len(new.key.spent)}, {len(old.key.spent)} before): old values are kept "
+            "or released"
+        )
+    return "the values have another layout over the mesh"
+
+
+def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
+    """The first difference of two traces, None if they are equal."""
+    before, after = list(steps(old)), list(steps(new))
+    count = "" if len(before) == len(after) else f" ({len(after)} operations, {len(before)} before)"
+    number = 0
+    for position, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a[0] is not b[0]:
+            return _instruction_change(position, a[0], b[0], _reader(after[position:], number)) + count
+        if (*a[1], *a[2]) != (*b[1], *b[2]):
+            return f"operation {position}, {b[0].name}, reads other values{_at(b[0])}{count}"
+        number += len(b[0].outs)
+    if len(before) != len(after):
+        shorter = min(len(before), len(after))
+        extra = (after if len(after) > len(before) else before)[shorter][0]
+        which = "is new" if len(after) > len(before) else "is missing"
+        return f"operation {shorter}, {extra.name}, {which}{_at(extra)}{count}"
+    return None
+
+
+def _instruction_change(position: int, old: Instruction, new: Instruction, reader: str) -> str:
+    if old.emit is None and new.emit is None:
+        return f"an input is {_show(new)}, {_show(old)} before{reader}"
+    if old.name == new.name:
+        for name, value in new.constants.items():
+            if name in old.constants and old.constants[name] != value:
+                return f"the argument {name} of {new.name} is {value!r}, {old.constants[name]!r} before{_at(new)}"
+        for name, value in old.constants.items():
+            if name not in new.constants and new.ints > old.ints:
+                return f"the argument {name} of {new.name}, {value!r} before, has changed and is data now{_at(new)}"
+        if old.outs != new.outs:
+            return f"{new.name} gives {_show(new)}, {_show(old)} before{_at(new)}"
+        return f"an argument of {new.name} (operation {position}) has another shape, dtype or kind{_at(new)}"
+    return f"operation {position} is {_name(new)}, {_name(old)} before{_at(new)}"
+
+
+def _reader(rest: list[tuple[Instruction, Sequence[int], Sequence[int]]], number: int) -> str:
+    """The first operation of a trace that reads value `number`."""
+    for instruction, _, inputs in rest:
+        if number in inputs:
+            return f", read by {instruction.name}{_at(instruction)}"
+    return ""
+
+
+def _name(instruction: Instruction) -> str:
+    return "an input" if instruction.emit is None else instruction.name
+
+
+def _show(instruction: Instruction) -> str:
+    return ", ".join(map(repr, instruction.outs))
+
+
+def _at(instruction: Instruction) -> str:
+    return f" at {instruction.location}" if instruction.location and instruction.emit is not None else ""
+
+
+# ---- host syncs ------------------------------------------------------------------------------------------------------
+
+
+def host_waits() -> None:
+    """Counts that Python waits for the device, by the user's line and what asked there.
+
+    Raises:
+        PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
+    """
+    frame, called = events.user_frame()
+    key = (None, 0, 0, called) if frame is None else (frame.f_code, frame.f_lineno, frame.f_lasti, called)
+    _waits[key] += 1
+    if "sync" in config.debug():
+        _log.warning("Python waits for the device: %s", _wait_text(*key))
+
+
+def _wait_text(code: CodeType | None, line: int, instruction: int, called: str) -> str:
+    if code is None:
+        return f"a thread without Python code, {_asked('', called)}"
+    opcode = dis.opname[code.co_code[instruction]] if instruction >= 0 else ""
+    source = linecache.getline(code.co_filename, line).strip()
+    return f"{code.co_filename}:{line}, {_asked(opcode, called)}" + (f": {source}" if source else "")
+
+
+def _asked(opcode: str, called: str) -> str:
+    if called == "_item" and any(part in opcode for part in _TESTS):
+        return "bool()"
+    if called in ("_item", "__format__") and opcode.startswith(_FORMATS):
+        return "format()"
+    if called == "_item":
+        return "item(), bool(), float() or int()"
+    return ASKED.get(called, called)
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def report() -> str:
+    """The lines with most compilations and host syncs, as text; empty if there are none."""
+    return _table("compilations by line", _compilation_rows()) + _table("host syncs by line", _wait_rows())
+
+
+def _compilation_rows() -> list[tuple[int, str]]:
+    rows = []
+    for where, line in list(_lines.items()):
+        captures = f", and {line.captures} captures made again" if line.captures else ""
+        reason = f": {line.newest}" if line.newest else ""
+        rows.append((line.programs, f"{where or 'a backward pass'}{captures}{reason}"))
+    return rows
+
+
+def _wait_rows() -> list[tuple[int, str]]:
+    counts: Counter[str] = Counter()
+    for key, count in list(_waits.items()):
+        counts[_wait_text(*key)] += count
+    return [(count, text) for text, count in counts.items()]
+
+
+def _table(title: str, rows: list[tuple[int, Any]]) -> str:
+    if not rows:
+        return ""
+    rows = sorted(rows, key=lambda row: -row[0])
+    shown = [f"{count:>8,}  {text}" for count, text in itertools.islice(rows, _ROWS)]
+    if len(rows) > _ROWS:
+        shown.append(f"{sum(count for count, _ in rows[_ROWS:]):>8,}  {len(rows) - _ROWS} other lines")
+    return "\n".join(("", "", f"{title}:", *shown))

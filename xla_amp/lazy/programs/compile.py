@@ -1,0 +1,344 @@
+"""Compile a trace to one XLA executable: interpret it under `jax.jit`, pair donated inputs with outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp.backends.places import Place
+from xla_amp.errors import StepFailedError, XlaAmpError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of, rounding_cast
+from xla_amp.lazy.programs import compile_options, memory_layout, mesh, weight_gradients
+from xla_amp.lazy.programs.memory_layout import InputFormat
+from xla_amp.lowering.operand import Deferred, materialize
+
+
+class Shardings(NamedTuple):
+    """Shardings of a program's values over the mesh; empty without a mesh."""
+
+    parameters: tuple[Any, ...] = ()
+    """`jax.sharding.Sharding` of each parameter."""
+    wanted: tuple[Any, ...] = ()
+    """Sharding of each wanted value, None if XLA may choose."""
+    in_product_dtype: tuple[int, ...] = ()
+    """Parameters whose gradients are added over devices in the dtype of the products, not in float32."""
+
+
+NO_SHARDINGS = Shardings()
+alive: weakref.WeakSet[Program] = weakref.WeakSet()
+"""All programs that exist: their instructions are in use."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Key:
+    """Cache key of a program: everything that shapes its executable."""
+
+    code: tuple[int, ...]
+    wanted: tuple[int, ...]
+    """Numbers of the values to return, one for each live buffer."""
+    spent: tuple[int, ...]
+    """Parameters whose array can be donated."""
+    shardings: Shardings = NO_SHARDINGS
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Program:
+    """The program of a trace; XLA compiles it on the first call."""
+
+    key: Key
+
+    call: Any
+    """``call(donated, kept, floats, ints)`` returns the outputs.  Inside another program call `nested`."""
+    nested: Any
+    """`call` without compiler options and layouts, which `jax.jit` rejects when nested."""
+    donated: tuple[int, ...]
+    """Parameters whose memory the outputs reuse."""
+    kept: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """Per wanted value: its position among the outputs, or ``~parameter`` when it is a parameter unchanged."""
+    operations: int
+    abstract: tuple[Any, ...]
+    """Arguments of `call`, as `jax.ShapeDtypeStruct`."""
+    instructions: dict[int, Instruction]
+    """The key's instructions by id, so that they live as long as the program (`trace.forget_unused`)."""
+    input_formats: tuple[InputFormat, ...] = ()
+    """Inputs of `call` that need another memory layout than JAX's default."""
+    overwritten: tuple[int, ...] = ()
+    """Parameters that the first of the wanted values overwrite, in that order; of a program with a digest."""
+    shared: tuple[Sequence[int], Sequence[int]] | None = None
+    """Floats and ints that must be the same in all processes; None: all (`execute.together`)."""
+    digest: bytes | None = None
+    """Of its text, for a program that several processes run together (`execute.together`)."""
+    compared: bool = False
+    """Whether its inputs were compared between the processes of one mesh (`mesh.compare`)."""
+    size: int = 0
+    """Bytes that it takes once compiled (`program_cache`)."""
+    used: int = 0
+    """When it last ran, counted in runs of programs."""
+    holders: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """Called when a cache drops the program: captures that would keep it alive (`cache_entry`)."""
+
+    def result_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What `call` returns, without running it."""
+        with private_api.x64():
+            return list(jax.eval_shape(self.call, *self.abstract))
+
+    def lower(self) -> Any:
+        """The program as `jax.stages.Lowered`, to read its text."""
+        with private_api.x64():
+            return self.call.lower(*self.abstract)
+
+    def optimized_hlo(self) -> str:
+        """The text of the program as XLA compiled it."""
+        with private_api.x64():
+            text: str = self.lower().compile().as_text()
+            return text
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """Properties of the program that an instruction's `emit` may use."""
+
+    platform: str
+    replicas: str | None = None
+    """Name of the axis over the processes that train together."""
+    wide: bool = False
+    """Whether the operation gives a weight its gradient, of which each device of a mesh has a part."""
+
+
+def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
+    """(instruction, (stream, draw) of a random one, input numbers) for each operation of a trace."""
+    position = 0
+    while position < len(code):
+        instruction = instruction_of(code[position])
+        inputs = position + (3 if instruction.random else 1)
+        end = inputs + instruction.inputs
+        yield instruction, code[position + 1 : inputs], code[inputs:end]
+        position = end
+
+
+def build(
+    key: Key,
+    parameter_numbers: Sequence[int],
+    parameter_specs: Sequence[Spec],
+    numbers: tuple[int, int],
+    streams: int,
+    platform: str,
+    places: Sequence[Place | None] = (),
+) -> Program:
+    """Builds the program of a trace; XLA compiles it on the first call.
+
+    Args:
+        key: of the trace.
+        parameter_numbers, parameter_specs: of the trace's inputs, in the order of first use.
+        numbers: count of lifted floats and of lifted ints.
+        streams: count of (seed, offset) pairs, which precede the ints.
+        platform: XLA platform, for platform-specific lowerings and `compile_options`.
+        places: of the operations in the user's program, for programs that are read (`interop.locations`); without them
+            an operation has the line that recorded it first.
+    """
+    parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
+    specs: list[Spec | None] = []
+    instructions: dict[int, Instruction] = {}
+    operations = 0
+    for instruction, _, _ in steps(key.code):
+        instructions[instruction.id] = instruction
+        specs.extend(instruction.outs)
+        operations += instruction.emit is not None
+    unchanged = {parameter_of[number] for number in key.wanted if number in parameter_of}
+    computed = list(dict.fromkeys(number for number in key.wanted if number not in parameter_of))
+    donated = _pair(
+        [i for i in key.spent if i not in unchanged], parameter_specs, [specs[number] for number in computed]
+    )
+    position = {number: index for index, number in enumerate(computed)}
+    kept = tuple(sorted(set(range(len(parameter_specs))).difference(donated)))
+    wide = frozenset[int]()
+    if any(layout.num_devices > 1 for layout in key.shardings.parameters):
+        # XLA puts the sum over devices right after the product, in the dtype of its result.
+        in_product_dtype = {parameter_numbers[index] for index in key.shardings.in_product_dtype}
+        found = weight_gradients.find(steps(key.code))
+        wide = frozenset(result for result, weights in found.items() if not weights or not weights <= in_product_dtype)
+    context = Context(platform, mesh.AXIS if mesh.replicas else None)
+    options: dict[str, Any] = {}
+    if key.shardings.parameters:
+        wish = dict(zip(reversed(key.wanted), reversed(key.shardings.wanted), strict=True))
+        options["out_shardings"] = [wish[number] for number in computed]
+    structs = [
+        jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype, sharding=layout)
+        for spec, layout in zip(parameter_specs, key.shardings.parameters or [None] * len(parameter_specs), strict=True)
+    ]
+
+    def lazy_step(
+        taken: list[jax.Array], others: list[jax.Array], floats: jax.Array, ints: jax.Array
+    ) -> list[jax.Array]:
+        parameters: list[Any] = [None] * len(parameter_specs)
+        for index, array in zip(donated, taken, strict=True):
+            parameters[index] = array
+        for index, array in zip(kept, others, strict=True):
+            parameters[index] = array
+        return _interpret(
+            key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, places
+        )
+
+    step = replicated(lazy_step) if mesh.replicas else lazy_step
+    nested = jax.jit(step, donate_argnums=0, **options)
+    chosen = compile_options.for_platform(platform)
+    # Over several devices XLA chooses the layouts.
+    orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
+    input_formats: list[InputFormat] = []
+    if orders:
+        given = list(memory_layout.shardings(parameter_specs, orders))
+        taken, others = ([given[index] for index in part] for part in (donated, kept))
+        options["in_shardings"] = taken, others, None, None
+        options["out_shardings"] = list(memory_layout.shardings((specs[number] for number in computed), orders))
+        positions = enumerate((*donated, *kept))
+        input_formats = [
+            InputFormat(parameter, position, given[parameter])
+            for position, parameter in positions
+            if parameter_specs[parameter] in orders
+        ]
+    alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
+    program = Program(
+        key=key,
+        call=alone if chosen or orders else nested,
+        nested=nested,
+        donated=tuple(donated),
+        kept=kept,
+        outputs=tuple(~parameter_of[number] if number in parameter_of else position[number] for number in key.wanted),
+        operations=operations,
+        abstract=(
+            [structs[index] for index in donated],
+            [structs[index] for index in kept],
+            jax.ShapeDtypeStruct((numbers[0],), np.float64),
+            jax.ShapeDtypeStruct((numbers[1] + 2 * streams,), np.int64),
+        ),
+        instructions=instructions,
+        input_formats=tuple(input_formats),
+    )
+    alive.add(program)
+    return program
+
+
+def replicated(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step` on the values of each process, without the check that replicated arrays are equal."""
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(step, mesh=mesh.active, in_specs=whole, out_specs=whole, check_vma=False)
+
+
+def _pair(spent: Sequence[int], parameter_specs: Sequence[Spec], outputs: Sequence[Spec | None]) -> list[int]:
+    """The spent parameters that have an output of the same spec: JAX warns about any other donation."""
+    room: dict[Spec | None, int] = {}
+    for output in outputs:
+        room[output] = room.get(output, 0) + 1
+    donated = []
+    for index in spent:
+        if room.get(parameter_specs[index], 0) > 0:
+            room[parameter_specs[index]] -= 1
+            donated.append(index)
+    return donated
+
+
+def _interpret(
+    code: Sequence[int],
+    parameters: Sequence[jax.Array],
+    floats: jax.Array,
+    ints: jax.Array,
+    streams: jax.Array,
+    wanted: Sequence[int],
+    context: Context,
+    wide: Set[int],
+    places: Sequence[Place | None],
+) -> list[jax.Array]:
+    values: list[Any] = []
+    next_parameter = next_float = next_int = 0
+    found = iter(places)
+    in_wide = dataclasses.replace(context, wide=True)
+    for instruction, draw, inputs in steps(code):
+        place = next(found, None)
+        if instruction.emit is None:
+            values.append(parameters[next_parameter])
+            next_parameter += 1
+            continue
+        rng = None
+        if draw:
+            stream, index = draw
+            rng = random_key(streams[2 * stream], streams[2 * stream + 1] + index)
+        arguments = (
+            [values[number] if number >= 0 else None for number in inputs],
+            [floats[next_float + i] for i in range(instruction.floats)],
+            [ints[next_int + i] for i in range(instruction.ints)],
+            rng,
+        )
+        with _at(instruction, place):
+            results = emit(instruction, in_wide if len(values) in wide else context, *arguments)
+        next_float += instruction.floats
+        next_int += instruction.ints
+        values.extend(results)
+    return [materialize(values[number]) for number in wanted]
+
+
+def _at(instruction: Instruction, place: Place | None) -> Any:
+    """The context that gives an operation its location in the program."""
+    if place is None:
+        return private_api.located(instruction.name, instruction.location)
+    is_backward = place.phase == "backward"
+    return private_api.located(instruction.name, place.location, place.module, backward=is_backward)
+
+
+def random_key(seed: Any, number: Any) -> jax.Array:
+    """The key of the random operation `number` of a stream."""
+    return jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), number)
+
+
+def emit(instruction: Instruction, context: Context, inputs: Any, floats: Any, ints: Any, rng: Any) -> list[Any]:
+    """The results of one operation: arrays, deferred values, None for a result that it does not have.
+
+    Raises:
+        StepFailedError: the lowering failed; names the line that recorded the operation.
+    """
+    try:
+        inputs = [x if isinstance(x, instruction.takes) else materialize(x) for x in inputs]
+        results = instruction.emit(context, inputs, floats, ints, rng)  # type: ignore[misc]
+        return [
+            None if spec is None else result if isinstance(result, Deferred) else _conform(result, spec, context.wide)
+            for spec, result in zip(instruction.outs, results, strict=True)
+        ]
+    except XlaAmpError:
+        raise
+    except Exception as error:
+        raise StepFailedError(failure(instruction, inputs, error)) from error
+
+
+def failure(instruction: Instruction, inputs: Sequence[Any], error: Exception) -> str:
+    """Describes an operation that failed, with the line that recorded it."""
+    instruction.forget()  # the next call records its own line
+    shapes = ", ".join("None" if x is None else f"{x.dtype}{list(x.shape)}" for x in inputs)
+    where = f" (recorded at {instruction.location})" if instruction.location else ""
+    return f"the lowering of {instruction.name} failed on ({shapes}): {type(error).__name__}: {error}{where}"
+
+
+def _conform(result: Any, spec: Spec, rounds: bool) -> jax.Array:
+    """A lowering's result in the dtype and shape of torch's meta kernel.
+
+    None is a result that ``output_mask`` leaves out, as the input gradient of a model's first layer.  torch's meta
+    kernels ignore the mask, so zeros that are never read stand for it.  With `rounds` XLA may not omit the rounding.
+    """
+    if result is None:
+        return jnp.zeros(spec.shape, spec.numpy_dtype)
+    array: jax.Array = jnp.asarray(result)
+    if array.shape != spec.shape:
+        if array.size != spec.size:
+            raise ValueError(f"it gave shape {list(array.shape)} where torch expects {list(spec.shape)}")
+        array = array.reshape(spec.shape)
+    if array.dtype == spec.numpy_dtype:
+        return array
+    if rounds:
+        return rounding_cast(array, spec.numpy_dtype)
+    return array != 0 if spec.numpy_dtype == np.bool_ else array.astype(spec.numpy_dtype)

@@ -1,0 +1,393 @@
+"""Flush the trace: run it as one executable, asynchronously, and store the results in the live buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
+
+import jax
+import numpy as np
+
+from xla_amp import events
+from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph import host_copies
+from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.trace import Family, trace
+from xla_amp.lazy.programs import causes, dynamic_ints, memory_layout, mesh, pjrt, program_cache, progress
+from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Program, Shardings, build
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.steps import recovery
+from xla_amp.lazy.torch_integration import forks, generator
+from xla_amp.lowering import forms
+
+_programs = program_cache.new_cache()
+_pending: dict[Callable[[], list[Any]], object] = {}
+"""Functions that return the results, as far as they are referenced, of the last programs that nobody has waited for,
+each with a mark of its dispatch.  XLA:CPU runs those of several threads side by side."""
+_MOST_PENDING: Final = 64
+
+
+class Observer(Protocol):
+    """Called around each flush (`xla_amp.lazy.capture.observer`)."""
+
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
+        """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
+
+    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        """Called after `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
+
+
+eager = False
+"""Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
+observer: Observer | None = None
+expected: tuple[int, frozenset[Family]] = -1, frozenset()
+"""Generation of a trace that begins with an iteration of a loop, and the families whose integers differ between the
+iterations (`loops`)."""
+admit: Callable[[Program, Sequence[Any]], None] | None = None
+"""Called with each new program and its arguments before the first run."""
+together: Callable[[Program, Sequence[np.ndarray]], contextlib.AbstractContextManager[object]]
+together = lambda program, numbers: contextlib.nullcontext()  # noqa: E731
+"""Around the dispatch of a program that several processes run together, which has a digest, on its lifted numbers;
+raises to reject it."""
+
+
+before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
+"""Called before a program runs in an open training step, with the buffers that it overwrites and those that it computes
+(`xla_amp.lazy.steps.undo`)."""
+after_run: list[Callable[[], None]] = []
+"""Called after each program was dispatched."""
+_instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
+"""Called in place of `execute`."""
+
+
+def flush() -> None:
+    """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
+
+    Raises:
+        StepFailedError: an operation could not be lowered, or XLA rejected the program.  New tensors that do not depend
+            on it are computed.  Tensors that the trace overwrites get their new values if none of those depends on it;
+            otherwise all of them keep the values from before the first operation of the trace.
+    """
+    forks.check()
+    with trace.lock:
+        if trace.code:
+            _run()
+
+
+def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` of an operation, followed by running what it recorded and waiting for it: errors belong to its call."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = kernel(*args, **kwargs)
+        _finish()
+        return result
+
+    return run
+
+
+def sync(wait: bool = False) -> None:
+    """Ends the step: runs what was recorded as one executable.
+
+    Args:
+        wait: also wait until the device has finished (one host sync).
+    """
+    flush()
+    if wait:
+        metrics.host_syncs += 1
+        causes.host_waits()
+        _finish()
+
+
+def _finish() -> None:
+    """Runs the trace, and waits for all programs."""
+    with trace.lock:
+        flush()
+        programs = dict(_pending)
+        values = [value for results in programs for value in results()]
+    failure: Exception | None = None
+    for value in values:
+        try:
+            _wait_for(value)
+        except Exception as error:
+            failure = failure or error
+    with trace.lock:
+        for results, mark in programs.items():
+            if _pending.get(results) is mark:  # otherwise it was dispatched again meanwhile
+                del _pending[results]
+    if failure is not None:
+        raise failure
+
+
+def _wait_for(value: Any) -> None:
+    if not isinstance(value, jax.Array) or value.is_deleted():
+        return
+    try:
+        value.block_until_ready()
+    except RuntimeError:
+        if not value.is_deleted():  # otherwise another thread has given it to its next program
+            raise
+
+
+def programs() -> list[Program]:
+    """The programs built so far, least recently run first."""
+    return list(_programs.values())
+
+
+def clear_programs() -> None:
+    """Drops all compiled programs; the next steps are compiled again."""
+    with trace.lock:
+        program_cache.clear(_programs)
+
+
+@contextlib.contextmanager
+def instead(run: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]]) -> Iterator[None]:
+    """Inside, programs are handed to `run` and no device runs them; they are not counted, and forgotten at the end."""
+    global _programs, _instead
+    kept, outer = _programs, _instead
+    _programs, _instead = program_cache.new_cache(), run
+    try:
+        yield
+    finally:
+        _programs, _instead = kept, outer
+
+
+def _run() -> None:
+    if mesh.active is not None:
+        mesh.move_to_mesh(trace.parameters)
+    parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
+    held = [count > ALONE for count in reference_counts(parameters)]  # by a storage, so the buffer can still be read
+    computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
+    overwritten = [
+        buffer
+        for buffer, number, alive in zip(parameters, trace.parameter_numbers, held, strict=True)
+        if buffer.number != number and alive
+    ]
+    if observer is not None:
+        observer.before(parameters, held)
+    if before_run is not None:
+        before_run(overwritten, computed)
+    # Overwritten parameters come first and in order: JAX pairs the n-th donated input of a spec with its n-th output,
+    # so that a weight's new value is written to the old one's memory.
+    targets = overwritten + computed
+    try:
+        # Only memory that a result can have: whether others are still held must not make another program.
+        results = {buffer.spec for buffer in targets}
+        spent = tuple(index for index in _spent(arrays, held) if parameters[index].spec in results)
+        shardings = NO_SHARDINGS
+        if mesh.is_partitioned():
+            # Only an overwritten value has an output of the same sharding, which can reuse its memory.
+            spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
+            shardings = Shardings(
+                tuple(map(mesh.placement_of, parameters)),
+                mesh.output_shardings(targets, len(overwritten)),
+                mesh.in_product_dtype(parameters) if mesh.in_product_dtype is not None else (),
+            )
+        wanted = tuple(buffer.number for buffer in targets)
+        key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
+        # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
+        before, program = next(reversed(_programs.items()), (None, None))
+        again = before == key
+        if not again:
+            program = _programs.get(key)
+            if (
+                program is None
+                and observer is None
+                and dynamic_ints.replace(expected[1] if expected[0] == trace.generation else ())
+            ):
+                key = dataclasses.replace(key, code=tuple(trace.code))
+                program = _programs.get(key)
+        is_new = program is None and _instead is None
+        loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
+        floats, ints, streams = _numbers()
+        with private_api.x64():
+            if program is None:
+                counts = len(trace.floats), len(trace.ints)
+                specs = [buffer.spec for buffer in parameters]
+                program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+            for parameter, _, order in program.input_formats:
+                arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
+            if is_new:
+                _admit(program, arrays, floats, ints, overwritten)
+            with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
+                try:
+                    outputs = (_instead or execute)(program, arrays, floats, ints)
+                except jax.errors.JaxRuntimeError as error:
+                    refused = is_new and forms.refuse(str(error))
+                    if not refused:
+                        raise
+                    events.warn(refused, KernelWarning)
+                    program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+                    _admit(program, arrays, floats, ints, overwritten)
+                    outputs = execute(program, arrays, floats, ints)
+    except BaseException as error:
+        message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
+        reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
+        rest = None
+        try:
+            if isinstance(error, Exception) and mesh.active is None:
+                rest = _rest(targets, arrays)
+                if rest is not None and reason is not error:
+                    reason = StepFailedError(rest.reason)
+        finally:
+            _restore(targets, arrays, reason, rest)
+        if reason is error or not isinstance(error, Exception):
+            raise
+        raise reason from error
+    if is_new:
+        metrics.compilations += 1
+    elif not again:
+        _programs[key] = program  # new to the cache of `instead`
+        _programs.move_to_end(key)
+    metrics.executions += _instead is None
+    metrics.operations += program.operations
+    if observer is not None:
+        observer.after(program, key.code, targets)
+    generator.advance(trace.draws)
+    for buffer, position in zip(targets, program.outputs, strict=True):
+        buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
+        known = trace.known.get(buffer.number)
+        if known is not None and host_copies.is_kept(known):
+            host_copies.keep(value, known)
+    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
+    _forget(targets)
+    if is_new and not pjrt.counts_memory():
+        pjrt.live_bytes()
+    if loaded is not None:
+        program_cache.add(_programs, key, program, loaded, pjrt.jax_device())
+        causes.compiled(program)
+    for listener in after_run:
+        listener()
+
+
+def _admit(
+    program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray, overwritten: list[Buffer]
+) -> None:
+    if admit is not None:
+        index_of = {id(buffer): index for index, buffer in enumerate(trace.parameters)}
+        program.overwritten = tuple(index_of[id(buffer)] for buffer in overwritten)
+        donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
+        admit(program, (donated, kept, floats, ints))
+
+
+def _numbers() -> tuple[np.ndarray, np.ndarray, int]:
+    """The trace's lifted floats and ints, and how many (seed, offset) pairs precede the ints."""
+    streams = trace.streams or [generator.stream()]
+    ints = [*(word for stream in streams for word in stream), *trace.ints]
+    return np.array(trace.floats, np.float64), np.array(ints, np.int64), len(streams)
+
+
+def add_pending(results: Callable[[], list[Any]]) -> None:
+    """Adds a function that returns the results of a program that was dispatched, for ``sync(wait=True)``."""
+    _pending.pop(results, None)
+    _pending[results] = object()
+    if len(_pending) > _MOST_PENDING:
+        del _pending[next(iter(_pending))]
+
+
+def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
+    return [buffer.array for reference in targets if (buffer := reference()) is not None]
+
+
+def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    """Dispatches `program` on the arrays of its parameters and its lifted numbers; returns the outputs."""
+    donated = [arrays[index] for index in program.donated]
+    kept = [arrays[index] for index in program.kept]
+    return dispatch(program, donated, kept, floats, ints)
+
+
+def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    """`execute` with the parameters in the order of the program."""
+    program_cache.touch(program)
+    if program.digest is None:
+        return _call(program, donated, kept, floats, ints)
+    with together(program, (floats, ints)):
+        if mesh.compare is not None and not program.compared:
+            program.compared = True
+            mesh.compare([*donated, *kept, floats, ints])
+        return _call(program, donated, kept, floats, ints)
+
+
+def _call(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    if not donated and not kept:  # no argument tells the device
+        outputs: list[Any] = program.call(donated, kept, mesh.put(floats), mesh.put(ints))
+        return outputs
+    with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
+        outputs = program.call(donated, kept, floats, ints)
+    return outputs
+
+
+def _forget(targets: list[Buffer]) -> None:
+    for buffer in targets:
+        buffer.number = -1
+    for buffer in trace.parameters:
+        buffer.number = -1
+    trace.clear()
+
+
+def _rest(targets: list[Buffer], arrays: list[Any]) -> recovery.Rest | None:
+    """What does not depend on the operation that failed, if that can still be computed."""
+    if any(array.is_deleted() for array in arrays):
+        return None
+    key = Key(code=tuple(trace.code), wanted=tuple(buffer.number for buffer in targets), spent=())
+    floats, ints, streams = _numbers()
+    specs = [buffer.spec for buffer in trace.parameters]
+    try:
+        return recovery.rest(key, trace.parameter_numbers, specs, arrays, (floats, ints), streams, pjrt.platform())
+    except Exception:
+        return None  # the first error is the one to report
+
+
+def _restore(targets: list[Buffer], arrays: list[Any], reason: XlaAmpError, rest: recovery.Rest | None) -> None:
+    """Discards the trace: stores what is left of it; poisons values that were not computed or were donated."""
+    for buffer, array in zip(trace.parameters, arrays, strict=True):
+        if array.is_deleted():
+            buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
+    values, lost = (rest.values, rest.lost) if rest is not None else ({}, {})
+    written = [buffer for buffer in targets if buffer.array is not None]
+    contained = rest is not None and not any(buffer.number in lost for buffer in written)
+    for buffer in targets:
+        old = buffer.array
+        if buffer.number in values and (contained or old is None):
+            buffer.array = values[buffer.number]
+        elif old is None:
+            origin = lost.get(buffer.number, reason)
+            buffer.array = Poisoned(f"this tensor was to be computed by a step that failed: {origin}")
+    if values:
+        generator.advance(trace.draws)
+    if isinstance(reason, StepFailedError):
+        reason.contained = contained
+    _forget(targets)
+
+
+def reference_counts(items: list[Any]) -> list[int]:
+    """How many references each item has; `ALONE` for one that only the list holds."""
+    return list(map(sys.getrefcount, items))
+
+
+ALONE = reference_counts([object()])[0]
+"""References of an item that only its list holds; how many `getrefcount` adds depends on the Python version."""
+
+
+def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
+    """Parameters whose array can be donated: nothing else holds it, and the old value is not read again.
+
+    Overwritten ones come first.  Otherwise a weight's new value would be written to the memory of a dropped gradient,
+    its optimizer state to the memory of the weight, and XLA would copy what is still read.
+    """
+    array_counts = reference_counts(arrays)
+    overwritten, dropped = [], []
+    for index, (buffer, number) in enumerate(zip(trace.parameters, trace.parameter_numbers, strict=True)):
+        if array_counts[index] != ALONE + 1:
+            continue
+        if buffer.number != number and held[index]:
+            overwritten.append(index)
+        elif not held[index]:
+            dropped.append(index)
+    return (*overwritten, *dropped)

@@ -1,0 +1,160 @@
+"""Caches of compiled programs, bounded by the bytes that all of them take; the least recently run goes first.
+
+What a program takes is estimated from its executable.  XLA:GPU and XLA:TPU report the size of their code.  XLA:CPU
+reports zero, and keeps much more than its code: for a small MLP's training step the process grew by 3.9, 6.9 and
+19.7 MiB a program whose serialized executable had 0.10, 0.27 and 0.90 MB, which is 1.3 MiB and 20 times that size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from xla_amp import config
+from xla_amp.lazy import private_api
+from xla_amp.lazy.graph import trace as graph
+from xla_amp.lazy.programs.compile import Key, Program, alive
+from xla_amp.lazy.programs.metrics import metrics
+
+BASE = 1_400_000
+"""Bytes of a program that do not depend on its size: jaxprs, JAX's cache entries, XLA's tables."""
+CPU_FACTOR = 20
+"""Bytes that XLA:CPU keeps for each byte of the serialized executable (LLVM's objects, the HLO module, thunks)."""
+PER_OPERATION = 80_000
+"""Bytes of code for each recorded operation, in the same programs; for those whose size XLA does not tell."""
+_TRIM = 64 << 20
+"""Bytes of dropped programs after which the C library is asked to return free memory to the system."""
+_LARGE = 16 << 20
+"""Bytes of a program whose compilation leaves much free memory: it is returned, too."""
+_TRACES = 2048
+"""Traces that JAX may keep, of 8 KiB each; beyond that `private_api.drop_traces` drops those of JAX's own functions."""
+_LEAST_INSTRUCTIONS = 1024
+"""Instructions below which unused ones are not looked for."""
+
+Cache = OrderedDict[Key, Program]
+
+_caches: list[Cache] = []
+_clock = itertools.count(1)
+_instruction_limit = _LEAST_INSTRUCTIONS
+_untrimmed = 0
+
+
+def new_cache() -> Cache:
+    """A cache whose programs count; its newest item is the program that ran last."""
+    cache: Cache = OrderedDict()
+    _caches.append(cache)
+    return cache
+
+
+def executables(device: jax.Device) -> set[Any]:
+    """The executables that XLA has loaded now for devices like `device`."""
+    return set(device.client.live_executables())
+
+
+def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.Device) -> None:
+    """Stores a program after its first run, and drops programs beyond the limit.
+
+    Args:
+        cache: from `new_cache`.
+        key: of the program.
+        program: it has just been compiled.
+        before: the `executables` before that.
+        device: that it runs on.
+    """
+    code = max(map(size_of, executables(device) - before), default=0)
+    program.size = BASE + (code or PER_OPERATION * program.operations)
+    program.used = next(_clock)
+    cache[key] = program
+    _drop_beyond_limit()
+    if program.size >= _LARGE:
+        _trim()
+    private_api.drop_traces(_TRACES)
+    _count()
+
+
+def touch(program: Program) -> None:
+    """Marks a program as the most recently run."""
+    program.used = next(_clock)
+
+
+def size_of(executable: Any) -> int:
+    """Bytes that the code of a loaded executable takes, 0 if XLA does not tell."""
+    try:
+        stats = executable.get_compiled_memory_stats()
+        reported: int = stats.generated_code_size_in_bytes + stats.host_generated_code_size_in_bytes
+        return reported or CPU_FACTOR * len(executable.serialize())
+    except jax.errors.JaxRuntimeError:  # a platform without one of the two, or a program that calls back to Python
+        return 0
+
+
+def clear(cache: Cache) -> None:
+    """Empties a cache."""
+    cache.clear()
+    _count()
+
+
+def _count() -> None:
+    kept = [program for cache in _caches for program in cache.values()]
+    metrics.programs_kept = len(kept)
+    metrics.program_bytes = sum(program.size for program in kept)
+
+
+def _newest_first() -> Iterator[tuple[Program, Cache, Key]]:
+    rows = [(program, cache, key) for cache in _caches for key, program in cache.items()]
+    return iter(sorted(rows, key=lambda row: row[0].used, reverse=True))
+
+
+def _drop_beyond_limit() -> None:
+    global _untrimmed
+    limit, least = config.program_memory()
+    total = dropped = 0
+    for position, (program, cache, key) in enumerate(_newest_first()):
+        total += program.size
+        if total <= limit or position < least:
+            continue
+        del cache[key]
+        for release in program.holders:
+            release()
+        dropped += 1
+        _untrimmed += program.size
+    if not dropped:
+        return
+    metrics.programs_dropped += dropped
+    _drop_instructions()
+    if _untrimmed >= _TRIM:
+        _trim()
+
+
+def _drop_instructions() -> None:
+    """Drops instructions of dropped programs, once there are many; the kernels make them again when needed."""
+    global _instruction_limit
+    if len(graph.instructions) < _instruction_limit or graph.trace.code:
+        return
+    used = {number for program in alive for number in program.instructions}
+    graph.forget_unused(used)
+    _instruction_limit = max(_LEAST_INSTRUCTIONS, 2 * len(graph.instructions))
+
+
+@functools.cache
+def _trim_function() -> Callable[[int], int] | None:
+    try:
+        function: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):  # not the GNU C library
+        return None
+    return function
+
+
+def _trim() -> None:
+    # XLA compiles on several threads, so what it frees is spread over many of malloc's arenas and stays there: 400 MiB
+    # after the step of a GPT-2 of two layers.
+    global _untrimmed
+    _untrimmed = 0
+    trim = _trim_function()
+    if trim is not None:
+        trim(0)

@@ -1,1 +1,0 @@
-"""From a trace to results: compilation, execution, the PJRT device, counters."""

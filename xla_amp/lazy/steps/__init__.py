@@ -1,0 +1,1 @@
+"""Training steps: what begins, ends, repeats and restores one."""

@@ -1,0 +1,235 @@
+"""Mark step boundaries in training loops that never call `sync()`.
+
+Such a loop must run one executable for each optimizer step, and gradients that the next ``zero_grad()`` drops must not
+be among its outputs.  So an optimizer step only arms a flush, and the beginning of the next step triggers it: a
+module's forward, the entry of an autocast region, or the second step of the same optimizer.  A step of another
+optimizer does not, because several optimizers may share a backward pass.  An upload does not either: it records
+nothing, and loops fetch the next batch before they drop the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim
+
+from xla_amp import interrupts
+from xla_amp.backends import dynamo
+from xla_amp.lazy.graph.trace import trace
+from xla_amp.lazy.programs import execute
+from xla_amp.lazy.programs.execute import flush
+from xla_amp.lazy.steps import undo
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.lazy.torch_integration import cpu_training, forks
+
+_armed = -1
+"""Generation of the trace in which an optimizer step was recorded; no longer current after a flush."""
+_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers that stepped in that trace."""
+_forward_hook: Any = None
+_awaited = False
+"""Whether the next forward pass begins a step."""
+_ended = False
+"""Whether the next forward pass begins a program, too (`end_step`)."""
+_kept = False
+"""Whether the hook stays installed (`keep_hook`)."""
+_paused = False
+_with_optimizer = False
+"""Whether a step ends with the optimizer's (`end_with_optimizer`)."""
+_unscaled = False
+"""Whether a scaler has unscaled gradients and not updated its scale."""
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Context manager that disables step boundaries: everything recorded becomes one executable."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def install() -> None:
+    """Registers PyTorch's global hooks."""
+    optim.register_optimizer_step_pre_hook(_before_step)
+    optim.register_optimizer_step_post_hook(_after_step)
+    interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(_after_step))
+    execute.after_run.append(_await_forward)
+    interrupts.after_undo.append(_await_forward)
+    forks.in_child.append(_forget)
+    _await_forward()
+
+
+def step_begins() -> None:
+    """Flushes if an optimizer step was recorded since the last flush."""
+    global _armed
+    armed = _armed == trace.generation
+    _armed = -1
+    if armed and not _paused:
+        flush()
+
+
+def end_step() -> None:
+    """Flushes, now and at the next forward pass.
+
+    For loops of several processes, whose programs with collectives must be the same: what a process records or reads
+    in between, to log a value for instance, is no part of them.
+    """
+    global _ended
+    flush()
+    with trace.lock:
+        _ended = True
+        _await_forward()
+
+
+def end_program() -> None:
+    """Flushes, unless everything becomes one executable (`paused`)."""
+    if not _paused:
+        flush()
+
+
+def end_with_optimizer() -> None:
+    """From now on a step ends with the optimizer's step, or with the scaler's update after it.
+
+    In every process at the same place: afterwards each may read what it likes.
+    """
+    global _with_optimizer
+    _with_optimizer = True
+
+
+def unscales() -> None:
+    """A scaler unscales gradients: its update will end the step."""
+    global _unscaled
+    _unscaled = True
+
+
+def scale_is_updated() -> None:
+    """A scaler has updated its scale."""
+    global _unscaled
+    _unscaled = False
+    if _with_optimizer and not _paused and _armed == trace.generation:
+        end_step()
+
+
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            return bool(parameter.device.type == DEVICE_TYPE)
+    return False
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _on_device(optimizer):
+        if _armed == trace.generation and optimizer in _stepped:
+            step_begins()
+        trace.nodes = None  # what the optimizer records is part of a training step
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _on_device(optimizer):
+        cpu_training.device_was_used()
+        undo.end()
+        if trace.code:
+            _arm(optimizer)
+            if _with_optimizer and not _paused and not _unscaled:
+                end_step()
+    else:
+        cpu_training.stepped(optimizer)
+    interrupts.deliver_soon()
+
+
+def _arm(optimizer: torch.optim.Optimizer) -> None:
+    global _armed
+    with trace.lock:
+        if _armed != trace.generation:
+            _stepped.clear()
+        _armed = trace.generation
+        _stepped.add(optimizer)
+        _await_forward()
+
+
+def keep_hook() -> None:
+    """Leaves the module hook installed for good: Dynamo compiles again when hooks have changed."""
+    global _kept
+    with trace.lock:
+        _kept = True
+        _await_forward()
+
+
+def _await_forward() -> None:
+    """Waits for the next forward pass.
+
+    A global module hook slows every module call down, so it is removed after the first call.
+    """
+    global _forward_hook, _awaited
+    with trace.lock:
+        _awaited = True
+        if _forward_hook is None:
+            _forward_hook = nn_module.register_module_forward_pre_hook(before_forward)
+
+
+def before_forward(module: torch.nn.Module, inputs: Any) -> None:
+    """The module hook."""
+    if torch.compiler.is_dynamo_compiling() or not _awaited:
+        return  # Dynamo reads this; its graphs call `graph_begins`
+    with trace.lock:
+        _forward_begins()
+        if module.training and torch.is_grad_enabled() and not _is_nested(sys._getframe(1)):
+            undo.begin()
+
+
+def graph_begins() -> None:
+    """Marks the forward pass of a compiled graph with gradients, which may be the first one of a step."""
+    if _awaited:
+        with trace.lock:
+            _forward_begins()
+            undo.begin()
+
+
+def _forward_begins() -> None:
+    global _awaited, _ended
+    _awaited = False
+    if _ended:
+        _ended = False
+        flush()
+    if not _kept:
+        _remove_hook()
+    step_begins()
+
+
+def _remove_hook() -> None:
+    global _forward_hook
+    if _forward_hook is not None:
+        _forward_hook.remove()
+        _forward_hook = None
+
+
+def _forget() -> None:
+    """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
+    global _armed, _awaited, _ended
+    _armed, _awaited, _ended = -1, False, False
+    undo.end()
+    _remove_hook()
+
+
+for _hook in (before_forward, _before_step, _after_step):
+    dynamo.skip(_hook)
+_CALL = torch.nn.Module._call_impl.__code__
+
+
+def _is_nested(frame: FrameType | None) -> bool:
+    """Whether the forward pass of a module, whose hooks `frame` runs, is part of another's."""
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _CALL
+        frame = frame.f_back
+    return calls > 1

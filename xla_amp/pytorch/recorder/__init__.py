@@ -1,1 +1,0 @@
-"""The flight recorder of the PyTorch front."""

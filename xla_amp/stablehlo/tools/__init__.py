@@ -1,1 +1,0 @@
-"""Inspection, comparison and compilation of StableHLO programs."""

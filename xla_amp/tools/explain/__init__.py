@@ -1,0 +1,1 @@
+"""`explain`: the decision about each operation, with its reason."""

@@ -1,0 +1,1 @@
+"""What a StableHLO program holds and costs, comparison of two, compilers for absent hardware."""

@@ -1,0 +1,304 @@
+"""Count the operations, casts and bytes of a module by dtype; estimate its cost on absent hardware.
+
+    >>> inspect(module).contractions                                         # doctest: +SKIP
+    {('bf16', 'bf16', 'f32'): 5}
+
+Counts are static: a loop body or a function counts once. The scalar bodies of reductions, sorts and scatters are not
+counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from xla_amp import hardware
+from xla_amp.errors import DeviceError
+from xla_amp.report import operations as report_operations
+from xla_amp.report import units
+from xla_amp.report.document import Document, Edge
+from xla_amp.report.operations import Operation
+from xla_amp.report.shown import Shown
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
+from xla_amp.tools.inspect import listing, module_tables
+from xla_amp.tools.inspect.targets import Compiled, Compilers
+
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class Tally(NamedTuple):
+    """A number of operations and the bytes of their results."""
+
+    number: int
+    bytes: int
+
+
+class Value(NamedTuple):
+    """One result of one operation, or one argument of the program."""
+
+    name: str
+    """The operation, or ``argument 3``."""
+    type: str
+    """``f32[8,128]``; ``?`` where a dimension is dynamic."""
+    bytes: int
+    function: str
+    location: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection(Shown):
+    """The result of `inspect`. Element types have MLIR's names: ``f32``, ``bf16``, ``i1``."""
+
+    dtypes: Mapping[str, Tally]
+    """By the element type of the first result."""
+    operations: Mapping[str, Mapping[str, int]]
+    """Operation -> element type of the first result -> how many."""
+    contractions: Mapping[tuple[str, str, str], int]
+    """Matrix products and convolutions by (left, right, result); 8-bit floats where operands were rounded to these."""
+    casts: Mapping[tuple[str, str], Tally]
+    """Conversions by (from, to), with the bytes of their results."""
+    largest: tuple[Value, ...]
+    """Arguments and results with the most bytes."""
+    arguments: int
+    """Bytes of the program's arguments."""
+    results: int
+    constants: int
+    """Bytes of the constants as stored: one element for a splat."""
+    targets: Mapping[str, Compiled | str]
+    """Target -> the compiled module, or the compiler's error."""
+    rows: tuple[Operation, ...]
+    """Every operation with its layer, shapes, cost and line, for a report."""
+    edges: tuple[Edge, ...]
+    """What flows between layers."""
+
+    def document(self, title: str = "a StableHLO program") -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        states = {"": self}
+        return Document(
+            title=title,
+            kind="inspect",
+            facts=(
+                ("operations", f"{sum(tally.number for tally in self.dtypes.values()):,}"),
+                ("arguments", units.size(self.arguments)),
+                ("results", units.size(self.results)),
+                ("constants", units.size(self.constants)),
+            ),
+            findings=report_operations.findings(self.rows),
+            tables=(
+                report_operations.table(self.rows),
+                module_tables.contractions(states),
+                module_tables.by_dtype(states),
+                module_tables.casts(states),
+                module_tables.largest(self),
+                module_tables.targets(states),
+            ),
+            edges=self.edges,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data for JSON, without the targets' HLO."""
+        targets = {name: _plain(found) for name, found in self.targets.items()}
+        return {
+            "dtypes": {dtype: {"count": tally.number, "bytes": tally.bytes} for dtype, tally in self.dtypes.items()},
+            "operations": {name: dict(by) for name, by in self.operations.items()},
+            "contractions": [
+                {"left": left, "right": right, "result": result, "count": count}
+                for (left, right, result), count in self.contractions.items()
+            ],
+            "casts": [
+                {"from": before, "to": after, "count": tally.number, "bytes": tally.bytes}
+                for (before, after), tally in self.casts.items()
+            ],
+            "largest": [value._asdict() for value in self.largest],
+            "arguments": self.arguments,
+            "results": self.results,
+            "constants": self.constants,
+            "targets": targets,
+        }
+
+
+def _plain(found: Compiled | str) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"error": found}
+    fields = dataclasses.asdict(found)
+    del fields["hlo"]
+    contractions = [
+        {"left": left, "right": right, "result": result, "count": count}
+        for (left, right, result), count in sorted(found.contractions().items())
+    ]
+    return {**fields, "contractions": contractions}
+
+
+def inspect(
+    program: Any,
+    *,
+    targets: Iterable[str] = (),
+    largest: int = 10,
+    compilers: Compilers | None = None,
+) -> Inspection:
+    """Counts the operations of a module by dtype; with `targets` also compiles it for each of them.
+
+    Args:
+        program: any kind of program that `autocast` takes: the result of `load`, a module, text, bytes, a path.
+        targets: names of `targets.names()`. If compilation fails, the result has the error.
+        largest: how many of the largest values to list.
+        compilers: running compilers to use; default: new ones, ended on return.
+    """
+    program, targets = as_program(program), tuple(targets)
+    module = program.module
+    dtypes: dict[str, Tally] = {}
+    operations: dict[str, collections.Counter[str]] = {}
+    contractions: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    casts: dict[tuple[str, str], Tally] = {}
+    constants = 0
+    for operation, _ in walk(module):
+        if not len(operation.results):
+            continue
+        element, size = _element(operation.results[0].type), sum(costs.size(each.type) for each in operation.results)
+        name, structure = costs.short_name(operation), structure_of(operation)
+        dtypes[element] = _increased(dtypes.get(element), size)
+        operations.setdefault(name, collections.Counter())[element] += 1
+        if structure == "constant":
+            constants += _stored(operation, size)
+        elif structure == "cast":
+            pair = _element(operation.operands[0].type), element
+            casts[pair] = _increased(casts.get(pair), size)
+        elif structure == "contraction":
+            left, right = costs.read_elements(operation)
+            contractions[left, right, element] += 1
+    signature = ir.signature(module)
+    rows, edges = listing.rows(module, walk(module))
+    return Inspection(
+        dtypes=_most_bytes_first(dtypes),
+        operations={
+            name: dict(by.most_common()) for name, by in sorted(operations.items(), key=lambda item: -item[1].total())
+        },
+        contractions=dict(contractions.most_common()),
+        casts=_most_bytes_first(casts),
+        largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
+        arguments=sum(map(_bytes, signature.inputs)),
+        results=sum(map(_bytes, signature.outputs)),
+        constants=constants,
+        targets=_compiled(module, targets, compilers),
+        rows=rows,
+        edges=edges,
+    )
+
+
+def _most_bytes_first(tallies: dict[Any, Tally]) -> dict[Any, Tally]:
+    return dict(sorted(tallies.items(), key=lambda item: -item[1].bytes))
+
+
+def _increased(tally: Tally | None, size: int) -> Tally:
+    return Tally(1, size) if tally is None else Tally(tally.number + 1, tally.bytes + size)
+
+
+def _stored(operation: Any, size: int) -> int:
+    kind = ir.tensor_type(operation.results[0].type)
+    return (
+        size
+        if kind is None or not ir.is_splat(operation)
+        else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
+    )
+
+
+def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None) -> dict[str, Compiled | str]:
+    found: dict[str, Compiled | str] = {}
+    if compilers is None:
+        with Compilers() as own:
+            return _compiled(module, targets, own)
+    for target in targets:
+        try:
+            found[target] = compilers.compile(module, target, options(module))
+        except DeviceError as error:
+            found[target] = str(error)
+    return found
+
+
+def options(module: ir.MlirModule) -> dict[str, str]:
+    """The compiler's options that the module carries (`xla_amp.export_for`)."""
+    attributes = module.operation.attributes.get(hardware.ATTRIBUTES, ())
+    return {
+        each.name.removeprefix(hardware.OPTION): each.attr.value
+        for each in attributes
+        if each.name.startswith(hardware.OPTION)
+    }
+
+
+def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
+    """Operations of all functions with the function's name, in program order; without scalar bodies."""
+    for name, function in ir.functions(module).items():
+        for operation in _inside(function):
+            yield operation, name
+
+
+def _inside(root: Any) -> Iterator[Any]:
+    for region in root.regions:
+        for block in region.blocks:
+            for view in block.operations:
+                operation = view.operation
+                yield operation
+                if len(operation.regions) and structure_of(operation) != "body":
+                    yield from _inside(operation)
+
+
+def values(module: ir.MlirModule) -> Iterator[Value]:
+    """The program's arguments, then every result of every operation."""
+    for index, kind in enumerate(ir.signature(module).inputs):
+        yield Value(f"argument {index}", type_text(kind), _bytes(kind), "main", "")
+    for operation, function in walk(module):
+        for result in operation.results:
+            kind = ir.tensor_type(result.type)
+            yield Value(costs.short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation))
+
+
+def device_count(module: ir.MlirModule) -> int:
+    """Devices that run the program together: partitions times replicas."""
+    attributes = module.operation.attributes
+    counts = (attributes.get(name, None) for name in ("mhlo.num_partitions", "mhlo.num_replicas"))
+    return math.prod(count.value for count in counts if count is not None)
+
+
+def structure_of(operation: Any) -> Structure:
+    """The `Structure` of an operation in the table of the pass; every conversion is a ``cast``."""
+    name, rows = table_name(operation), table().rows
+    base = name.partition(".")[0]
+    if table().narrowed.get(base) == "source":
+        return "cast"
+    return (rows.get(name) or rows.get(base) or table().unknown).structure
+
+
+def source_name(operation: Any) -> str:
+    """The first name in an operation's location, otherwise the location; may be empty."""
+    text = str(operation.location)
+    if found := _QUOTED.search(text):
+        return "" if found[1] == "-" else found[1]  # "-" is the name of text without one
+    text = text.removeprefix("loc(").removesuffix(")")
+    return "" if text == "unknown" else text
+
+
+def type_text(kind: ir.TensorType | None) -> str:
+    """``f32[8,128]``."""
+    if kind is None:
+        return "(not a tensor)"
+    return f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
+
+
+def _bytes(kind: ir.TensorType | None) -> int:
+    return (
+        0
+        if kind is None
+        else math.prod(1 if size is None else size for size in kind.shape) * units.bits(kind.element) // 8
+    )
+
+
+def _element(value_type: Any) -> str:
+    kind = ir.tensor_type(value_type)
+    return kind.element if kind else str(value_type)

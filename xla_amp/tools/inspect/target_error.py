@@ -1,0 +1,286 @@
+"""The error that a converted program has on samples, and the conversion that stays within one.
+
+Errors are relative, of the worst result against the original program in float64, as `comparison` measures them.  To
+stay within an error, `xla_amp.tools.search` decides which products run low, from measurements of whole programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from xla_amp import hardware
+from xla_amp.errors import ModuleError
+from xla_amp.policy.policy import Policy
+from xla_amp.stablehlo import ir, progress
+from xla_amp.stablehlo.passes import calibration, costs
+from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
+from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.module_paths import own_path
+from xla_amp.stablehlo.passes.propagation import Propagation
+from xla_amp.stablehlo.passes.report import emit_events
+from xla_amp.stablehlo.program import Program
+from xla_amp.tools.inspect import comparison, names
+from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
+from xla_amp.types import LowDtype
+
+_QUANTITY: Final = "results"
+_MOST: Final = 64
+"""Largest number of candidates: more products than these are decided in runs of neighbours."""
+_MACHINES: Final[Mapping[str, str]] = {"gpu": "h100"}
+"""Policy -> the machine whose rates weigh the candidates, otherwise a TPU v6e."""
+_FEW: Final = 3
+"""Fewer samples than these say nothing about others: the bound is the worst of them."""
+_WITHOUT_SPREAD: Final = 0.5
+"""Confidence of a bound that is the worst sample."""
+
+Sample = Sequence[np.ndarray[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Achieved:
+    """Errors of a converted program."""
+
+    samples: tuple[tuple[float, str], ...]
+    """For each sample the error of the worst result, and its name."""
+    float32: float
+    """The same error of the program as it was, the worst of the samples."""
+    not_judged: tuple[str, ...] = ()
+    """Results that are rounding errors in float32 already; they only count if they become infinite or NaN."""
+
+    @property
+    def error(self) -> float:
+        """The worst."""
+        return max(error for error, _ in self.samples)
+
+
+class Original:
+    """The results of a program on samples, as they are and in float64, which the errors of conversions are against."""
+
+    def __init__(self, program: Program, samples: Sequence[Sample]) -> None:
+        self._samples = list(samples)
+        if not ir.signature(program.module).outputs:
+            raise ModuleError("the program gives no result: no error can be measured")
+        self._exact, self._own = comparison.Runs(program.module, wide=True), comparison.Runs(program.module)
+        self._names = names.results(program.module)
+        self._known: dict[int, tuple[list[Any], list[comparison.Error]]] = {}
+
+    def measure(self, converted: comparison.Runs, only: Sequence[int] | None = None) -> Achieved:
+        """The errors of a conversion on each sample, or on those of the numbers `only`.
+
+        Raises:
+            ModuleError: a program cannot be run on one device, or the samples do not fit.
+        """
+        found, before = [], 0.0
+        noisy = self._noisy()
+        for number in range(len(self._samples)) if only is None else only:
+            progress.step("measuring the achieved error", number, len(self._samples))
+            exact, own = self._results(number)
+            errors = map(comparison.measure, converted(self._samples[number]), exact)
+            judged = [
+                (_error(first, then, noise), name)
+                for first, then, noise, name in zip(own, errors, noisy, self._names, strict=True)
+            ]
+            found.append(max(judged, default=(0.0, "no result")))
+            before = max([before, *(_error(each, each, noise) for each, noise in zip(own, noisy, strict=True))])
+        skipped = tuple(name for name, noise in zip(self._names, noisy, strict=True) if noise)
+        return Achieved(samples=tuple(found), float32=before, not_judged=skipped)
+
+    @functools.cache  # noqa: B019 - lives as long as one search
+    def _noisy(self) -> list[bool]:
+        """Whether each result is only rounding error, on some sample; none is if all are."""
+        samples = [self._results(number)[1] for number in range(len(self._samples))]
+        return comparison.only_rounding(zip(*samples, strict=True))
+
+    def _results(self, number: int) -> tuple[list[Any], list[comparison.Error]]:
+        if number not in self._known:
+            exact, own = self._exact(self._samples[number]), self._own(self._samples[number])
+            self._known[number] = exact, list(map(comparison.measure, own, exact))
+        return self._known[number]
+
+
+def _error(before: comparison.Error, after: comparison.Error, noise: bool) -> float:
+    if after.nonfinite > before.nonfinite or math.isnan(after.relative):
+        return math.inf
+    return 0.0 if noise else after.relative
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Within:
+    """The result of `convert_within`."""
+
+    converted: Converted
+    achieved: Achieved
+    found: Found
+
+    @property
+    def met(self) -> bool:
+        """Whether the error on every sample is within the target."""
+        return self.achieved.error <= self.found.budget[_QUANTITY]
+
+
+def convert_within(
+    program: Program,
+    policy: Policy,
+    low: LowDtype,
+    samples: Sequence[Sample],
+    target_error: float,
+    *,
+    keep_io: bool = True,
+    max_error: float | None = None,
+    seconds: float | None = None,
+    strict: bool = False,
+    target: str | None = None,
+) -> Within:
+    """Converts `program` so that the results on all samples are within `target_error`, with the most low products.
+
+    Three samples or more also bound the error of further ones, and the last quarter of them only checks the result, as
+    in `xla_amp.jax.search`.
+
+    Args:
+        program: as `io.load` gives it.
+        policy: what it keeps in float32 stays there.
+        low: the low dtype.
+        samples: arguments of one call each.
+        target_error: largest accepted error of a result.
+        keep_io: as for `autocast`.
+        max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
+        seconds: time to search.
+        strict: as for `autocast`.
+        target: the machine whose peak rates weigh the products, a name of `hardware.names`.  None is an H100 for the
+            policy ``gpu`` and a TPU v6e for others.
+
+    Raises:
+        DeviceError: unknown target.
+        ModuleError: the program cannot be run on one device, or the samples do not fit.
+    """
+    limit = math.inf if max_error is None else max_error
+    planned = Planned(program, policy, low, samples, keep_io, limit, target)
+    warn_of_rules(program, policy, planned.first, strict=strict)
+    few = len(samples) < _FEW
+    found = search(
+        planned,
+        budget={_QUANTITY: target_error},
+        held_out=1 if few else None,
+        confidence=_WITHOUT_SPREAD if few else CONFIDENCE,
+        budget_seconds=seconds,
+        progress=lambda number, what: progress.step(f"searching, {what}", number),
+    )
+    converted = planned.converted(found.plan, found)
+    emit_events(converted.report)
+    achieved = planned.original.measure(comparison.Runs(converted.module))
+    return Within(converted=converted, achieved=achieved, found=found)
+
+
+class Planned:
+    """The program as `search` sees it: a candidate for each product, or for each run of neighbours."""
+
+    def __init__(
+        self,
+        program: Program,
+        policy: Policy,
+        low: LowDtype,
+        samples: Sequence[Sample],
+        keep_io: bool = True,
+        limit: float = math.inf,
+        target: str | None = None,
+    ) -> None:
+        self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
+        self._samples = list(samples)
+        known = target is not None and "matrix" in hardware.specification(target)
+        self._rates = rates(target if target is not None and known else _MACHINES.get(policy.name, "v6e"))
+        self.original = Original(program, samples)
+        self._flagged: dict[int, str] = {}
+        """Number of a node -> why the samples keep it in float32."""
+        self._products: list[tuple[int, Candidate]] = []
+        self.first = self._convert(functools.partial(self._look, limit=limit))
+        size = math.ceil(len(self._products) / _MOST) or 1
+        runs = [self._products[start : start + size] for start in range(0, len(self._products), size)]
+        self._nodes = {run[0][1].name: frozenset(number for number, _ in run) for run in runs}
+        self.candidates = [_joined([each for _, each in run]) for run in runs]
+        self._last: tuple[Plan, comparison.Runs] | None = None
+
+    batches = property(lambda self: max(3, len(self._samples)))
+    """A search wants three; of fewer samples the first ones count twice."""
+    fingerprint = ""
+    """Nothing is kept in a file."""
+
+    def evaluate(self, plan: Plan, batch: int) -> Mapping[str, float]:
+        """The error of the plan on one sample."""
+        return {_QUANTITY: self._error(plan, batch % len(self._samples))}
+
+    @functools.cache  # noqa: B019 - lives as long as one search
+    def _error(self, plan: Plan, sample: int) -> float:
+        if self._last is None or self._last[0] != plan:
+            self._last = plan, comparison.Runs(self.converted(plan).module)
+        return self.original.measure(self._last[1], [sample]).error
+
+    def noise(self) -> Mapping[str, float]:
+        """The error of float32."""
+        return {_QUANTITY: self.original.measure(comparison.Runs(self._program.module)).float32}
+
+    def converted(self, plan: Plan, found: Found | None = None) -> Converted:
+        """The program of a plan; with `found` reasons have the measured errors."""
+        low = frozenset[int]().union(*(self._nodes[name] for name in plan))
+        reasons = dict(self._flagged)
+        for name, numbers in self._nodes.items():
+            reasons.update((number, self._why(name, found)) for number in numbers - low)
+        return self._convert(lambda _, propagation: _by_number(propagation, reasons)).converted
+
+    def _why(self, name: str, found: Found | None) -> str:
+        alone = found and found.alone.get(name)
+        if not found or not alone:
+            return "target error: not within it with everything low"
+        return (
+            f"target error: with nothing else in {self._low} the results are wrong by {alone.errors[_QUANTITY]:.2g}"
+            f"{self._beyond(alone)}; the target is {found.budget[_QUANTITY]:.2g}"
+        )
+
+    def _beyond(self, alone: Assessment) -> str:
+        bound = alone.bounds[_QUANTITY]
+        return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
+
+    def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
+        return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
+
+    def _look(self, copied: ir.MlirModule, propagation: Propagation, limit: float) -> Callable[[Node], str]:
+        # The first conversion: what overflows on the samples, and the products.
+        reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), limit)
+        machine = self._rates
+        for number, node in enumerate(propagation.nodes):
+            if why := reasons(node):
+                self._flagged[number] = why
+            elif node.low and node.colour == "allow" and node.index is None:
+                flops, moved = costs.flops(node.operation) or 0, costs.bytes_moved(node.operation)
+                saved = machine.seconds(flops, moved, "float32") - machine.seconds(flops, moved / 2, self._low)
+                each = Candidate(
+                    name=f"{number}",
+                    scope=own_path(node.operation) or "",
+                    operation=node.op_class.name if node.op_class else "",
+                    seconds=saved,
+                    bytes=moved // 2,
+                    flops=flops,
+                )
+                self._products.append((number, each))
+        return lambda node: reasons(node)
+
+
+def _joined(run: Sequence[Candidate]) -> Candidate:
+    """One candidate for all of a run, with the name and scope of the first."""
+    return dataclasses.replace(
+        run[0],
+        seconds=math.fsum(each.seconds for each in run),
+        bytes=sum(each.bytes for each in run),
+        flops=sum(each.flops for each in run),
+        count=len(run),
+    )
+
+
+def _by_number(propagation: Propagation, reasons: Mapping[int, str]) -> Callable[[Node], str]:
+    by_node = {id(propagation.nodes[number]): why for number, why in reasons.items()}
+    return lambda node: by_node.get(id(node), "")

@@ -1,0 +1,1 @@
+"""`find_overflow`: the operation that makes the first inf or NaN."""

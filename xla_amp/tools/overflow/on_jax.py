@@ -1,0 +1,467 @@
+"""`find_overflow` for JAX: evaluate a function operation by operation; find the one that makes the first inf or NaN.
+
+`_WatchTrace` is JAX's current trace while the function runs, on concrete values.  It evaluates jaxprs of ``jit``,
+loops, branches, custom derivatives and sharded functions equation by equation, as `jax.core.eval_jaxpr` would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, MappingProxyType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xla_amp.errors import StepError
+from xla_amp.events import Place
+from xla_amp.jax import compat
+from xla_amp.jax.modules import nnx_state, scopes
+from xla_amp.jax.primitives import info
+from xla_amp.tools.monitor.on_jax.monitor import Monitor
+from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
+
+_PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
+_MOST: Final = 5
+"""Producers that a report holds."""
+
+
+def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ProgramOverflowReport:
+    """Finds the operation of a JAX function, or of a whole training step, that produces the first inf or NaN.
+
+    Runs the function once, one operation after the other, and looks at each result: in ``jit``, ``scan`` and ``while``
+    (names the iteration), ``cond``, ``remat``, custom derivatives and ``shard_map``, forward and backward.  Under
+    `autocast` it watches what autocast computes.  A compiled function may keep more bits between operations that XLA
+    fuses, so a value that just overflows here may be finite there.  Donated arguments stay valid, and objects of
+    `flax.nnx` among the arguments keep their state; callbacks and prints run.
+
+    An infinity among the operands, such as a mask of ``-inf``, is not reported; a NaN computed from it is.  What the
+    program was given or wrote as a constant, such as the NaN that `jax.numpy.take` puts in place of what is out of
+    bounds, is no overflow until it reaches a result.
+
+    Args:
+        function: any function of pytrees.  For gradients pass ``jax.grad(loss)`` or the step.
+        *args: for `function`.
+        **kwargs: for `function`.
+
+    Returns:
+        The report; `ProgramOverflowReport.not_watched` names what nobody looked into, such as the inside of a kernel.
+
+    Raises:
+        StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of
+            time, or computes in another library; or the call is inside of a function that JAX traces.
+        TypeError: `function` is not callable.
+
+    Example:
+        >>> report = find_overflow(jax.jit(lambda x: jnp.sum(jnp.log(-x))), jnp.ones(3))
+        >>> report.first.place.operation, report.first.made, report.first.inputs[0].largest
+        ('log', 'nan', 1.0)
+    """
+    if isinstance(function, Monitor):
+        function = function.__wrapped__  # the step that it runs, which nothing is recorded of here
+    if not callable(function):
+        raise TypeError(f"find_overflow() expects a function, got {function!r} ({type(function).__name__})")
+    if isinstance(function, jax.stages.Compiled):
+        raise StepError("find_overflow: a program that was compiled ahead of time has no operations; pass the function")
+    parent = compat.current_trace()
+    if not compat.is_eager(parent):
+        raise StepError("find_overflow: called inside of a function that JAX traces; call it with concrete values")
+    arguments = _nonfinite_paths((args, kwargs), "args")
+    watch = _Watch()
+    for leaf in jax.tree.leaves((args, kwargs)):
+        watch.know(leaf)
+    lifted = nnx_state.functionalize(function, args, kwargs)
+    if lifted is not None:
+        function, args, _ = lifted
+        kwargs = {}
+    with compat.retraced(), scopes.named(), compat.set_current_trace(_WatchTrace(parent, watch)):
+        if lifted is not None:
+            args = jax.tree.map(lambda leaf: leaf, args)  # variables that belong to this trace
+        result = function(*args, **kwargs)
+    if lifted is not None:
+        result = result[0]
+    jax.block_until_ready(result)
+    if not watch.operations:
+        raise StepError(
+            "find_overflow: the function ran no JAX operation that can be watched. For a PyTorch step: "
+            "xla_amp.find_overflow(step, ...)"
+        )
+    bad = _nonfinite_paths(result, "result")
+    return ProgramOverflowReport(
+        producers=tuple(watch.producers),
+        passed_on=reached(watch.producers, watch.passed_on, finite=not bad),
+        arguments=arguments,
+        results=bad,
+        operations=watch.operations,
+        not_watched=watch.not_watched(),
+    )
+
+
+class _WatchTrace(compat.Trace):
+    """JAX's current trace while the function runs: passes each operation to `_Watch.evaluate`.
+
+    Args:
+        parent: the trace outside, which evaluates.
+        watch: what is found.
+    """
+
+    __slots__ = ("parent", "watch")
+
+    def __init__(self, parent: Any, watch: _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parent = parent
+        self.watch = watch
+
+    def stage_value(self, value: Any) -> Any:
+        return self.parent.stage_value(value)
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        self.watch.note_strangers(tracers)
+        with compat.set_current_trace(self.parent), self.watch.at(compat.running()):
+            outs = self.watch.evaluate(primitive, list(tracers), params)
+        for out in outs:
+            self.watch.know(out)
+        return outs if primitive.multiple_results else outs[0]
+
+    def process_call(self, primitive: Any, function: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        with compat.set_current_trace(self):
+            return function.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(
+        self, primitive: Any, function: Any, rule: Any, tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        with compat.set_current_trace(self):
+            return function.call_wrapped(*tracers)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        with compat.set_current_trace(self):
+            return function.call_wrapped(*tracers)
+
+    def process_shard_map(
+        self, primitive: Any, function: Callable[..., Any], tracers: Sequence[Any], /, **params: Any
+    ) -> Any:
+        def run(*values: Any) -> Any:
+            with compat.set_current_trace(_WatchTrace(compat.current_trace(), self.watch)):
+                return function(*values)
+
+        with compat.set_current_trace(self.parent):
+            outs = self.parent.process_shard_map(primitive, run, tracers, **params)
+        for out in outs:
+            self.watch.know(out)
+        return outs
+
+
+class _Watch:
+    """Evaluates operations in the current trace and keeps what it finds."""
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.producers: list[Producer] = []
+        self.passed_on: Producer | None = None
+        self._loops: list[str] = []
+        self._inside: dict[str, None] = {}
+        """Places that nobody looked into."""
+        self._known: dict[int, Any] = {}
+        """By ``id``, weakly: arrays that are arguments or were made under watch."""
+        self._strangers = 0
+        self._eqns: list[Any] = []
+        """Equations around the current operation, and its own."""
+
+    def know(self, value: Any) -> None:
+        """Notes an array that the function was given or that was computed under watch."""
+        if compat.is_array(value):
+            self._known[id(value)] = weakref.ref(value)
+
+    def note_strangers(self, values: Sequence[Any]) -> None:
+        """Counts the arrays that are neither; not scalars, which JAX makes of Python's numbers unseen."""
+        for value in values:
+            if not compat.is_array(value) or not compat.is_concrete(value) or not np.ndim(value):
+                continue
+            known = self._known.get(id(value))
+            if known is None or known() is not value:
+                self._strangers += 1
+                self.know(value)
+
+    def not_watched(self) -> tuple[str, ...]:
+        """As in the report."""
+        found = list(self._inside)
+        if self._strangers:
+            found.append(
+                f"how {self._strangers:,} arrays were made that the function reads and that are no arguments "
+                "(from closures, or from programs that were compiled ahead of time)"
+            )
+        return tuple(found)
+
+    def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+        """The results of one primitive; looks into those that contain jaxprs."""
+        row = info(primitive.name)
+        rule = _RULES.get(row.kind)
+        if rule is not None:
+            try:
+                return rule(self, primitive, operands, params)
+            except _CannotLookInside as error:
+                self._only_results(primitive, f": {error}")
+        elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
+            self._only_results(primitive, "")
+        outs = compat.bind(primitive, operands, params)
+        self._look(primitive, operands, outs)
+        return outs
+
+    @contextlib.contextmanager
+    def at(self, eqn: Any) -> Iterator[None]:
+        """Evaluates an equation inside."""
+        self._eqns.append(eqn)
+        try:
+            yield
+        finally:
+            self._eqns.pop()
+
+    def evaluate_jaxpr(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr; values are dropped after their last use."""
+        environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+        last_used = compat.last_used(jaxpr)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, compat.Literal) else environment[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            with compat.equation_context(eqn), self.at(eqn):
+                outs = self.evaluate(eqn.primitive, operands, eqn.params)
+            environment.update(zip(eqn.outvars, outs, strict=True))
+            compat.clean_up_dead_vars(eqn, environment, last_used)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def closed(self, closed: Any, values: Sequence[Any]) -> list[Any]:
+        """`evaluate_jaxpr` for a jaxpr with its constants, or one without."""
+        if isinstance(closed, compat.ClosedJaxpr):
+            return self.evaluate_jaxpr(closed.jaxpr, closed.consts, values)
+        return self.evaluate_jaxpr(closed, (), values)
+
+    def iteration(self, loop: str, number: int, closed: Any, values: Sequence[Any]) -> list[Any]:
+        """`closed` in an iteration of a loop."""
+        self._loops.append(f"iteration {number} of {loop}")
+        try:
+            return self.closed(closed, values)
+        finally:
+            self._loops.pop()
+
+    def _location(self) -> str:
+        """The user's ``file:line`` of the innermost equation that has one, otherwise of the code that runs."""
+        for eqn in reversed(self._eqns):
+            location = compat.location(eqn)
+            if location and not location.startswith(_PACKAGE):
+                return location
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not find_overflow.__code__:
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in ("", "jax", "xla_amp"):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _only_results(self, primitive: Any, why: str) -> None:
+        location = self._location()
+        self._inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
+
+    def _look(self, primitive: Any, operands: Sequence[Any], outs: Sequence[Any]) -> None:
+        self.operations += 1
+        for out in outs:
+            made = self._made(out)
+            if not made:
+                continue
+            if len(self.producers) >= _MOST:
+                return
+            inputs = tuple(_operand(f"operand {i}", v) for i, v in enumerate(operands) if _parts(v)[0])
+            finds = produced(made, inputs, written=made if primitive.name in _FILLS else "")
+            if finds or self.passed_on is None:
+                producer = Producer(
+                    place=self._place(primitive),
+                    made=made,
+                    inputs=inputs,
+                    result=str(out.dtype),
+                    step=self.operations - 1,
+                    element=_first_element(out),
+                )
+                if finds:
+                    self.producers.append(producer)
+                elif self.passed_on is None:
+                    self.passed_on = producer
+            return
+
+    def _made(self, out: Any) -> str:
+        parts, whole = _parts(out)
+        if not whole:
+            self._inside["the shards of arrays on devices of other processes"] = None
+        if all(bool(np.isfinite(part).all()) for part in parts):
+            return ""
+        return "nan" if any(bool(np.isnan(part).any()) for part in parts) else "inf"
+
+    def _place(self, primitive: Any) -> Place:
+        return Place(
+            operation=primitive.name,
+            phase=compat.phase(),
+            module=".".join(name for name in compat.scopes(None) if name != compat.REMATTED),
+            location=self._location(),
+            iteration=", ".join(self._loops),
+        )
+
+
+_FILLS: Final = frozenset({"gather"})
+"""Primitives that fill with a number of the program what is out of bounds; they compute nothing."""
+
+
+class _CannotLookInside(Exception):
+    """The inside of an operation cannot be watched; the text says why."""
+
+
+_Rule = Callable[[_Watch, Any, list[Any], dict[str, Any]], list[Any]]
+
+
+def _inline(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    names = ("jaxpr", "call_jaxpr", "call", "callee")
+    return watch.closed(next(params[name] for name in names if name in params), operands)
+
+
+def _cond(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    index = int(_concrete(operands[0]))
+    return watch.closed(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
+
+
+def _while(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    first_body = params["cond_nconsts"]
+    first_carry = first_body + params["body_nconsts"]
+    condition, body, carry = operands[:first_body], operands[first_body:first_carry], operands[first_carry:]
+    number = 0
+    while True:
+        (proceed,) = watch.iteration("while (its condition)", number, params["cond_jaxpr"], [*condition, *carry])
+        lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
+        if not _concrete(proceed.any() if lanes else proceed):
+            return carry
+        outs = watch.iteration("while", number, params["body_jaxpr"], [*body, *carry])
+        carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
+        number += 1
+
+
+def _select(lanes: Any, new: Any, old: Any) -> Any:
+    select = lax.select
+    for _ in range(np.ndim(lanes)):
+        select = jax.vmap(select)
+    return select(lanes, new, old)
+
+
+def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    constants, carried = compat.scan_counts(params)
+    length = params["length"]
+    consts, carry, xs = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+    numbers = range(length)[::-1] if params["reverse"] else range(length)
+    rows: list[list[Any]] = []
+    for number in numbers:
+        slices = [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
+        outs = watch.iteration("scan", number, params["jaxpr"], [*consts, *carry, *slices])
+        carry = outs[:carried]
+        rows.append(outs[carried:])
+    if params["reverse"]:
+        rows.reverse()
+    avals = params["jaxpr"].out_avals[carried:]
+    if not length:
+        return [*carry, *(jnp.empty((0, *aval.shape), aval.dtype) for aval in avals)]
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _shard_map(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    def shard(*values: Any) -> tuple[Any, ...]:
+        return tuple(watch.evaluate_jaxpr(params["jaxpr"], (), values))
+
+    axes = params["newly_manual_axes"]
+    mapped = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        check_vma=params["check_vma"],
+        axis_names=set(axes) if axes else set(),
+    )
+    try:
+        return list(mapped(*operands))
+    except NotImplementedError as error:
+        raise _CannotLookInside(str(error).partition("\n")[0]) from error
+
+
+_RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call"), _inline
+        ),
+        "cond": _cond,
+        "scan": _scan,
+        "shard_map": _shard_map,
+        "while": _while,
+    }
+)
+"""Kind of primitive (`xla_amp.jax.primitives.Kind`) -> how to look into it."""
+
+
+def _concrete(value: Any) -> Any:
+    try:
+        return value.item() if compat.is_array(value) else value
+    except jax.errors.JAXTypeError:
+        raise _CannotLookInside("devices may take different ways in it") from None
+
+
+def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
+    """The values of a floating-point array on the host, shard by shard if other processes have some; none otherwise."""
+    array = compat.values_of_shards(value)
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        array = np.asarray(value)
+        dtype = array.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended) or not jnp.issubdtype(dtype, jnp.inexact) or not np.size(array):
+        return [], True
+    if compat.is_array(array) and not array.is_fully_addressable:
+        return [np.asarray(shard.data) for shard in array.addressable_shards], False
+    return [np.asarray(array)], True
+
+
+def _first_element(value: Any) -> tuple[int, ...] | None:
+    parts, whole = _parts(value)
+    if not whole or np.shape(parts[0]) != np.shape(value):  # shards
+        return None
+    return tuple(map(int, np.argwhere(~np.isfinite(parts[0]))[0]))
+
+
+def _operand(name: str, value: Any) -> Operand:
+    parts, _ = _parts(value)
+    flat = np.concatenate([np.abs(part.astype(_wide(part.dtype))).reshape(-1) for part in parts])
+    finite = flat[np.isfinite(flat)]
+    nonzero = finite[finite > 0]
+    return Operand(
+        name=name,
+        dtype=str(parts[0].dtype),
+        shape=tuple(np.shape(value)),
+        smallest=float(nonzero.min()) if nonzero.size else 0.0,
+        largest=float(finite.max()) if finite.size else 0.0,
+        infinities=int(np.isinf(flat).sum()),
+        nans=int(np.isnan(flat).sum()),
+    )
+
+
+def _wide(dtype: Any) -> Any:
+    return np.complex128 if np.issubdtype(dtype, np.complexfloating) else np.float64
+
+
+def _nonfinite_paths(tree: Any, root: str) -> tuple[str, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return tuple(
+        f"{root}{jax.tree_util.keystr(path)}"
+        for path, leaf in leaves
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | float | complex)
+        and not all(bool(np.isfinite(part).all()) for part in _parts(leaf)[0])
+    )

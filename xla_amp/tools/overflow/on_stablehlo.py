@@ -1,0 +1,207 @@
+"""`find_overflow` for StableHLO: run a module operation by operation; find the one that makes the first inf or NaN.
+
+Loops, branches and calls are followed on the host; every other operation is compiled as a program of its own, one for
+all operations with the same text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from xla_amp.errors import ModuleError
+from xla_amp.events import Place
+from xla_amp.stablehlo import ir
+from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes.autocast import as_program
+from xla_amp.stablehlo.passes.module_paths import own_path
+from xla_amp.tools.inspect import inspection, samples, widen
+from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
+
+_MOST: Final = 5
+_NAMES: Final = re.compile(r"%[A-Za-z0-9_#:]+")
+_OPAQUE: Final = frozenset({"custom_call"})
+"""Operations that are library code."""
+
+
+def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
+    """Finds the operation of a module that produces the first inf or NaN on these inputs, on the CPU.
+
+    Runs the module operation by operation; in a loop the report names the iteration.  A compiled module may keep more
+    bits between operations that XLA fuses.  An infinity among the operands is not reported; a NaN computed from it is.
+    What the program was given or wrote as a constant is no overflow until it reaches a result.
+
+    Args:
+        module: any kind of program that `autocast` takes.
+        inputs: one array for each argument.
+
+    Raises:
+        ModuleError: the inputs do not fit, the module is for several devices or has dynamic shapes, or an operation
+            cannot run by itself.
+    """
+    program = as_program(module).module
+    devices = inspection.device_count(program)
+    if devices > 1:
+        raise ModuleError(f"the module is for {devices} devices; find_overflow runs it on one")
+    arrays = samples.fitted(inputs, program)
+    program = widen.for_cpu(ir.refined(program, arrays))
+    run = _Run(program)
+    results = run.function(ir.entry(program), arrays)
+    bad = tuple(f"result {number}" for number, array in enumerate(results) if _made(array))
+    return ProgramOverflowReport(
+        producers=tuple(run.producers),
+        passed_on=reached(run.producers, run.passed_on, finite=not bad),
+        arguments=tuple(f"argument {number}" for number, array in enumerate(arrays) if _made(array)),
+        results=bad,
+        operations=run.operations,
+        not_watched=tuple(run.inside),
+    )
+
+
+class _Run:
+    """Evaluates a module and keeps what it finds."""
+
+    def __init__(self, module: ir.MlirModule) -> None:
+        self.operations = 0
+        self.producers: list[Producer] = []
+        self.passed_on: Producer | None = None
+        self.inside: dict[str, None] = {}
+        self._module = module
+        self._functions = ir.functions(module)
+        self._compiled: dict[str, Any] = {}
+        self._loops: list[str] = []
+        self._device = ir.devices("cpu")[0]
+
+    def function(self, function: Any, arguments: Sequence[Any]) -> list[Any]:
+        """The results of a function."""
+        return self._block(function.regions[0].blocks[0], arguments, {})
+
+    def _block(self, block: Any, arguments: Sequence[Any], around: dict[Any, Any]) -> list[Any]:
+        values = {**around, **dict(zip(block.arguments, arguments, strict=True))}
+        for view in block.operations:
+            operation = view.operation
+            operands = [values[operand] for operand in operation.operands]
+            name = str(operation.name).removeprefix("stablehlo.").removeprefix("func.")
+            if name == "return":
+                return operands
+            for result, value in zip(operation.results, self._results(name, operation, operands, values), strict=True):
+                values[result] = value
+        return []
+
+    def _results(self, name: str, operation: Any, operands: list[Any], values: dict[Any, Any]) -> list[Any]:
+        if name == "call":
+            return self.function(self._functions[operation.attributes["callee"].value], operands)
+        if name == "composite":
+            return self.function(self._functions[operation.attributes["decomposition"].value], operands)
+        if name == "while":
+            return self._while(operation, operands, values)
+        if name in ("if", "case"):
+            index = int(not operands[0]) if name == "if" else int(operands[0])
+            branches = list(operation.regions)
+            chosen = branches[index if 0 <= index < len(branches) else -1]
+            return self._block(chosen.blocks[0], [], values)
+        if name in _OPAQUE:
+            self.inside[f"the inside of {name} {operation.attributes['call_target_name'].value}"] = None
+        results = self._one(operation, operands)
+        self._look(name, operation, operands, results)
+        return results
+
+    def _while(self, operation: Any, carry: list[Any], values: dict[Any, Any]) -> list[Any]:
+        condition, body = (region.blocks[0] for region in operation.regions)
+        number = 0
+        while True:
+            self._loops.append(f"iteration {number} of while")
+            try:
+                (proceed,) = self._block(condition, carry, values)
+                if not proceed:
+                    return carry
+                carry = self._block(body, carry, values)
+            finally:
+                self._loops.pop()
+            number += 1
+
+    def _one(self, operation: Any, operands: list[Any]) -> list[Any]:
+        """The results of an operation that is compiled by itself."""
+        import jax
+
+        mlir = ir.mlir()
+        read = list(operation.operands)
+        # Names of values in the text tell different operands apart; types and attributes follow them.
+        key = _NAMES.sub("%", operation.get_asm(print_generic_op_form=True, use_local_scope=True))
+        if key not in self._compiled:
+            with self._module.context, mlir.Location.unknown():
+                single = mlir.Module.create()
+                kind = mlir.FunctionType.get([value.type for value in read], [r.type for r in operation.results])
+                with mlir.InsertionPoint(single.body):
+                    main = mlir.Operation.create(
+                        "func.func",
+                        attributes={"sym_name": mlir.StringAttr.get("main"), "function_type": mlir.TypeAttr.get(kind)},
+                        regions=1,
+                    )
+                block = main.regions[0].blocks.append(*kind.inputs)
+                with mlir.InsertionPoint(block):
+                    clone = operation.clone().operation
+                    for index, argument in enumerate(block.arguments):
+                        clone.operands[index] = argument
+                    mlir.Operation.create("func.return", operands=list(clone.results))
+                self._compiled[key] = ir.compile_module(single, self._device)
+        with jax.enable_x64(True):
+            return ir.execute(self._compiled[key], operands, self._device)
+
+    def _look(self, name: str, operation: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        self.operations += 1
+        made = next(filter(None, map(_made, results)), "")
+        if not made or len(self.producers) >= _MOST:
+            return
+        bad = next(result for result in results if _made(result))
+        inputs = tuple(_operand(f"operand {i}", value) for i, value in enumerate(operands) if _is_floating(value))
+        finds = produced(made, inputs, written=made if name == "constant" else "")
+        if not finds and self.passed_on is not None:
+            return
+        producer = Producer(
+            place=Place(
+                operation=name,
+                phase="",
+                module=own_path(operation) or "",
+                location=costs.source_line(str(operation.location)),
+                iteration=", ".join(self._loops),
+            ),
+            made=made,
+            inputs=inputs,
+            result=str(bad.dtype),
+            step=self.operations - 1,
+            element=tuple(map(int, np.argwhere(~np.isfinite(bad))[0])),
+        )
+        if finds:
+            self.producers.append(producer)
+        else:
+            self.passed_on = producer
+
+
+def _is_floating(value: Any) -> bool:
+    return np.asarray(value).dtype.kind in "fcV" and np.size(value) > 0
+
+
+def _made(value: Any) -> str:
+    if not _is_floating(value) or np.isfinite(value).all():
+        return ""
+    return "nan" if np.isnan(value).any() else "inf"
+
+
+def _operand(name: str, value: Any) -> Operand:
+    array = np.asarray(value)
+    size = np.abs(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64))
+    finite = size[np.isfinite(size)]
+    nonzero = finite[finite > 0]
+    return Operand(
+        name=name,
+        dtype=str(array.dtype),
+        shape=array.shape,
+        smallest=float(nonzero.min()) if nonzero.size else 0.0,
+        largest=float(finite.max()) if finite.size else 0.0,
+        infinities=int(np.isinf(size).sum()),
+        nans=int(np.isnan(size).sum()),
+    )

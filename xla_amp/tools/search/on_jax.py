@@ -1,0 +1,325 @@
+"""`search` for JAX: the cheapest precision plan of a function."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xla_amp import compiling, events
+from xla_amp.errors import RuleWarning, SearchError
+from xla_amp.events import DecisionRecord
+from xla_amp.jax import compat
+from xla_amp.jax.api import autocast
+from xla_amp.tools import search as plan_search
+from xla_amp.tools.search import Candidate, Plan, Rates, SearchResult, fronts
+from xla_amp.tools.search.measurements import digest
+from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
+from xla_amp.types import LowDtype
+
+
+def search(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    budget: float | Mapping[str, float],
+    argnums: int | Sequence[int] = 0,
+    target: str | None = None,
+    low: LowDtype = "bfloat16",
+    held_out: int | None = None,
+    budget_seconds: float | None = None,
+    journal: str | os.PathLike[str] | None = None,
+) -> SearchResult:
+    """The cheapest policy of a function whose error against float32 stays within `budget`, measured on real arguments.
+
+    Every plan runs as ``autocast(function, policy=plan)``, with its gradients, and is compared with float32 on the same
+    arguments.  The result is checked on arguments that the search has not used.
+
+    Args:
+        function: a loss, or any function of pytrees.  Of a loss the gradients are measured, too.
+        args: three or more tuples of arguments, one for each batch: ``[(params, batch) for batch in batches]``.
+        budget: largest accepted relative error of the loss (of all results of a function that is no loss), or of
+            several quantities: ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all as one
+            vector.  Quantities without a budget are reported, and must be finite.
+        argnums: arguments whose floating arrays the gradients are for.
+        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
+            one, whose rates are measured, and on which the plan is timed.
+        low: the low dtype.
+        held_out: number of the last tuples of arguments, which only check the result; None is a quarter, at least one.
+        budget_seconds: time to search; the best plan so far is the result.
+        journal: JSON lines file of measurements; a search that was interrupted continues from it.
+
+    Returns:
+        The plan, its achieved errors and its times.  If no plan is within the budget, which only a function that is not
+        reproducible or not float32 can cause, ``result.met`` is False and an `XlaAmpWarning` is issued.
+
+    Raises:
+        SearchError: the arguments do not fit a search.
+        DeviceError: unknown target.
+
+    Example:
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> w = jnp.ones((8, 8))
+        >>> batches = [jax.random.normal(jax.random.key(i), (4, 8)) for i in range(4)]
+        >>> search(loss, [(w, x) for x in batches], budget=0.1, target="v6e").policy.decide("mm").cast
+        'low'
+    """
+    fronts.check_low(low)
+    rows = [row if isinstance(row, tuple) else (row,) for row in args]
+    if not rows:
+        raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
+    numbers = {argnums} if isinstance(argnums, int) else set(argnums)
+    program = JaxProgram(function, rows, numbers, low)
+    rates = plan_search.rates(target) if target is not None else _rates_here(low)
+    program.look(rates)
+    return fronts.searched(
+        program,
+        rates,
+        low=low,
+        budget=budget,
+        held_out=held_out,
+        budget_seconds=budget_seconds,
+        journal=journal,
+        target=target,
+        device=jax.default_backend(),
+    )
+
+
+class JaxProgram:
+    """A `xla_amp.tools.search.Program` of JAX."""
+
+    def __init__(
+        self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], argnums: set[int], low: LowDtype
+    ) -> None:
+        self._function = function
+        self._rows = rows
+        self._argnums = argnums
+        self._low = low
+        self._references: dict[int, dict[str, list[Any]]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self.candidates: tuple[Candidate, ...] = ()
+        self.fingerprint = ""
+        self._is_loss = False
+        self._options: dict[str, bool | int] = {}
+        """Of XLA, the same for every plan and for float32."""
+
+    @property
+    def batches(self) -> int:
+        return len(self._rows)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What is measured; a budget without a name is for the first."""
+        return tuple(self._reference(0))
+
+    def look(self, rates: Rates) -> None:
+        """Finds the candidates."""
+        self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, self._function), self._arrays(0)))
+        records = self.records(None)
+        backward = self._has_gradients()
+        self.candidates = plan_search.from_records(records, rates, low=self._low, backward=backward)
+        work = (3 if backward else 1) * math.fsum(record.flops or 0 for record in records)
+        self._options = compiling.quick_options(jax.default_backend(), work)
+        sums = [
+            float(np.sum(part, dtype=np.float64)).hex()
+            for index in range(self.batches)
+            for parts in self._reference(index).values()
+            for part in parts
+        ]
+        self.fingerprint = digest(*map(repr, self.candidates), *sums, jax.__version__, jax.default_backend(), self._low)
+
+    def _has_gradients(self) -> bool:
+        return self._is_loss and bool(self._differentiated(0))
+
+    def _arrays(self, index: int) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(self._rows[index]) if _is_array(leaf)]
+
+    def _of_arrays(self, index: int, function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+        """`function` of the arrays in its arguments; what else is in them is constant."""
+        leaves, tree = jax.tree.flatten(self._rows[index])
+        places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
+
+        def call(arrays: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                filled[place] = array
+            return function(*jax.tree.unflatten(tree, filled))
+
+        return call
+
+    def _differentiated(self, index: int) -> list[int]:
+        """Positions among the arrays of the floating ones in ``argnums``."""
+        owners = [
+            number
+            for number, argument in enumerate(self._rows[index])
+            for leaf in jax.tree.leaves(argument)
+            if _is_array(leaf)
+        ]
+        arrays = self._arrays(index)
+        return [
+            place
+            for place, (owner, array) in enumerate(zip(owners, arrays, strict=True))
+            if owner in self._argnums and jnp.issubdtype(array.dtype, jnp.floating)
+        ]
+
+    def _program(
+        self, index: int, plan: Plan | None, region: bool, options: Mapping[str, bool | int]
+    ) -> Callable[[list[Any]], dict[str, list[Any]]]:
+        leaves, tree = jax.tree.flatten(self._rows[index])
+        constants = tuple(None if _is_array(leaf) else id(leaf) for leaf in leaves)
+        key = (tree, constants, plan, region, tuple(options))
+        if key not in self._compiled:
+            low = autocast(self._function, policy=self._policy(plan)) if region else self._function
+            call = self._of_arrays(index, low)
+            places = self._differentiated(index)
+
+            def run(arrays: list[Any]) -> dict[str, list[Any]]:
+                if not self._is_loss:
+                    return {"output": [_wide(leaf) for leaf in jax.tree.leaves(call(arrays)) if _is_floating(leaf)]}
+                if not places:
+                    return {"loss": [_wide(_loss(call(arrays)))]}
+
+                def loss(chosen: list[Any]) -> Any:
+                    filled = list(arrays)
+                    for place, array in zip(places, chosen, strict=True):
+                        filled[place] = array
+                    return _loss(call(filled))
+
+                value, gradients = jax.value_and_grad(loss)([arrays[place] for place in places])
+                return {"loss": [_wide(value)], "gradients": [_wide(each) for each in gradients]}
+
+            if len(self._compiled) > 8:  # executables of plans that were measured
+                self._compiled.clear()
+            self._compiled[key] = jax.jit(run, compiler_options=dict(options))
+        return self._compiled[key]
+
+    def _run(self, index: int, plan: Plan | None, *, region: bool = True, arrays: Any = None) -> dict[str, list[Any]]:
+        given = self._arrays(index) if arrays is None else arrays
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuleWarning)
+            found = jax.device_get(self._program(index, plan, region, self._options)(given))
+        if not found[next(iter(found))]:
+            raise SearchError("the function returns no floating array: there is no error to measure")
+        return {name: found[name] for name in ("loss", "gradients", "output") if name in found}
+
+    def _policy(self, plan: Plan | None) -> Any:
+        return plan_search.policy(plan or Plan(), () if plan is None else self.candidates, self._low)
+
+    def _reference(self, index: int) -> dict[str, list[Any]]:
+        if index not in self._references:
+            found = self._run(index, None, region=False)
+            for name, parts in found.items():
+                if not all(np.isfinite(part).all() for part in parts):
+                    raise SearchError(
+                        f"arguments {index}: the {name} is not finite in float32; xla_amp.jax.find_overflow finds where"
+                    )
+            self._references[index] = found
+        return self._references[index]
+
+    def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
+        """Relative errors of `plan` on one tuple of arguments."""
+        found = self._run(batch, plan)
+        return {name: _error(found[name], parts) for name, parts in self._reference(batch).items()}
+
+    def noise(self) -> dict[str, float]:
+        """Errors of float32 with each element of the arguments moved to one of its neighbours."""
+        draw = np.random.default_rng(0)
+        moved = []
+        for array in self._arrays(0):
+            if array.dtype == np.float32:
+                host = np.asarray(array)
+                away = np.where(draw.integers(0, 2, host.shape), np.inf, -np.inf).astype(np.float32)
+                moved.append(jnp.asarray(np.nextafter(host, away)))
+            else:
+                moved.append(array)
+        found = self._run(0, None, region=False, arrays=moved)
+        return {name: _error(found[name], parts) for name, parts in self._reference(0).items()}
+
+    def records(self, plan: Plan | None) -> list[DecisionRecord]:
+        """The forward operations of a run."""
+        low = autocast(self._function, policy=self._policy(plan))
+        with warnings.catch_warnings(), compat.retraced(), events.capture() as records:
+            warnings.simplefilter("ignore", RuleWarning)
+            jax.eval_shape(self._of_arrays(0, low), self._arrays(0))
+        names = {record.policy for record in records} - {self._policy(plan).name}
+        if names:
+            raise SearchError(
+                f"the function opens an autocast region (policy {', '.join(sorted(names))}), whose rules would hide "
+                "those of the plan: give search the function without it"
+            )
+        return records
+
+    def estimate(self, plan: Plan, rates: Rates) -> float:
+        """Estimated seconds of one run of `plan`."""
+        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=self._has_gradients())
+
+    def time(self, plan: Plan) -> float:
+        """Median seconds of one run of `plan` on this machine, gradients included."""
+        return _median(lambda: self._program(0, plan, True, {})(self._arrays(0)))
+
+
+def _median(run: Callable[[], Any]) -> float:
+    return median_seconds(lambda: jax.block_until_ready(run()))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _wide(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf
+
+
+def _is_loss(result: Any) -> bool:
+    found = _loss(result)
+    return _is_floating(found) and found.size == 1
+
+
+def _loss(result: Any) -> Any:
+    """The loss in a result: itself, or the first of ``(loss, auxiliary)``."""
+    found = result[0] if isinstance(result, tuple) and result else result
+    return (
+        found.reshape(())
+        if _is_floating(found) and getattr(found, "size", 0) == 1 and hasattr(found, "reshape")
+        else found
+    )
+
+
+def _error(found: Sequence[Any], reference: Sequence[Any]) -> float:
+    """Relative error of arrays as one vector."""
+    difference = norm = 0.0
+    for one, other in zip(found, reference, strict=True):
+        if not np.isfinite(one).all():
+            return math.inf
+        difference += float(np.sum((one.astype(np.float64) - other) ** 2))
+        norm += float(np.sum(other.astype(np.float64) ** 2))
+    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+
+
+def _rates_here(low: LowDtype) -> Rates:
+    """What this machine does, measured."""
+
+    def products(matrix: Any) -> Any:
+        value = matrix
+        for _ in range(PRODUCTS):
+            value = value @ matrix
+        return value
+
+    seconds = {}
+    compiled = jax.jit(products)
+    for name in ("float32", low):
+        matrix = jnp.full((SIZE, SIZE), 1 / SIZE, dtype=name)
+        seconds[name] = _median(lambda matrix=matrix: compiled(matrix))  # type: ignore[misc]
+    block, add = jnp.ones(ELEMENTS, jnp.float32), jax.jit(lambda block: block + 1)
+    return measured(jax.default_backend(), seconds, _median(lambda: add(block)), low)

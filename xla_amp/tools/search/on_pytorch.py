@@ -1,0 +1,320 @@
+"""`search` for PyTorch: the cheapest precision plan of a model or a loss function."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from xla_amp.backends import devices
+from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
+from xla_amp.events import DecisionRecord
+from xla_amp.policy import Policy
+from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.tools import search as plan_search
+from xla_amp.tools.explain.on_pytorch import explain
+from xla_amp.tools.overflow.on_pytorch import uncompiled
+from xla_amp.tools.overflow.state_restore import reachable, restoring
+from xla_amp.tools.search import Candidate, Plan, Rates, SearchResult, fronts
+from xla_amp.tools.search.measurements import digest
+from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
+from xla_amp.types import LowDtype
+
+
+def search(
+    step: Callable[..., Any],
+    batches: Sequence[Any],
+    *,
+    budget: float | Mapping[str, float],
+    target: str | None = None,
+    low: LowDtype = "bfloat16",
+    held_out: int | None = None,
+    budget_seconds: float | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    objects: Sequence[Any] = (),
+) -> SearchResult:
+    """The cheapest policy of a model whose error against float32 stays within `budget`, measured on real batches.
+
+    Every plan runs forward and backward under ``autocast(policy=plan)`` and is compared with float32 on the same batch;
+    parameters, buffers, gradients and random generators are restored after each run.  The result is checked on batches
+    that the search has not used.
+
+    Args:
+        step: a model, or a function that returns the loss; it does not call ``backward()`` and opens no autocast
+            region.  A result with an attribute or a key ``loss`` gives that; other results that are no single number
+            are compared as a whole, without gradients.
+        batches: three or more.  Each is passed as ``step(*batch)`` if it is a tuple or a list, ``step(**batch)`` if it
+            is a dict, and ``step(batch)`` otherwise.  Batches of a model are moved to its device.
+        budget: largest accepted relative error of the loss (of the result without a loss), or of several quantities:
+            ``{"loss": 1e-3, "gradients": 1e-2}``.  The error of the gradients is that of all of them as one vector.
+            Quantities without a budget are reported, and must be finite.
+        target: the machine to be fast on, ``"h100"`` or ``"v6e"`` (rows of ``xla_amp/hardware.toml``); None is this
+            one, whose rates are measured, and on which the plan is timed.
+        low: the low dtype.
+        held_out: number of batches, the last ones, that only check the result; None is a quarter, at least one.
+        budget_seconds: time to search; the best plan so far is the result.
+        journal: JSON lines file of measurements; a search that was interrupted continues from it.
+        objects: further modules that the step uses and does not reach by its closure, its arguments or its globals.
+
+    Returns:
+        The plan, its achieved errors and its times.  If no plan is within the budget, which only a program that is not
+        reproducible or not float32 can cause, ``result.met`` is False and an `XlaAmpWarning` is issued.
+
+    Raises:
+        SearchError: the arguments do not fit a search.
+        DeviceError: unknown target.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> def loss(x):
+        ...     return model(x).square().mean()
+        >>> result = search(loss, [torch.randn(4, 8) for _ in range(4)], budget=0.1, target="v6e")
+        >>> result.met, result.policy.decide("linear", "0").cast
+        (True, 'low')
+    """
+    fronts.check_low(low)
+    batches = list(batches)
+    program = TorchProgram(uncompiled(step), batches, objects)
+    rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
+    program.look(rates, low)
+    with program.prepared():
+        return fronts.searched(
+            program,
+            rates,
+            low=low,
+            budget=budget,
+            held_out=held_out,
+            budget_seconds=budget_seconds,
+            journal=journal,
+            target=target,
+            device=str(program.device),
+        )
+
+
+class _OpenRegion(TorchFunctionMode):
+    """Notes whether an autocast region is open when a function of torch is called."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self.open = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.open = self.open or torch.is_autocast_enabled(self._device_type)
+        return func(*args, **(kwargs or {}))
+
+
+class TorchProgram:
+    """A `xla_amp.tools.search.Program` of torch."""
+
+    def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any]) -> None:
+        self._step = step
+        modules = [each for each in reachable(step, ()) if isinstance(each, torch.nn.Module)]
+        if isinstance(step, torch.nn.Module):
+            modules.append(step)
+        self._objects = [*{id(each): each for each in (*modules, *objects)}.values()]
+        found = [p for each in self._objects if isinstance(each, torch.nn.Module) for p in each.parameters()]
+        self._parameters = list({id(p): p for p in found}.values())
+        tensors = [*self._parameters, *(t for t in tree_leaves(batches) if isinstance(t, torch.Tensor))]
+        self.device = next((t.device for t in tensors), torch.device("cpu"))
+        self._batches = list(batches)
+        if isinstance(step, torch.nn.Module):
+            self._batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self._batches)
+        self._references: dict[int, dict[str, Any]] = {}
+        self.candidates: tuple[Candidate, ...] = ()
+        self._low: LowDtype = "bfloat16"
+        self.fingerprint = ""
+
+    @property
+    def batches(self) -> int:
+        return len(self._batches)
+
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """What is measured; a budget without a name is for the first."""
+        return tuple(self._reference(0))
+
+    def look(self, rates: Rates, low: LowDtype) -> None:
+        """Finds the candidates, and checks that the step is one that can be searched."""
+        if not self._batches:
+            raise SearchError("no batches: give three or more, e.g. itertools.islice(loader, 8)")
+        self._low = low
+        watch = _OpenRegion(self.device.type)
+        with watch:
+            reference = self._reference(0)
+        if watch.open:
+            raise SearchError(
+                "the step opens an autocast region, whose rules would hide those of the plan: take it out of the step, "
+                "search opens one around it"
+            )
+        records = self.records(None)
+        self.candidates = plan_search.from_records(records, rates, low=low, backward="gradients" in reference)
+        kept = [
+            float(v.double().sum()).hex() for index in range(self.batches) for v in self._flat(self._reference(index))
+        ]
+        versions = (torch.__version__, self.device.type, low)
+        self.fingerprint = digest(*map(repr, self.candidates), *kept, *map(str, versions))
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Keeps the kernels of autocast, whose installation takes longer than a small step, until the block ends."""
+        # Every plan has the same rules with other casts, so all have the kernels of this region.
+        with autocast(self.device, policy=self._policy(Plan())), autocast(self.device, enabled=False):
+            yield
+
+    def _flat(self, quantities: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+        for parts in quantities.values():
+            yield from (part for part in parts if part is not None)
+
+    def _run(self, batch: Any, plan: Plan | None, *, region: bool = True) -> dict[str, list[torch.Tensor | None]]:
+        """One forward and backward pass: quantity -> its tensors on the host; plan None: all that can is low."""
+        found: dict[str, list[torch.Tensor | None]] = {}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(restoring(self._objects))
+            stack.enter_context(warnings.catch_warnings())
+            for expected in (RuleWarning, RecompileWarning):  # each plan is another program
+                warnings.simplefilter("ignore", expected)
+            stack.enter_context(torch.enable_grad())
+            for parameter in self._parameters:
+                parameter.grad = None
+            with autocast(self.device, policy=self._policy(plan)) if region else contextlib.nullcontext():
+                result = self._call(batch)
+            if any(parameter.grad is not None for parameter in self._parameters):
+                raise SearchError(
+                    "the step calls backward(): return the loss and leave backward() to the search, so that the region "
+                    "ends where it does in a training loop"
+                )
+            loss = _loss(result)
+            if loss is None:
+                outputs = [
+                    t for t in tree_leaves(_plain(result)) if isinstance(t, torch.Tensor) and t.is_floating_point()
+                ]
+                if not outputs:
+                    raise SearchError(f"the step returns {type(result).__name__} without a floating tensor")
+                return {"output": [_host(each) for each in outputs]}
+            if loss.requires_grad:
+                loss.backward()
+            found["loss"] = [_host(loss)]
+            if loss.requires_grad and self._parameters:
+                found["gradients"] = [None if p.grad is None else _host(p.grad) for p in self._parameters]
+        return found
+
+    def _call(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self._step(**batch)
+        return self._step(*batch) if isinstance(batch, tuple | list) else self._step(batch)
+
+    def _policy(self, plan: Plan | None) -> Policy:
+        return plan_search.policy(plan or Plan(), () if plan is None else self.candidates, self._low)
+
+    def _reference(self, index: int) -> dict[str, list[torch.Tensor | None]]:
+        if index not in self._references:
+            found = self._run(self._batches[index], None, region=False)
+            for name, parts in found.items():
+                if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
+                    raise SearchError(
+                        f"batch {index}: the {name} is not finite in float32; xla_amp.find_overflow finds where"
+                    )
+            self._references[index] = found
+        return self._references[index]
+
+    def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
+        """Relative errors of `plan` on one batch."""
+        reference = self._reference(batch)
+        found = self._run(self._batches[batch], plan)
+        return {name: _error(found[name], parts) for name, parts in reference.items()}
+
+    def noise(self) -> dict[str, float]:
+        """Errors of float32 with each parameter and operand moved to one of its neighbours."""
+        generator = torch.Generator().manual_seed(0)
+        moved = tree_map_only(torch.Tensor, lambda tensor: _neighbours(tensor, generator), self._batches[0])
+        with restoring(self._objects), torch.no_grad():
+            for parameter in self._parameters:
+                parameter.copy_(_neighbours(parameter.detach(), generator))
+            found = self._run(moved, None, region=False)
+        return {name: _error(found[name], parts) for name, parts in self._reference(0).items()}
+
+    def records(self, plan: Plan | None) -> list[DecisionRecord]:
+        """The forward operations of a run."""
+        with explain() as report, restoring(self._objects), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuleWarning)
+            with torch.no_grad(), autocast(self.device, policy=self._policy(plan)):
+                self._call(self._batches[0])
+        return report.records
+
+    def estimate(self, plan: Plan, rates: Rates) -> float:
+        """Estimated seconds of one run of `plan`."""
+        backward = "gradients" in self._reference(0)
+        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=backward)
+
+    def time(self, plan: Plan) -> float:
+        """Median seconds of a forward and a backward pass of `plan` on this machine."""
+        return median_seconds(lambda: self._run(self._batches[0], plan))
+
+
+def _plain(result: Any) -> Any:
+    return dict(result) if isinstance(result, Mapping) else result
+
+
+def _loss(result: Any) -> torch.Tensor | None:
+    """The loss in what a step returned, or None."""
+    if isinstance(result, torch.Tensor):
+        return result if result.numel() == 1 and result.is_floating_point() else None
+    found = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_dense().float().cpu() if tensor.is_sparse else tensor.detach().float().cpu()
+
+
+def _error(found: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
+    """Relative error of tensors as one vector; a missing gradient is zero."""
+    difference = norm = 0.0
+    for one, other in zip(found, reference, strict=True):
+        present = one if one is not None else other
+        if present is None:
+            continue
+        given, right = (torch.zeros_like(present) if each is None else each for each in (one, other))
+        if not bool(torch.isfinite(given).all()):
+            return math.inf
+        difference += float((given.double() - right.double()).square().sum())
+        norm += float(right.double().square().sum())
+    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+
+
+def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Each element moved by one unit in its last place, up or down."""
+    if not tensor.is_floating_point():
+        return tensor
+    host = tensor.detach().cpu()
+    signs = torch.randint(0, 2, host.shape, generator=generator).to(host.dtype) * 2 - 1
+    return torch.nextafter(host, signs * math.inf).to(tensor.device)
+
+
+def _rates_here(device: torch.device, low: LowDtype) -> Rates:
+    """What this machine does, measured."""
+
+    def median(run: Callable[[], torch.Tensor]) -> float:
+        return median_seconds(lambda: run().reshape(-1)[:1].cpu())
+
+    seconds = {}
+    for name in ("float32", low):
+        matrix = torch.full((SIZE, SIZE), 1 / SIZE, dtype=getattr(torch, name), device=device)
+
+        def products(matrix: torch.Tensor = matrix) -> torch.Tensor:
+            value = matrix
+            for _ in range(PRODUCTS):
+                value = value @ matrix
+            return value
+
+        seconds[name] = median(products)
+    block = torch.ones(ELEMENTS, device=device)
+    return measured(devices.device_type(device), seconds, median(lambda: block + 1), low)

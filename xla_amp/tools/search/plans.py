@@ -1,0 +1,77 @@
+"""A plan as a policy: one row for each scope and cast, with what was measured as the reason."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+
+from xla_amp.policy import Policy, Rule, RuleLayer
+from xla_amp.policy import load as load_policy
+from xla_amp.policy.load import check, rule
+from xla_amp.policy.policy import MEASURED
+from xla_amp.tools.search.candidates import Candidate
+from xla_amp.tools.search.measurements import Plan
+from xla_amp.types import Cast, LowDtype
+
+NAME = "searched"
+BASE = "lean"
+"""The policy below the rows: everything that may run low does, and what no plan should lower is float32."""
+
+Why = Callable[[Sequence[Candidate]], str]
+"""The reason of a row, from its candidates."""
+
+
+def _unsaid(_: Sequence[Candidate]) -> str:
+    return f"a plan of a {MEASURED}"
+
+
+def rows(plan: Plan, candidates: Sequence[Candidate], why: Why = _unsaid) -> list[Rule]:
+    """The rules of `plan`: scopes in the order of the program, for each of them its low and its float32 operations."""
+    groups: dict[tuple[str, Cast], list[Candidate]] = {}
+    for each in candidates:
+        groups.setdefault((each.scope, each.low if each.name in plan else "fp32"), []).append(each)
+    return [
+        rule(f"{MEASURED}, row {number}", [each.name for each in found], cast, why=why(found), source=MEASURED)
+        for number, ((_, cast), found) in enumerate(groups.items(), 1)
+    ]
+
+
+def policy(plan: Plan, candidates: Sequence[Candidate], low: LowDtype) -> Policy:
+    """The policy under which a front runs `plan`."""
+    return _policy(tuple(rows(plan, candidates)), low)
+
+
+def explained(plan: Plan, candidates: Sequence[Candidate], low: LowDtype, why: Why) -> Policy:
+    """The same with the reason of each row."""
+    return _policy(tuple(rows(plan, candidates, why)), low)
+
+
+@functools.lru_cache(maxsize=64)
+def _policy(found: tuple[Rule, ...], low: LowDtype) -> Policy:
+    base = load_policy(BASE)
+    layer = check(RuleLayer(layer="file", origin=MEASURED, rules=found))
+    return Policy(name=NAME, low=low, dtypes=base.dtypes, layers=(*base.layers, layer), source=MEASURED)
+
+
+def to_toml(found: Policy, summary: str, lines: Sequence[str] = ()) -> str:
+    """The text of a policy file for the rows of `found`; `lines` become comments at its top."""
+    head = [f"# {line}" for line in lines]
+    head += ["", f"name = {_text(found.name)}", f"extends = {_text(BASE)}", f"low = {_text(found.low)}"]
+    head += [f"summary = {_text(summary)}", f"source = {_text(found.source)}"]
+    body = [
+        line
+        for row in found.layers[-1].rules
+        for line in (
+            "",
+            "[[rule]]",
+            f"operations = [{', '.join(map(_text, row.operations))}]",
+            f"cast = {_text(row.cast)}",
+            f"why = {_text(row.why)}",
+        )
+    ]
+    return "\n".join([*head, *body, ""])
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's strings are TOML's
