@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.autocast.custom_function import is_autocast_available as is_autocast_available
     from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
     from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
-    from xla_amp.pytorch.distributed.data_parallel import DistributedDataParallel as DistributedDataParallel
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
     from xla_amp.pytorch.optim.grad_scaler import GradScaler as GradScaler
     from xla_amp.tools.explain.on_pytorch import explain as explain
@@ -56,7 +55,6 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "DeviceLoader": "xla_amp.pytorch.data.loader",
-    "DistributedDataParallel": "xla_amp.pytorch.distributed.data_parallel",
     "GradScaler": "xla_amp.pytorch.optim.grad_scaler",
     "autocast": "xla_amp.pytorch.autocast.autocast",
     "compilation_cache": "xla_amp.lazy.programs.compilation_cache",
@@ -96,11 +94,21 @@ _MODULES = {
 }
 """Public module -> its full name."""
 
+_LEFT = {
+    "DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel after "
+    "torch.distributed.init_process_group('xla_amp'); for sums in float32, sparse gradients and parameters without "
+    "gradients call xla_model.broadcast_master_param(model) once, and xla_model.reduce_gradients(optimizer) before "
+    "each step of the optimizer",
+}
+"""Public name of an earlier release -> what to type instead."""
+
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
+        if name in _LEFT:
+            raise ImportError(f"xla_amp.{name} is no longer there: {_LEFT[name]}")
         if name not in _PUBLIC and name not in _MODULES:
             raise AttributeError(f"module 'xla_amp' has no attribute {name!r}; public names: {', '.join(__all__)}")
         try:

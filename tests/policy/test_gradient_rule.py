@@ -15,7 +15,7 @@ from xla_amp import events, policy
 from xla_amp.backends import base
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.jax import autocast, reduce_gradients
-from xla_amp.pytorch.distributed import xm_collectives
+from xla_amp.pytorch.distributed import gradients
 from xla_amp.stablehlo import autocast as convert
 
 FILE = """
@@ -92,11 +92,11 @@ def trained(**region):
 
 def test_processes_follow_the_policy_of_the_last_region(processes, file):
     _, optimizer = trained()
-    xm_collectives.reduce_gradients(optimizer)
+    gradients.reduce_gradients(optimizer)
     assert processes.sent == [torch.float32] * 3
     _, optimizer = trained(policy=file)
     with events.capture() as records:
-        xm_collectives.reduce_gradients(optimizer)
+        gradients.reduce_gradients(optimizer)
     assert processes.sent == [torch.bfloat16, torch.float32, torch.bfloat16]
     assert [(each.operation, each.cast, each.used, each.module) for each in records] == [
         ("reduce_gradients", "low", ("bfloat16",), "body"),
@@ -104,10 +104,10 @@ def test_processes_follow_the_policy_of_the_last_region(processes, file):
         ("reduce_gradients", "low", ("bfloat16",), "low"),
     ]
     assert records[0].why == "Half the traffic."
-    xm_collectives.reduce_gradients(optimizer, dtype=torch.float16)
+    gradients.reduce_gradients(optimizer, dtype=torch.float16)
     assert processes.sent == [torch.float16] * 3
     with policy.override(reduce_gradients="keep", strict=True):
-        xm_collectives.reduce_gradients(optimizer)
+        gradients.reduce_gradients(optimizer)
     assert processes.sent == [torch.float32, torch.float32, torch.bfloat16]
     assert not policy.unused_rules(file)
 
@@ -156,7 +156,7 @@ def test_the_distributed_data_parallel_of_torch_refuses_a_rule_that_it_cannot_fo
     model, _ = trained()
     with policy.override(reduce_gradients="low"), pytest.raises(PolicyError, match="adds gradients in their own dtype"):
         nn.parallel.DistributedDataParallel(model)
-    told = "adds gradients of torch.bfloat16 in torch.bfloat16; use xla_amp.DistributedDataParallel"
+    told = r"adds gradients of torch.bfloat16 in torch.bfloat16; leave it out.*xla_model.reduce_gradients\(optimizer\)"
     with pytest.warns(UserWarning, match=told), pytest.raises(ValueError, match="process group"):
         nn.parallel.DistributedDataParallel(model)
     with policy.override(reduce_gradients="keep"), pytest.raises(ValueError, match="process group"):

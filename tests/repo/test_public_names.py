@@ -89,6 +89,11 @@ def test_the_names_are_listed_and_others_rejected(package: ModuleType):
         package.autocastt  # noqa: B018
 
 
+def test_a_name_that_has_left_says_what_to_type():
+    with pytest.raises(ImportError, match=r"use torch\.nn\.parallel\.DistributedDataParallel after"):
+        from xla_amp import DistributedDataParallel  # noqa: F401
+
+
 @pytest.mark.parametrize(("use", "answer"), [("", ""), ("xla_amp.jax.autocast", "jax")])
 def test_names_load_on_first_use(use: str, answer: str):
     program = f"import sys, xla_amp.jax\n{use}\nprint(*[name for name in ('jax', 'torch') if name in sys.modules])"

@@ -78,7 +78,6 @@ def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
         optimizer.step()
     for process in found:
         assert process["unused"]["steps"] == [[1, True], [1, True], [1, False]]
-        assert "other.weight, other.bias no gradient; pass find_unused_parameters" in process["unused"]["said"]
         for got, expected in zip(process["unused"]["weights"], model.parameters(), strict=True):
             torch.testing.assert_close(torch.tensor(got), expected.detach(), rtol=1e-5, atol=1e-6)
 
@@ -90,7 +89,7 @@ def test_unused_parameters_keep_no_gradient_and_sparse_ones_are_averaged(found):
         ("distribute_tensor", "DeviceError: torch's DeviceMesh.*xla_amp.shard"),
         ("FSDP", "DeviceError: .*FullyShardedDataParallel.*xla_amp.shard"),
         ("FSDP of the CPU", "DeviceError: .*FullyShardedDataParallel.*xla_amp.shard"),
-        ("find_unused_parameters", "DeviceError: .*use xla_amp.DistributedDataParallel"),
+        ("find_unused_parameters", "DeviceError: .*xla_model.reduce_gradients"),
         ("device_ids", r"DeviceError: .*device_ids=\[5\].*leave device_ids out"),
         ("object", "TypeError: .*cannot send a .*function.*JSON.*backend='gloo'"),
         ("checkpoint", "cannot send a .*SavePlan.*new_group.backend='gloo'"),

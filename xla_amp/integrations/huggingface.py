@@ -42,7 +42,7 @@ from xla_amp.backends import base, devices
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
-from xla_amp.pytorch.distributed import xla_model
+from xla_amp.pytorch.distributed import gradients, xla_model
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 
 _LOW: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,7 +103,7 @@ def _without_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         if evaluation_mode or not _together(self):
             return original(self, model, device_placement, evaluation_mode)
         model = original(self, model, device_placement, evaluation_mode=True)
-        xla_model.broadcast_master_param(model)
+        gradients.broadcast_master_param(model)
         return model
 
     return prepare_model
@@ -115,7 +115,7 @@ def _average(original: Callable[..., None]) -> Callable[..., None]:
         original(self, loss, **kwargs)
         if _together(self) and self.sync_gradients:
             for prepared in self._optimizers:
-                xla_model.reduce_gradients(prepared.optimizer)
+                gradients.reduce_gradients(prepared.optimizer)
 
     return backward
 

@@ -59,8 +59,8 @@ from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
+from xla_amp.pytorch.distributed import gradients, xm_collectives
 from xla_amp.pytorch.distributed import xla_model as xm
-from xla_amp.pytorch.distributed import xm_collectives
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
@@ -380,7 +380,9 @@ class _Together:
             raise ValueError(f"reduce_op={reduce_op!r}: expected one of {', '.join(_OPERATIONS)}")
         value = tensor.detach().to(self._device)
         devices.engine().sync()
-        reduced = xm.all_reduce(_OPERATIONS[name], value, scale=1 / self.world_size if name in ("mean", "avg") else 1.0)
+        reduced = xm_collectives.all_reduce(
+            _OPERATIONS[name], value, scale=1 / self.world_size if name in ("mean", "avg") else 1.0
+        )
         devices.engine().sync()
         return reduced
 
@@ -395,7 +397,7 @@ class _Together:
             raise ValueError("all_gather(sync_grads=True): collectives on the XLA device have no gradient")
         value = tensor.detach().to(self._device)
         devices.engine().sync()
-        gathered = xm.all_gather(value.unsqueeze(0), 0)
+        gathered = xm_collectives.all_gather(value.unsqueeze(0), 0)
         devices.engine().sync()
         return gathered
 
@@ -438,7 +440,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
         """Moves the model, and copies rank 0's parameters and buffers."""
         model: Any = self.model
         model.to(self.root_device)
-        xm.broadcast_master_param(model)
+        gradients.broadcast_master_param(model)
         self._accumulates = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -458,7 +460,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
         """Averages the gradients of manual optimization, in which users clip before they step."""
         module: Any = self.lightning_module
         if not module.automatic_optimization:
-            xm_collectives.average(list(module.parameters()))
+            gradients.average(list(module.parameters()))
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Averages the gradients after the backward pass, steps, and ends the program."""
@@ -467,7 +469,7 @@ class XLAProcessesStrategy(_Together, ParallelStrategy):
         def averaged() -> Any:
             found = closure()
             if module.automatic_optimization:
-                xm.reduce_gradients(optimizer)
+                gradients.reduce_gradients(optimizer)
             return found
 
         result = super().optimizer_step(optimizer, averaged, model, **kwargs)
@@ -512,7 +514,7 @@ class FabricXLAProcessesStrategy(_Together, FabricParallel):
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Copies rank 0's parameters and buffers."""
-        xm.broadcast_master_param(module)
+        gradients.broadcast_master_param(module)
         self._modules.append(module)
         return module
 
@@ -521,7 +523,7 @@ class FabricXLAProcessesStrategy(_Together, FabricParallel):
         super().backward(tensor, module, *args, **kwargs)
         if self.averages:
             found = {id(p): p for part in self._modules for p in part.parameters()}
-            xm_collectives.average(list(found.values()))
+            gradients.average(list(found.values()))
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Steps, and ends the program."""

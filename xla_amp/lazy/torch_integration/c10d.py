@@ -98,7 +98,8 @@ def _all_reduce(tensors: list[torch.Tensor], group: Any, operation: Any, sparse_
     if sparse_indices is not None or any(tensor.is_sparse for tensor in tensors):
         raise DeviceError(
             "torch.distributed.all_reduce: sparse tensors are not reduced on the lazy XLA device; leave "
-            "DistributedDataParallel out and call xla_model.reduce_gradients(optimizer), or use sparse=False"
+            "DistributedDataParallel out, call xla_model.broadcast_master_param(model) once and "
+            "xla_model.reduce_gradients(optimizer) before each step, or use sparse=False"
         )
     _reduce(tensors, group, operation)
     return tensors, private_api.finished_work(tensors)

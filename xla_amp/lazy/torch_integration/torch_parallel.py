@@ -18,8 +18,12 @@ from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.policy import default_name, gradient_sums
 
-_NEEDS_OURS = ("find_unused_parameters", "static_graph")
+_PINNED = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""
+_INSTEAD = (
+    "leave it out, call xla_model.broadcast_master_param(model) once, and xla_model.reduce_gradients(optimizer) before "
+    "each step of the optimizer"
+)
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -37,11 +41,11 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
         given = bound.arguments
         parameter = next(given["module"].parameters(), None) if isinstance(given["module"], torch.nn.Module) else None
         if parameter is not None and parameter.device.type == DEVICE_TYPE:
-            for name in _NEEDS_OURS:
+            for name in _PINNED:
                 if given.get(name):
                     raise DeviceError(
                         f"torch's DistributedDataParallel({name}=True) needs pinned memory, which the lazy XLA device "
-                        f"does not have: use xla_amp.DistributedDataParallel(..., {name}=True)"
+                        f"does not have: {_INSTEAD}, which takes parameters without gradients"
                     )
             if given.get("mixed_precision") is not None:
                 raise DeviceError(
@@ -51,8 +55,7 @@ def data_parallel(original: Callable[..., None]) -> Callable[..., None]:
             for name in ("device_ids", "output_device"):
                 if name in given:
                     given[name] = _here(name, given[name])
-            if type(self) is torch.nn.parallel.DistributedDataParallel:
-                _check_rules(given["module"])
+            _check_rules(given["module"])
         original(*bound.args, **bound.kwargs)
 
     return construct
@@ -69,8 +72,8 @@ def _check_rules(module: torch.nn.Module) -> None:
         low = next((p for p in module.parameters() if p.requires_grad and p.dtype in _LOW), None)
         if low is not None:
             events.warn(
-                f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; use "
-                "xla_amp.DistributedDataParallel, which adds them in float32, or the rule reduce_gradients = keep",
+                f"torch's DistributedDataParallel adds gradients of {low.dtype} in {low.dtype}; {_INSTEAD}, which adds "
+                "them in float32; or say by the rule reduce_gradients = keep that this is meant"
             )
         return
     for name, parameter in module.named_parameters():
@@ -78,8 +81,7 @@ def _check_rules(module: torch.nn.Module) -> None:
         if parameter.requires_grad and parameter.is_floating_point() and sums.dtype(own, path) != own:
             raise PolicyError(
                 f"{sums.decide(path).origin}: torch's DistributedDataParallel adds gradients in their own dtype, "
-                f"{own} for {name}; use xla_amp.DistributedDataParallel, which follows the rule, or a communication "
-                "hook without the rule"
+                f"{own} for {name}; {_INSTEAD}, which follows the rule; or use a communication hook without the rule"
             )
 
 

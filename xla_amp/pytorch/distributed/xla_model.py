@@ -20,63 +20,8 @@ from xla_amp.backends import base, devices
 from xla_amp.errors import DeviceError
 from xla_amp.pytorch import backward
 from xla_amp.pytorch.autocast import xla_dispatch
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_AND as REDUCE_AND
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MAX as REDUCE_MAX
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MIN as REDUCE_MIN
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_MUL as REDUCE_MUL
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_OR as REDUCE_OR
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_SUM as REDUCE_SUM
-from xla_amp.pytorch.distributed.xm_collectives import REDUCE_TYPES as REDUCE_TYPES
+from xla_amp.pytorch.distributed import gradients
 from xla_amp.pytorch.distributed.xm_collectives import Groups
-from xla_amp.pytorch.distributed.xm_collectives import _fetch_gradients as _fetch_gradients
-from xla_amp.pytorch.distributed.xm_collectives import all_gather as all_gather
-from xla_amp.pytorch.distributed.xm_collectives import all_reduce as all_reduce
-from xla_amp.pytorch.distributed.xm_collectives import all_to_all as all_to_all
-from xla_amp.pytorch.distributed.xm_collectives import broadcast_master_param as broadcast_master_param
-from xla_amp.pytorch.distributed.xm_collectives import collective_broadcast as collective_broadcast
-from xla_amp.pytorch.distributed.xm_collectives import collective_permute as collective_permute
-from xla_amp.pytorch.distributed.xm_collectives import reduce_gradients as reduce_gradients
-from xla_amp.pytorch.distributed.xm_collectives import reduce_scatter as reduce_scatter
-
-__all__ = [
-    "REDUCE_AND",
-    "REDUCE_MAX",
-    "REDUCE_MIN",
-    "REDUCE_MUL",
-    "REDUCE_OR",
-    "REDUCE_SUM",
-    "REDUCE_TYPES",
-    "_fetch_gradients",
-    "add_step_closure",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast_master_param",
-    "collective_broadcast",
-    "collective_permute",
-    "get_local_ordinal",
-    "get_memory_info",
-    "get_ordinal",
-    "get_rng_state",
-    "get_world_size",
-    "get_xla_supported_devices",
-    "is_master_ordinal",
-    "is_xla_tensor",
-    "mark_step",
-    "master_print",
-    "mesh_reduce",
-    "optimizer_step",
-    "reduce_gradients",
-    "reduce_scatter",
-    "rendezvous",
-    "save",
-    "send_cpu_data_to_device",
-    "set_rng_state",
-    "wait_device_ops",
-    "xla_device",
-    "xla_device_hw",
-    "xrt_world_size",
-]
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 
@@ -275,7 +220,7 @@ def optimizer_step(
     Returns:
         What ``optimizer.step`` returns.
     """
-    reduce_gradients(optimizer, groups, pin_layout, dtype=dtype)
+    gradients.reduce_gradients(optimizer, groups, pin_layout, dtype=dtype)
     result = optimizer.step(**dict(optimizer_args or {}))
     if barrier:
         mark_step()

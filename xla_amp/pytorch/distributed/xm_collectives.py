@@ -11,10 +11,7 @@ from typing import Any, overload
 
 import torch
 
-from xla_amp import events
-from xla_amp.backends import base, devices, module_paths
-from xla_amp.policy import Decision, default_name, gradient_sums, op_catalog
-from xla_amp.pytorch.autocast import decision_events
+from xla_amp.backends import base
 
 REDUCE_TYPES = ("sum", "mul", "and", "or", "min", "max")
 """Reductions of `all_reduce`, also as REDUCE_SUM and so on, as in torch_xla."""
@@ -24,7 +21,12 @@ Groups = Sequence[Sequence[int]] | None
 """Groups of ranks that communicate, such as ``[[0, 1], [2, 3]]``; None is one group of all."""
 
 
-def _checked_groups(call: str, groups: Groups) -> tuple[tuple[int, ...], ...] | None:
+def checked_groups(call: str, groups: Groups) -> tuple[tuple[int, ...], ...] | None:
+    """The groups as tuples of numbers; `call` names the function in errors.
+
+    Raises:
+        ValueError: groups that do not hold each rank once, or are of different sizes.
+    """
     if groups is None:
         return None
     found = tuple(tuple(int(rank) for rank in group) for group in groups)
@@ -37,7 +39,8 @@ def _checked_groups(call: str, groups: Groups) -> tuple[tuple[int, ...], ...] | 
     return found
 
 
-def _count(groups: tuple[tuple[int, ...], ...] | None) -> int:
+def group_size(groups: tuple[tuple[int, ...], ...] | None) -> int:
+    """Processes in each of the groups."""
     return base.processes().world_size() if groups is None else len(groups[0])
 
 
@@ -110,7 +113,7 @@ def all_reduce(
         TypeError: `inputs` is neither a tensor nor a sequence of tensors.
     """
     _reduce_type("all_reduce", reduce_type)
-    processes, checked = base.processes(), _checked_groups("all_reduce", groups)
+    processes, checked = base.processes(), checked_groups("all_reduce", groups)
     if isinstance(inputs, torch.Tensor):
         [reduced] = processes.all_reduce(reduce_type, [inputs], checked, pin_layout)
         return reduced if scale == 1.0 else reduced * scale
@@ -146,7 +149,7 @@ def all_gather(
     Raises:
         ValueError: no such dimension, or groups that do not hold each rank once.
     """
-    checked = _checked_groups("all_gather", groups)
+    checked = checked_groups("all_gather", groups)
     dim = _dimension("all_gather", "dim", value, dim)
     [result] = base.processes().collective("all_gather", [value], checked, dim=dim)
     return _into(output, result)
@@ -178,11 +181,11 @@ def reduce_scatter(
         ValueError: an extent that does not divide, or a number of parts that is not the group size.
     """
     _reduce_type("reduce_scatter", reduce_type)
-    checked = _checked_groups("reduce_scatter", groups)
-    if shard_count != _count(checked):
+    checked = checked_groups("reduce_scatter", groups)
+    if shard_count != group_size(checked):
         raise ValueError(
             f"reduce_scatter(shard_count={shard_count}): expected the number of processes that reduce among "
-            f"themselves, {_count(checked)}"
+            f"themselves, {group_size(checked)}"
         )
     dim = _dimension("reduce_scatter", "scatter_dim", input, scatter_dim, shard_count)
     options = {"reduce_type": reduce_type, "dim": dim}
@@ -211,9 +214,11 @@ def all_to_all(
     Raises:
         ValueError: an extent that does not divide, or a number of parts that is not the group size.
     """
-    checked = _checked_groups("all_to_all", groups)
-    if split_count != _count(checked):
-        raise ValueError(f"all_to_all(split_count={split_count}): expected the number of processes, {_count(checked)}")
+    checked = checked_groups("all_to_all", groups)
+    if split_count != group_size(checked):
+        raise ValueError(
+            f"all_to_all(split_count={split_count}): expected the number of processes, {group_size(checked)}"
+        )
     split = _dimension("all_to_all", "split_dimension", value, split_dimension, split_count)
     concat = _dimension("all_to_all", "concat_dimension", value, concat_dimension)
     [result] = base.processes().collective("all_to_all", [value], checked, split=split, concat=concat)
@@ -258,7 +263,7 @@ def collective_broadcast(
     Raises:
         ValueError: no such process.
     """
-    processes, checked = base.processes(), _checked_groups("collective_broadcast", groups)
+    processes, checked = base.processes(), checked_groups("collective_broadcast", groups)
     if not 0 <= root_ordinal < processes.world_size():
         raise ValueError(
             f"collective_broadcast(root_ordinal={root_ordinal}): expected a process from 0 to "
@@ -269,110 +274,3 @@ def collective_broadcast(
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
-
-
-def broadcast_master_param(model: torch.nn.Module) -> None:
-    """Copies the first process's parameters and buffers to all others, and ends the step."""
-    collective_broadcast([*model.parameters(), *model.buffers()], pin_layout=False)
-    devices.engine().sync()
-
-
-def reduce_gradients(
-    optimizer: torch.optim.Optimizer,
-    groups: Groups = None,
-    pin_layout: bool = True,
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Averages the gradients over all processes, in place.
-
-    Call it before `GradScaler.unscale_` and `step`, which check the result for inf and NaN.  A sparse gradient gets the
-    entries of all processes, uncoalesced; each process must have the same number of entries.
-
-    Args:
-        optimizer: whose gradients.
-        groups: as `all_reduce`.
-        pin_layout: torch_xla's option of that name.
-        dtype: the dtype in which floating gradients are sent and added; None is what the rule for
-            ``reduce_gradients`` says in the policy of the open or the last region, without a rule float32, and float64
-            for those of float64.  ``torch.bfloat16`` halves the traffic.  A sum that overflows in it is inf, even if
-            each process's part is finite, and the step is skipped on all.
-
-    Raises:
-        TypeError: `dtype` is not a floating dtype of 16 bits or more.
-    """
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
-        raise TypeError(
-            f"reduce_gradients(dtype={dtype!r}): expected a floating dtype of 16 bits or more, e.g. torch.bfloat16 (a "
-            "sum in 8 bits keeps 2 or 3 digits of each part, and XLA has no scale for it)"
-        )
-    average([p for group in optimizer.param_groups for p in group["params"]], groups, pin_layout, dtype=dtype)
-
-
-def average(
-    parameters: Sequence[torch.Tensor],
-    groups: Groups = None,
-    pin_layout: bool = True,
-    *,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """`reduce_gradients` of the gradients of these parameters, as far as they have one."""
-    checked = _checked_groups("reduce_gradients", groups)
-    count = _count(checked)
-    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if count == 1 or not found:
-        return
-    pairs = [(gradient, wanted) for (_, gradient), wanted in zip(found, _dtypes(found, dtype), strict=True)]
-
-    def mean(total: torch.Tensor) -> torch.Tensor:
-        low = total.is_floating_point() and total.dtype.itemsize < 4
-        # Before a division XLA:GPU does not put all gradients into one collective.
-        return (total.float() if low else total) * (1.0 / count)
-
-    dense = [(gradient, wanted) for gradient, wanted in pairs if not gradient.is_sparse]
-    with torch.no_grad():
-        # One collective for all gradients.
-        reduced = base.processes().all_reduce(REDUCE_SUM, [g.to(wanted) for g, wanted in dense], checked, pin_layout)
-        for (gradient, _), value in zip(dense, reduced, strict=True):
-            gradient.copy_(mean(value))
-        for gradient, wanted in pairs:
-            if gradient.is_sparse:  # a sum of sparse tensors is all their entries
-                values = all_gather(gradient._values().to(wanted), 0, groups, None, pin_layout)
-                indices = all_gather(gradient._indices(), 1, groups, None, pin_layout)
-                joined = torch.sparse_coo_tensor(
-                    indices, mean(values).to(gradient.dtype), gradient.shape, check_invariants=False
-                )
-                gradient.copy_(joined)
-
-
-def _dtypes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], asked: torch.dtype | None) -> list[torch.dtype]:
-    """The dtype in which the gradient of each (parameter, gradient) is sent and added; `asked` wins over rules."""
-    device_type = pairs[0][0].device.type
-    sums = gradient_sums.after_region(device_type, default_name(devices.engine().platform()))
-    paths = {id(each): path for each, path in module_paths.parameters(device_type)} if sums.by_module else {}
-    found = []
-    for parameter, gradient in pairs:
-        path, wanted = paths.get(id(parameter)), gradient.dtype
-        if wanted.is_floating_point:
-            wanted = asked or getattr(torch, sums.dtype(str(wanted).removeprefix("torch."), path))
-            if events.sinks:
-                _emit(sums, gradient, wanted, path, asked is not None)
-        found.append(wanted)
-    return found
-
-
-def _emit(sums: gradient_sums.Sums, gradient: torch.Tensor, wanted: torch.dtype, path: str | None, asked: bool) -> None:
-    decision = sums.decide(path)
-    told = "" if decision.rule else "no rule: gradients are added in float32"
-    if asked or decision.rule is None:
-        low = wanted.itemsize < 4
-        decision = Decision(op_catalog.GRADIENT_SUM, "low" if low else "fp32", "builtin", None)
-        told = f"dtype={wanted} was passed" if asked else told
-    given, shapes = decision_events.dtypes([gradient]), decision_events.shapes_of([gradient])
-    used = (str(wanted).removeprefix("torch."),)
-    decision_events.emit(decision, sums.policy, given, used, shapes, gradient, path, told)
-
-
-def _fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients that `optimizer` would apply, as the tensors themselves."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
