@@ -68,7 +68,7 @@ class Permuted:
     """A deferred transpose of `base` as an operand.
 
     Contractions fold it into their dimension numbers: on XLA:CPU a bf16 dot whose transpose is only folded later by
-    the compiler has already missed the fast kernel (docs/lowering.md).
+    the compiler has already missed the fast kernel (lowering/README.md).
     """
 
     base: jax.Array

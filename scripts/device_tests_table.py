@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes the tables of docs/device_tests.md from results of tests for any device.
+"""Writes the tables of docs/lists/device_tests.md from results of tests for any device.
 
 pytest tests/lazy/torch_integration/test_device_generic.py -m "exhaustive or not exhaustive" --junit-xml results.xml
 python scripts/device_tests_table.py results.xml
@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "device_tests.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lists" / "device_tests.md"
 BEGIN, END = "<!-- begin: scripts/device_tests_table.py -->\n", "<!-- end -->\n"
 BEGIN_SCALER, END_SCALER = "<!-- begin: scripts/device_tests_table.py --scaler -->\n", "<!-- end of scaler -->\n"
 OTHER_DEVICES = {

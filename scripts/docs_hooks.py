@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -20,8 +20,36 @@ from source_tree import ROOT
 
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
-INCLUDED = ("CHANGELOG.md", "CONTRIBUTING.md", "xla_amp/lazy/README.md")
+MOVED = {
+    "device_tests": "lists/device_tests.html",
+    "environment": "lists/environment.html",
+    "jax_functions": "lists/jax_functions.html",
+    "lowering": "source/lowering/index.html",
+    "models": "source/benchmarks/results/models.html",
+    "one_rule": "lists/one_rule.html",
+    "support": "lists/operations.html",
+}
+"""Page that the site had -> address of what it says now; the old address leads there."""
+
+STUB = """<!doctype html>
+<meta charset="utf-8">
+<title>Moved</title>
+<link rel="canonical" href="{address}">
+<meta http-equiv="refresh" content="0; url={address}">
+<a href="{address}">This page has moved.</a>
+"""
+
+INCLUDED = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "lowering/README.md",
+    "xla_amp/lazy/README.md",
+    "benchmarks/results/models.md",
+)
 """Files of the navigation, which no page needs to link to."""
+
+API = "Python API"
+"""The reference's part of the navigation."""
 
 PACKAGES = ("xla_amp", "xla_amp.jax", "xla_amp.tools.search", "xla_amp.policy", "xla_amp.stablehlo")
 """Packages whose names are re-exported: each name has an entry."""
@@ -115,8 +143,8 @@ def _source_page(path: str) -> str:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fills in the reference's part of the navigation."""
     for entry in config.nav or ():
-        if "Reference" in entry:
-            entry["Reference"] = [{page.removeprefix("reference/").removesuffix(".md"): page} for page in reference()]
+        if API in entry:
+            entry[API] = [{page.removeprefix("reference/").removesuffix(".md"): page} for page in reference()]
     return config
 
 
@@ -143,5 +171,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links that leave docs/ to the pages of `on_files`."""
+    """Points links that leave docs/ to the pages of `on_files`; the search shows pages for readers first."""
+    address = page.file.src_uri
+    if address.startswith("source/") and address != "source/CONTRIBUTING.md":
+        page.meta["search"] = {"exclude": True}
+    elif address.startswith(("reference/", "lists/")):
+        page.meta["search"] = {"boost": 0.5}
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes a stub at the address of each page that has moved."""
+    for page, address in MOVED.items():
+        (Path(config.site_dir) / f"{page}.html").write_text(STUB.format(address=address))

@@ -1,4 +1,4 @@
-"""Call every public function of JAX's libraries with `autocast` and without, and write docs/jax_functions.md.
+"""Call every public function of JAX's libraries with `autocast` and without, and write docs/lists/jax_functions.md.
 
     python scripts/jax_sweep.py [--show] [--modules jax.nn jax.image]
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from xla_amp.jax import autocast
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "jax_functions.md"
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "lists" / "jax_functions.md"
 MODULES = (
     "jax.numpy.linalg", "jax.numpy.fft", "jax.scipy.linalg", "jax.scipy.special", "jax.scipy.signal",
     "jax.scipy.ndimage", "jax.scipy.interpolate", "jax.scipy.optimize", "jax.scipy.fft", "jax.scipy.cluster.vq",
@@ -40,7 +40,7 @@ Every public function of {modules} is called with and without `autocast(policy="
 and backward. {same} of {all} calls are the same bit for bit: the function has no matrix product, or asks for float32.
 The others are below. The error is the greatest difference, relative to the greatest number of the result.
 
-This page is written by `scripts/jax_sweep.py`; do not edit it.
+`scripts/jax_sweep.py` makes this list.
 """
 
 

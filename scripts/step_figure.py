@@ -12,7 +12,9 @@ from source_tree import ROOT
 import xla_amp
 
 PATH = ROOT / "docs" / "step.svg"
-COLOURS = {"float32": "#d7dbe0", "bfloat16": "#9fc5f8"}
+COLOURS = {"float32": ("#d7dbe0", "#4a5160"), "bfloat16": ("#9fc5f8", "#1f5fa8")}
+"""Dtype -> colour on a light and on a dark page."""
+PAPER, INK = ("#ffffff", "#1e2129"), ("#000000", "#e6e8ec")
 WIDTH, BOX, GAP = 230, 26, 8
 HEAD = 42
 
@@ -43,6 +45,13 @@ def boxes(low: bool) -> list[tuple[str, str]]:
     return [*dtypes.items(), (backward, "bfloat16" if low else "float32"), ("optimizer: float32 weights", "float32")]
 
 
+def style() -> str:
+    """The colours, for light pages and dark ones."""
+    rows = {".paper": PAPER, "text": INK, **{f".{dtype}": pair for dtype, pair in COLOURS.items()}}
+    light, dark = ("".join(f"{name}{{fill:{pair[place]}}}" for name, pair in rows.items()) for place in (0, 1))
+    return f"<style>{light}@media(prefers-color-scheme:dark){{{dark}}}</style>"
+
+
 def svg() -> str:
     """The figure."""
     columns = {"float32": boxes(False), "with autocast(device)": boxes(True)}
@@ -51,7 +60,8 @@ def svg() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * WIDTH + 60} {height}" width="{2 * WIDTH + 60}" '
         'font-family="sans-serif" font-size="12" role="img">',
         "<title>A training step in float32, and the same step under autocast</title>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        style(),
+        '<rect width="100%" height="100%" class="paper"/>',
     ]
     for number, (title, parts) in enumerate(columns.items()):
         left = 20 + number * (WIDTH + 20)
@@ -60,13 +70,13 @@ def svg() -> str:
             top = HEAD + place * (BOX + GAP)
             label = text if ":" in text or text == "backward" else f"{text}: {dtype}"
             lines += [
-                f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" rx="4" fill="{COLOURS[dtype]}"/>',
+                f'<rect x="{left}" y="{top}" width="{WIDTH}" height="{BOX}" rx="4" class="{dtype}"/>',
                 f'<text x="{left + WIDTH / 2:g}" y="{top + 17}" text-anchor="middle">{label}</text>',
             ]
     legend = height - 34
-    for number, (dtype, colour) in enumerate(COLOURS.items()):
+    for number, dtype in enumerate(COLOURS):
         left = 20 + number * 90
-        lines.append(f'<rect x="{left}" y="{legend - 10}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<rect x="{left}" y="{legend - 10}" width="12" height="12" class="{dtype}"/>')
         lines.append(f'<text x="{left + 18}" y="{legend}">{dtype}</text>')
     said = "Either column is one XLA executable, for which Python does not wait."
     return "\n".join([*lines, f'<text x="20" y="{height - 12}">{said}</text>', "</svg>", ""])

@@ -1,4 +1,4 @@
-"""Write docs/support.md from the limitations table: ``python scripts/support_matrix.py [--check]``."""
+"""Write docs/lists/operations.md from the limitations table: ``python scripts/support_matrix.py [--check]``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from limitations import Limitation, limitations  # noqa: E402
 
-PAGE = ROOT / "docs" / "support.md"
-HEAD = """# What the lazy device supports
+PAGE = ROOT / "docs" / "lists" / "operations.md"
+HEAD = """# Operations of the lazy device
 
 Every entry of torch's operator database runs on the lazy device and is compared with the CPU, forward and, where the
 entry has a gradient, backward, in float32; entries without float32 run in the first dtype that they have. Entries that
 are not in the tables below agree within 1e-4, relative to each number, plus 1e-5, relative to the greatest number of
 its tensor (of at least 1); a tolerance is a factor on both.
 
-This page is written by `scripts/support_matrix.py` from `tests/helpers/limitations.toml`; do not edit it.
+`scripts/support_matrix.py` makes this list from `tests/helpers/limitations.toml`.
 """
 TITLES = {
     "raises": "Not supported: a clear error",

@@ -1,7 +1,7 @@
 """Scaled dot product attention as one operation, forward and backward, in the fastest form for its platform.
 
-`FORMS` is the table of forms; docs/lowering.md has the measurements.  Forward and backward choose the form by the same
-properties of the call, so both draw the same dropout mask.
+`FORMS` is the table of forms; lowering/README.md has the measurements.  Forward and backward choose the form by the
+same properties of the call, so both draw the same dropout mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Contractions: matrix products and their fused forms.
 
 Every matrix product goes through `contract`, so only this module knows the forms that a platform needs
-(docs/lowering.md has the figures):
+(lowering/README.md has the figures):
 
 =========  ================================================================================================
 platform   float16 and bfloat16 operands

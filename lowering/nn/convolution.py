@@ -177,7 +177,7 @@ FORMS: Final = (
         weight_gradient=_xla_weight_gradient,
     ),
 )
-"""In order of preference: the first without an objection is used; docs/lowering.md has the measurements."""
+"""In order of preference: the first without an objection is used; lowering/README.md has the measurements."""
 
 
 def form_of(

@@ -43,6 +43,23 @@ def test_the_search_needs_no_server(site: Path):
 
 
 @pytest.mark.exhaustive
+def test_old_addresses_lead_to_what_the_pages_say_now(site: Path):
+    for page, address in docs_hooks.MOVED.items():
+        assert f'url={address}"' in (site / f"{page}.html").read_text()
+        path, _, anchor = address.partition("#")
+        assert not anchor or f'id="{anchor}"' in (site / path).read_text(), address
+        assert (site / path).exists(), address
+
+
+@pytest.mark.exhaustive
+def test_the_search_finds_no_sources(site: Path):
+    index = (site / "search" / "search_index.js").read_text()
+    pages = set(re.findall(r'"location":"([^"#]+)', index))
+    assert {"install.html", "limits.html", "source/CONTRIBUTING.html"} <= pages
+    assert [page for page in pages if page.startswith("source/")] == ["source/CONTRIBUTING.html"]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", docs_hooks.PACKAGES)
 def test_the_reference_has_every_public_name(package: str, site: Path):
     module = importlib.import_module(package)

@@ -47,5 +47,5 @@ def check() -> subprocess.CompletedProcess:
 
 def test_the_support_page_is_up_to_date():
     assert check().returncode == 0
-    page = (ROOT / "docs" / "support.md").read_text("utf-8")
+    page = (ROOT / "docs" / "lists" / "operations.md").read_text("utf-8")
     assert all(f"| `{row.operation}` |" in page for row in limitations().values())

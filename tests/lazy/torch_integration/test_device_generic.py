@@ -2,7 +2,7 @@
 
 `instantiate_device_type_tests` makes a test per entry of torch's databases.  torch's wheel has the machinery and the
 databases; the tests here are ours, and compare with the CPU.  Its operators are in tests/lazy/op_db.
-scripts/device_tests_table.py writes the results to docs/device_tests.md.
+scripts/device_tests_table.py writes the results to docs/lists/device_tests.md.
 """
 
 from __future__ import annotations
