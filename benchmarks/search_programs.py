@@ -88,8 +88,8 @@ def torch_front(name: str, target: str) -> Iterator[Front]:
 
     low, rates = LOW.get(name, "bfloat16"), plan_search.rates(target)
     step, batches = search_torch.PROGRAMS[name].make(SEARCHED + UNSEEN)
-    program = TorchProgram(step, batches, ())
-    program.look(rates, low)
+    program = TorchProgram(step, batches, (), low)
+    program.look(rates)
 
     def under(policy: Any) -> None:
         with xla_amp.autocast("cpu", policy=policy):

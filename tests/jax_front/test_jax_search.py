@@ -117,7 +117,7 @@ def _inside(x):
         (jnp.sum, [jnp.ones(2)] * 2, {}, "give three or more different batches"),
         (jnp.sum, [jnp.ones(2)] * 3, {"low": "float8"}, "expected one of bfloat16, float16"),
         (lambda x: x > 0, [jnp.ones(2)] * 3, {}, "returns no floating array"),
-        (lambda x: jnp.sum(x / 0), [jnp.ones(2)] * 3, {}, "arguments 0: the loss is not finite in float32"),
+        (lambda x: jnp.sum(x / 0), [jnp.ones(2)] * 3, {}, "batch 0: the loss is not finite in float32"),
         (_inside, [jnp.ones((2, 2))] * 3, {}, r"opens an autocast region \(policy tpu\)"),
     ],
 )

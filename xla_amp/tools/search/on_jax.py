@@ -18,8 +18,7 @@ from xla_amp.events import DecisionRecord
 from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
 from xla_amp.tools import search as plan_search
-from xla_amp.tools.search import Candidate, Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.measurements import digest
+from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
 from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
 from xla_amp.types import LowDtype
 
@@ -82,7 +81,6 @@ def search(
     return fronts.searched(
         program,
         rates,
-        low=low,
         budget=budget,
         held_out=held_out,
         budget_seconds=budget_seconds,
@@ -92,51 +90,39 @@ def search(
     )
 
 
-class JaxProgram:
-    """A `xla_amp.tools.search.Program` of JAX."""
+class JaxProgram(fronts.MeasuredProgram):
+    """A function of JAX as a program of a search."""
+
+    overflow_finder = "xla_amp.jax.find_overflow"
 
     def __init__(
         self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], argnums: set[int], low: LowDtype
     ) -> None:
+        super().__init__(low)
         self._function = function
         self._rows = rows
         self._argnums = argnums
-        self._low = low
-        self._references: dict[int, dict[str, list[Any]]] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self.candidates: tuple[Candidate, ...] = ()
-        self.fingerprint = ""
-        self._is_loss = False
+        self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, function), self._arrays(0)))
         self._options: dict[str, bool | int] = {}
         """Of XLA, the same for every plan and for float32."""
 
     @property
     def batches(self) -> int:
+        """Number of tuples of arguments."""
         return len(self._rows)
 
     @property
-    def quantities(self) -> tuple[str, ...]:
-        """What is measured; a budget without a name is for the first."""
-        return tuple(self._reference(0))
+    def has_gradients(self) -> bool:
+        """Whether the function is a loss of floating arrays."""
+        return self._is_loss and bool(self._differentiated(0))
 
     def look(self, rates: Rates) -> None:
         """Finds the candidates."""
-        self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, self._function), self._arrays(0)))
         records = self.records(None)
-        backward = self._has_gradients()
-        self.candidates = plan_search.from_records(records, rates, low=self._low, backward=backward)
-        work = (3 if backward else 1) * math.fsum(record.flops or 0 for record in records)
+        work = (3 if self.has_gradients else 1) * math.fsum(record.flops or 0 for record in records)
         self._options = compiling.quick_options(jax.default_backend(), work)
-        sums = [
-            float(np.sum(part, dtype=np.float64)).hex()
-            for index in range(self.batches)
-            for parts in self._reference(index).values()
-            for part in parts
-        ]
-        self.fingerprint = digest(*map(repr, self.candidates), *sums, jax.__version__, jax.default_backend(), self._low)
-
-    def _has_gradients(self) -> bool:
-        return self._is_loss and bool(self._differentiated(0))
+        self.find_candidates(records, rates, (jax.__version__, jax.default_backend()))
 
     def _arrays(self, index: int) -> list[Any]:
         return [leaf for leaf in jax.tree.leaves(self._rows[index]) if _is_array(leaf)]
@@ -176,7 +162,7 @@ class JaxProgram:
         constants = tuple(None if _is_array(leaf) else id(leaf) for leaf in leaves)
         key = (tree, constants, plan, region, tuple(options))
         if key not in self._compiled:
-            low = autocast(self._function, policy=self._policy(plan)) if region else self._function
+            low = autocast(self._function, policy=self.policy(plan)) if region else self._function
             call = self._of_arrays(index, low)
             places = self._differentiated(index)
 
@@ -200,33 +186,17 @@ class JaxProgram:
             self._compiled[key] = jax.jit(run, compiler_options=dict(options))
         return self._compiled[key]
 
-    def _run(self, index: int, plan: Plan | None, *, region: bool = True, arrays: Any = None) -> dict[str, list[Any]]:
-        given = self._arrays(index) if arrays is None else arrays
+    def run(self, batch: int, plan: Plan | None, *, region: bool = True) -> fronts.Quantities:
+        """The loss and its gradients, or the floating results, on one tuple of arguments."""
+        return self._run_on(self._arrays(batch), batch, plan, region)
+
+    def _run_on(self, arrays: list[Any], index: int, plan: Plan | None, region: bool) -> fronts.Quantities:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuleWarning)
-            found = jax.device_get(self._program(index, plan, region, self._options)(given))
+            found = jax.device_get(self._program(index, plan, region, self._options)(arrays))
         if not found[next(iter(found))]:
             raise SearchError("the function returns no floating array: there is no error to measure")
         return {name: found[name] for name in ("loss", "gradients", "output") if name in found}
-
-    def _policy(self, plan: Plan | None) -> Any:
-        return plan_search.policy(plan or Plan(), () if plan is None else self.candidates, self._low)
-
-    def _reference(self, index: int) -> dict[str, list[Any]]:
-        if index not in self._references:
-            found = self._run(index, None, region=False)
-            for name, parts in found.items():
-                if not all(np.isfinite(part).all() for part in parts):
-                    raise SearchError(
-                        f"arguments {index}: the {name} is not finite in float32; xla_amp.jax.find_overflow finds where"
-                    )
-            self._references[index] = found
-        return self._references[index]
-
-    def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
-        """Relative errors of `plan` on one tuple of arguments."""
-        found = self._run(batch, plan)
-        return {name: _error(found[name], parts) for name, parts in self._reference(batch).items()}
 
     def noise(self) -> dict[str, float]:
         """Errors of float32 with each element of the arguments moved to one of its neighbours."""
@@ -239,26 +209,21 @@ class JaxProgram:
                 moved.append(jnp.asarray(np.nextafter(host, away)))
             else:
                 moved.append(array)
-        found = self._run(0, None, region=False, arrays=moved)
-        return {name: _error(found[name], parts) for name, parts in self._reference(0).items()}
+        return self.errors(self._run_on(moved, 0, None, region=False), 0)
 
     def records(self, plan: Plan | None) -> list[DecisionRecord]:
         """The forward operations of a run."""
-        low = autocast(self._function, policy=self._policy(plan))
+        low = autocast(self._function, policy=self.policy(plan))
         with warnings.catch_warnings(), compat.retraced(), events.capture() as records:
             warnings.simplefilter("ignore", RuleWarning)
             jax.eval_shape(self._of_arrays(0, low), self._arrays(0))
-        names = {record.policy for record in records} - {self._policy(plan).name}
+        names = {record.policy for record in records} - {self.policy(plan).name}
         if names:
             raise SearchError(
                 f"the function opens an autocast region (policy {', '.join(sorted(names))}), whose rules would hide "
                 "those of the plan: give search the function without it"
             )
         return records
-
-    def estimate(self, plan: Plan, rates: Rates) -> float:
-        """Estimated seconds of one run of `plan`."""
-        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=self._has_gradients())
 
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine, gradients included."""
@@ -294,17 +259,6 @@ def _loss(result: Any) -> Any:
         if _is_floating(found) and getattr(found, "size", 0) == 1 and hasattr(found, "reshape")
         else found
     )
-
-
-def _error(found: Sequence[Any], reference: Sequence[Any]) -> float:
-    """Relative error of arrays as one vector."""
-    difference = norm = 0.0
-    for one, other in zip(found, reference, strict=True):
-        if not np.isfinite(one).all():
-            return math.inf
-        difference += float(np.sum((one.astype(np.float64) - other) ** 2))
-        norm += float(np.sum(other.astype(np.float64) ** 2))
-    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
 
 
 def _rates_here(low: LowDtype) -> Rates:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -16,14 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from xla_amp.backends import devices
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
-from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
 from xla_amp.tools.overflow.state_restore import reachable, restoring
-from xla_amp.tools.search import Candidate, Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.measurements import digest
+from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
 from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
 from xla_amp.types import LowDtype
 
@@ -81,14 +80,13 @@ def search(
     """
     fronts.check_low(low)
     batches = list(batches)
-    program = TorchProgram(uncompiled(step), batches, objects)
+    program = TorchProgram(uncompiled(step), batches, objects, low)
     rates = plan_search.rates(target) if target is not None else _rates_here(program.device, low)
-    program.look(rates, low)
+    program.look(rates)
     with program.prepared():
         return fronts.searched(
             program,
             rates,
-            low=low,
             budget=budget,
             held_out=held_out,
             budget_seconds=budget_seconds,
@@ -111,10 +109,13 @@ class _OpenRegion(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class TorchProgram:
-    """A `xla_amp.tools.search.Program` of torch."""
+class TorchProgram(fronts.MeasuredProgram):
+    """A model or a loss function of torch as a program of a search."""
 
-    def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any]) -> None:
+    overflow_finder = "xla_amp.find_overflow"
+
+    def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any], low: LowDtype) -> None:
+        super().__init__(low)
         self._step = step
         modules = [each for each in reachable(step, ()) if isinstance(each, torch.nn.Module)]
         if isinstance(step, torch.nn.Module):
@@ -127,55 +128,39 @@ class TorchProgram:
         self._batches = list(batches)
         if isinstance(step, torch.nn.Module):
             self._batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self._batches)
-        self._references: dict[int, dict[str, Any]] = {}
-        self.candidates: tuple[Candidate, ...] = ()
-        self._low: LowDtype = "bfloat16"
-        self.fingerprint = ""
 
     @property
     def batches(self) -> int:
+        """Number of batches."""
         return len(self._batches)
 
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        """What is measured; a budget without a name is for the first."""
-        return tuple(self._reference(0))
-
-    def look(self, rates: Rates, low: LowDtype) -> None:
+    def look(self, rates: Rates) -> None:
         """Finds the candidates, and checks that the step is one that can be searched."""
         if not self._batches:
             raise SearchError("no batches: give three or more, e.g. itertools.islice(loader, 8)")
-        self._low = low
         watch = _OpenRegion(self.device.type)
         with watch:
-            reference = self._reference(0)
+            self.reference(0)
         if watch.open:
             raise SearchError(
                 "the step opens an autocast region, whose rules would hide those of the plan: take it out of the step, "
                 "search opens one around it"
             )
-        records = self.records(None)
-        self.candidates = plan_search.from_records(records, rates, low=low, backward="gradients" in reference)
-        kept = [
-            float(v.double().sum()).hex() for index in range(self.batches) for v in self._flat(self._reference(index))
-        ]
-        versions = (torch.__version__, self.device.type, low)
-        self.fingerprint = digest(*map(repr, self.candidates), *kept, *map(str, versions))
+        self.find_candidates(self.records(None), rates, (torch.__version__, self.device.type))
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
         """Keeps the kernels of autocast, whose installation takes longer than a small step, until the block ends."""
         # Every plan has the same rules with other casts, so all have the kernels of this region.
-        with autocast(self.device, policy=self._policy(Plan())), autocast(self.device, enabled=False):
+        with autocast(self.device, policy=self.policy(Plan())), autocast(self.device, enabled=False):
             yield
 
-    def _flat(self, quantities: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-        for parts in quantities.values():
-            yield from (part for part in parts if part is not None)
+    def run(self, batch: int, plan: Plan | None, *, region: bool = True) -> fronts.Quantities:
+        """One forward and backward pass on one batch."""
+        return self._run_on(self._batches[batch], plan, region)
 
-    def _run(self, batch: Any, plan: Plan | None, *, region: bool = True) -> dict[str, list[torch.Tensor | None]]:
-        """One forward and backward pass: quantity -> its tensors on the host; plan None: all that can is low."""
-        found: dict[str, list[torch.Tensor | None]] = {}
+    def _run_on(self, batch: Any, plan: Plan | None, region: bool) -> fronts.Quantities:
+        found: fronts.Quantities = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(restoring(self._objects))
             stack.enter_context(warnings.catch_warnings())
@@ -184,7 +169,7 @@ class TorchProgram:
             stack.enter_context(torch.enable_grad())
             for parameter in self._parameters:
                 parameter.grad = None
-            with autocast(self.device, policy=self._policy(plan)) if region else contextlib.nullcontext():
+            with autocast(self.device, policy=self.policy(plan)) if region else contextlib.nullcontext():
                 result = self._call(batch)
             if any(parameter.grad is not None for parameter in self._parameters):
                 raise SearchError(
@@ -211,26 +196,6 @@ class TorchProgram:
             return self._step(**batch)
         return self._step(*batch) if isinstance(batch, tuple | list) else self._step(batch)
 
-    def _policy(self, plan: Plan | None) -> Policy:
-        return plan_search.policy(plan or Plan(), () if plan is None else self.candidates, self._low)
-
-    def _reference(self, index: int) -> dict[str, list[torch.Tensor | None]]:
-        if index not in self._references:
-            found = self._run(self._batches[index], None, region=False)
-            for name, parts in found.items():
-                if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-                    raise SearchError(
-                        f"batch {index}: the {name} is not finite in float32; xla_amp.find_overflow finds where"
-                    )
-            self._references[index] = found
-        return self._references[index]
-
-    def evaluate(self, plan: Plan, batch: int) -> dict[str, float]:
-        """Relative errors of `plan` on one batch."""
-        reference = self._reference(batch)
-        found = self._run(self._batches[batch], plan)
-        return {name: _error(found[name], parts) for name, parts in reference.items()}
-
     def noise(self) -> dict[str, float]:
         """Errors of float32 with each parameter and operand moved to one of its neighbours."""
         generator = torch.Generator().manual_seed(0)
@@ -238,25 +203,19 @@ class TorchProgram:
         with restoring(self._objects), torch.no_grad():
             for parameter in self._parameters:
                 parameter.copy_(_neighbours(parameter.detach(), generator))
-            found = self._run(moved, None, region=False)
-        return {name: _error(found[name], parts) for name, parts in self._reference(0).items()}
+            return self.errors(self._run_on(moved, None, region=False), 0)
 
     def records(self, plan: Plan | None) -> list[DecisionRecord]:
         """The forward operations of a run."""
         with explain() as report, restoring(self._objects), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuleWarning)
-            with torch.no_grad(), autocast(self.device, policy=self._policy(plan)):
+            with torch.no_grad(), autocast(self.device, policy=self.policy(plan)):
                 self._call(self._batches[0])
         return report.records
 
-    def estimate(self, plan: Plan, rates: Rates) -> float:
-        """Estimated seconds of one run of `plan`."""
-        backward = "gradients" in self._reference(0)
-        return plan_search.seconds(self.records(plan), self.candidates, rates, backward=backward)
-
     def time(self, plan: Plan) -> float:
         """Median seconds of a forward and a backward pass of `plan` on this machine."""
-        return median_seconds(lambda: self._run(self._batches[0], plan))
+        return median_seconds(lambda: self.run(0, plan))
 
 
 def _plain(result: Any) -> Any:
@@ -271,23 +230,9 @@ def _loss(result: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 
 
-def _host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_dense().float().cpu() if tensor.is_sparse else tensor.detach().float().cpu()
-
-
-def _error(found: Sequence[torch.Tensor | None], reference: Sequence[torch.Tensor | None]) -> float:
-    """Relative error of tensors as one vector; a missing gradient is zero."""
-    difference = norm = 0.0
-    for one, other in zip(found, reference, strict=True):
-        present = one if one is not None else other
-        if present is None:
-            continue
-        given, right = (torch.zeros_like(present) if each is None else each for each in (one, other))
-        if not bool(torch.isfinite(given).all()):
-            return math.inf
-        difference += float((given.double() - right.double()).square().sum())
-        norm += float(right.double().square().sum())
-    return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+def _host(tensor: torch.Tensor) -> fronts.Array:
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return np.asarray(dense.float().cpu())
 
 
 def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
