@@ -10,14 +10,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any, Final
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lowering.attention import blocked
-from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, answering
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
@@ -168,7 +167,7 @@ def traced() -> Iterator[None]:
         answers: dict[str, Any] = {} if jax.default_backend() == "gpu" else dict(_QUERIES)
         answers |= _NO_GRADIENT if _skips_gradient() else {}
         if answers:
-            stack.enter_context(mock.patch.multiple(_module(), **answers))
+            stack.enter_context(answering(_module(), answers))
         yield
 
 

@@ -13,13 +13,12 @@ import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xla_amp.lowering.attention.attention_call import Attention, AttentionForm
+from xla_amp.lowering.attention.attention_call import Attention, AttentionForm, answering
 from xla_amp.lowering.linalg.contraction import Operand
 from xla_amp.lowering.operand import as_dtype, materialize
 
@@ -138,7 +137,7 @@ def _traced(call: Attention) -> Iterator[None]:
         jax.enable_x64(False),
         warnings.catch_warnings(action="ignore", category=DeprecationWarning),  # tokamax calls what JAX deprecates
         utilities.config_lib.cross_compile(True),
-        mock.patch.object(utilities, "_compute_capability", return_value=major + minor / 10),
+        answering(utilities, {"_compute_capability": lambda *_: major + minor / 10}),
     ):
         yield
 
