@@ -411,7 +411,8 @@ PATCHES = (
         names=("torch.Tensor.data", "torch._has_compatible_shallow_copy_type"),
         reason="A CPU parameter cannot become a lazy one by `p.data = value`, because torch counts only its own "
         "devices as compatible; Module.to would make new Parameters, so that tied weights separate and an optimizer "
-        "keeps the CPU ones.",
+        "keeps the CPU ones. torch's set_swap_module_params_on_conversion cannot replace it: swapped parameters lose "
+        "hooks and attributes, those of CPU modules, too, and weak references to them, or views, are an error.",
         install=_replace_data,
     ),
     Patch(
