@@ -243,7 +243,7 @@ def name_of(rank: int) -> str:
 def admit(program: Program, arguments: Sequence[Any]) -> None:
     """Sets the digest of a new program that several processes run together."""
     if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
-        program.digest = hashlib.sha256(program.call.lower(*arguments).as_text().encode()).digest()
+        program.digest = hashlib.sha256(program.jitted.lower(*arguments).as_text().encode()).digest()
         program.shared = None if mesh.spans_processes() else shared_numbers.positions(program)
 
 

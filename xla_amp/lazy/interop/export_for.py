@@ -134,7 +134,7 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
     program = recorder.programs[-1]
     name = {"gpu": "cuda"}.get(platform, platform)
     with private_api.x64():
-        lowered = program.call.trace(*program.abstract).lower(lowering_platforms=(name,))
+        lowered = program.jitted.trace(*program.abstract).lower(lowering_platforms=(name,))
     options = compile_options.for_platform(platform)
     return TargetProgram(platform=platform, lowered=lowered, compiler_options=options)
 

@@ -158,14 +158,14 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> dict[int, n
     key = Key(code=tuple(code), wanted=tuple(renumbered[n] for n in wanted), spent=())
     with private_api.x64(), jax.default_device(host):
         program = _programs.get(key)
-        loaded = program_cache.executables(host) if program is None else None
+        is_new = program is None
         if program is None:
             program = build(key, parameter_numbers, parameter_specs, (len(floats), len(ints)), 0, "cpu")
             metrics.compilations += 1
         outputs = program.call([], arrays, np.array(floats, np.float64), np.array(ints, np.int64))
         program_cache.touch(program)
-        if loaded is not None:
-            program_cache.add(_programs, key, program, loaded, host)
+        if is_new:
+            program_cache.add(_programs, key, program)
             causes.compiled(program)
     return {n: np.asarray(outputs[position]) for n, position in zip(wanted, program.outputs, strict=True)}
 

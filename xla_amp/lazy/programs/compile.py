@@ -55,9 +55,12 @@ class Program:
     key: Key
 
     call: Any
-    """``call(donated, kept, floats, ints)`` returns the outputs.  Inside another program call `nested`."""
+    """``call(donated, kept, floats, ints)`` returns the outputs: `jitted`, or its executable once there is one
+    (`executables`)."""
+    jitted: Any
+    """The program as `jax.jit` has it, to trace and to lower it.  Inside another program call `nested`."""
     nested: Any
-    """`call` without compiler options and layouts, which `jax.jit` rejects when nested."""
+    """`jitted` without compiler options and layouts, which `jax.jit` rejects when nested."""
     donated: tuple[int, ...]
     """Parameters whose memory the outputs reuse."""
     kept: tuple[int, ...]
@@ -78,8 +81,12 @@ class Program:
     """Of its text, for a program that several processes run together (`execute.together`)."""
     compared: bool = False
     """Whether its inputs were compared between the processes of one mesh (`mesh.compare`)."""
+    context: Context
+    """What its operations know of the program."""
+    code_bytes: int = 0
+    """Size of its machine code, 0 where XLA does not report it."""
     size: int = 0
-    """Bytes that it takes once compiled (`program_cache`)."""
+    """Bytes that it takes once compiled, as estimated (`program_cache`)."""
     used: int = 0
     """When it last ran, counted in runs of programs."""
     holders: list[Callable[[], None]] = dataclasses.field(default_factory=list)
@@ -88,12 +95,12 @@ class Program:
     def result_shapes(self) -> list[jax.ShapeDtypeStruct]:
         """What `call` returns, without running it."""
         with private_api.x64():
-            return list(jax.eval_shape(self.call, *self.abstract))
+            return list(jax.eval_shape(self.jitted, *self.abstract))
 
     def lower(self) -> Any:
         """The program as `jax.stages.Lowered`, to read its text."""
         with private_api.x64():
-            return self.call.lower(*self.abstract)
+            return self.jitted.lower(*self.abstract)
 
     def optimized_hlo(self) -> str:
         """The text of the program as XLA compiled it."""
@@ -204,15 +211,19 @@ def build(
             for position, parameter in positions
             if parameter_specs[parameter] in orders
         ]
-    alone = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
+    jitted = nested
+    if chosen or orders:
+        jitted = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
     program = Program(
         key=key,
-        call=alone if chosen or orders else nested,
+        call=jitted,
+        jitted=jitted,
         nested=nested,
         donated=tuple(donated),
         kept=kept,
         outputs=tuple(~parameter_of[number] if number in parameter_of else position[number] for number in key.wanted),
         operations=operations,
+        context=context,
         abstract=(
             [structs[index] for index in donated],
             [structs[index] for index in kept],

@@ -158,11 +158,52 @@ def instead(run: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any
         _programs, _instead = kept, outer
 
 
+@dataclasses.dataclass(kw_only=True, slots=True, eq=False)
+class _Flush:
+    """One run of the trace: what it reads and writes, its program, and what that returned."""
+
+    parameters: list[Buffer]
+    arrays: list[Any]
+    """Of the parameters."""
+    held: list[bool]
+    """Which parameters a storage has, so that their buffers can still be read."""
+    targets: list[Buffer]
+    """Buffers that get a value: overwritten parameters first and in order, then what is computed.
+
+    JAX pairs the n-th donated input of a spec with its n-th output, so that a weight's new value is written to the old
+    one's memory.
+    """
+    overwritten: int
+    """How many of the targets are overwritten parameters."""
+    key: Key | None = None
+    program: Program | None = None
+    is_new: bool = False
+    """Whether the program was built for this run."""
+    repeats: bool = False
+    """Whether the flush before ran the same program."""
+    outputs: list[Any] = dataclasses.field(default_factory=list)
+
+
 def _run() -> None:
+    run = _prepare()
+    try:
+        _choose(run)
+        with private_api.x64():
+            _launch(run)
+    except BaseException as error:
+        reason = _abandon(run, error)
+        if reason is error:
+            raise
+        raise reason from error
+    _commit(run)
+
+
+def _prepare() -> _Flush:
+    """Reads the trace; no value changes."""
     if mesh.active is not None:
         mesh.move_to_mesh(trace.parameters)
     parameters, arrays = trace.parameters, [buffer.array for buffer in trace.parameters]
-    held = [count > ALONE for count in reference_counts(parameters)]  # by a storage, so the buffer can still be read
+    held = [count > ALONE for count in reference_counts(parameters)]
     computed = [buffer for reference in trace.computed if (buffer := reference()) is not None and buffer.number >= 0]
     overwritten = [
         buffer
@@ -173,107 +214,130 @@ def _run() -> None:
         observer.before(parameters, held)
     if before_run is not None:
         before_run(overwritten, computed)
-    # Overwritten parameters come first and in order: JAX pairs the n-th donated input of a spec with its n-th output,
-    # so that a weight's new value is written to the old one's memory.
     targets = overwritten + computed
-    try:
-        # Only memory that a result can have: whether others are still held must not make another program.
-        results = {buffer.spec for buffer in targets}
-        spent = tuple(index for index in _spent(arrays, held) if parameters[index].spec in results)
-        shardings = NO_SHARDINGS
-        if mesh.is_partitioned():
-            # Only an overwritten value has an output of the same sharding, which can reuse its memory.
-            spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
-            shardings = Shardings(
-                tuple(map(mesh.placement_of, parameters)),
-                mesh.output_shardings(targets, len(overwritten)),
-                mesh.in_product_dtype(parameters) if mesh.in_product_dtype is not None else (),
-            )
-        wanted = tuple(buffer.number for buffer in targets)
-        key = Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
-        # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
-        before, program = next(reversed(_programs.items()), (None, None))
-        again = before == key
-        if not again:
+    return _Flush(parameters=parameters, arrays=arrays, held=held, targets=targets, overwritten=len(overwritten))
+
+
+def _choose(run: _Flush) -> None:
+    """Finds the program of the trace, None if it has to be built."""
+    key = _key(run)
+    # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
+    before, program = next(reversed(_programs.items()), (None, None))
+    run.repeats = before == key
+    if not run.repeats:
+        program = _programs.get(key)
+        if (
+            program is None
+            and observer is None
+            and dynamic_ints.replace(expected[1] if expected[0] == trace.generation else ())
+        ):
+            key = dataclasses.replace(key, code=tuple(trace.code))
             program = _programs.get(key)
-            if (
-                program is None
-                and observer is None
-                and dynamic_ints.replace(expected[1] if expected[0] == trace.generation else ())
-            ):
-                key = dataclasses.replace(key, code=tuple(trace.code))
-                program = _programs.get(key)
-        is_new = program is None and _instead is None
-        loaded = program_cache.executables(pjrt.jax_device()) if is_new else None
-        floats, ints, streams = _numbers()
-        with private_api.x64():
-            if program is None:
-                counts = len(trace.floats), len(trace.ints)
-                specs = [buffer.spec for buffer in parameters]
-                program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
-            for parameter, _, order in program.input_formats:
-                arrays[parameter] = parameters[parameter].array = memory_layout.put(arrays[parameter], order)
-            if is_new:
-                _admit(program, arrays, floats, ints, overwritten)
-            with progress.compiling(program.operations, pjrt.platform()) if is_new else contextlib.nullcontext():
-                try:
-                    outputs = (_instead or execute)(program, arrays, floats, ints)
-                except jax.errors.JaxRuntimeError as error:
-                    refused = is_new and forms.refuse(str(error))
-                    if not refused:
-                        raise
-                    events.warn(refused, KernelWarning)
-                    program = build(key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
-                    _admit(program, arrays, floats, ints, overwritten)
-                    outputs = execute(program, arrays, floats, ints)
-    except BaseException as error:
-        message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
-        reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
-        rest = None
+    run.key, run.program, run.is_new = key, program, program is None and _instead is None
+
+
+def _key(run: _Flush) -> Key:
+    # Only memory that a result can have: whether others are still held must not make another program.
+    results = {buffer.spec for buffer in run.targets}
+    parameters = run.parameters
+    spent = tuple(index for index in _spent(run.arrays, run.held) if parameters[index].spec in results)
+    shardings = NO_SHARDINGS
+    if mesh.is_partitioned():
+        # Only an overwritten value has an output of the same sharding, which can reuse its memory.
+        spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
+        shardings = Shardings(
+            tuple(map(mesh.placement_of, parameters)),
+            mesh.output_shardings(run.targets, run.overwritten),
+            mesh.in_product_dtype(parameters) if mesh.in_product_dtype is not None else (),
+        )
+    wanted = tuple(buffer.number for buffer in run.targets)
+    return Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
+
+
+def _launch(run: _Flush) -> None:
+    """Dispatches the program, which is built and compiled if it is new; call with 64-bit types enabled."""
+    floats, ints, streams = _numbers()
+    program = run.program = run.program or _build(run, streams)
+    for parameter, _, order in program.input_formats:
+        run.arrays[parameter] = run.parameters[parameter].array = memory_layout.put(run.arrays[parameter], order)
+    if not run.is_new:
+        run.outputs = (_instead or execute)(program, run.arrays, floats, ints)
+        return
+    with progress.compiling(program.operations, pjrt.platform()):
         try:
-            if isinstance(error, Exception) and mesh.active is None:
-                rest = _rest(targets, arrays)
-                if rest is not None and reason is not error:
-                    reason = StepFailedError(rest.reason)
-        finally:
-            _restore(targets, arrays, reason, rest)
-        if reason is error or not isinstance(error, Exception):
-            raise
-        raise reason from error
-    if is_new:
+            run.outputs = _first_run(run, program, floats, ints)
+        except jax.errors.JaxRuntimeError as error:
+            refused = forms.refuse(str(error))
+            if not refused:
+                raise
+            events.warn(refused, KernelWarning)
+            run.program = _build(run, streams)
+            run.outputs = _first_run(run, run.program, floats, ints)
+
+
+def _build(run: _Flush, streams: int) -> Program:
+    assert run.key is not None  # noqa: S101  (`_choose`)
+    specs = [buffer.spec for buffer in run.parameters]
+    counts = len(trace.floats), len(trace.ints)
+    return build(run.key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
+
+
+def _first_run(run: _Flush, program: Program, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    if admit is not None:
+        index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
+        program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
+        donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
+        admit(program, (donated, kept, floats, ints))
+    return execute(program, run.arrays, floats, ints)
+
+
+def _commit(run: _Flush) -> None:
+    """Stores the results in their buffers, empties the trace, counts, and tells the listeners."""
+    key, program, arrays, outputs = run.key, run.program, run.arrays, run.outputs
+    assert key is not None and program is not None  # noqa: S101, PT018  (`_launch`)
+    if run.is_new:
         metrics.compilations += 1
-    elif not again:
+    elif not run.repeats:
         _programs[key] = program  # new to the cache of `instead`
         _programs.move_to_end(key)
     metrics.executions += _instead is None
     metrics.operations += program.operations
     if observer is not None:
-        observer.after(program, key.code, targets)
+        observer.after(program, key.code, run.targets)
     generator.advance(trace.draws)
-    for buffer, position in zip(targets, program.outputs, strict=True):
+    for buffer, position in zip(run.targets, program.outputs, strict=True):
         buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
         known = trace.known.get(buffer.number)
         if known is not None and host_copies.is_kept(known):
             host_copies.keep(value, known)
-    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in targets]))
-    _forget(targets)
-    if is_new and not pjrt.counts_memory():
-        pjrt.live_bytes()
-    if loaded is not None:
-        program_cache.add(_programs, key, program, loaded, pjrt.jax_device())
+    add_pending(functools.partial(_values_of, [weakref.ref(target) for target in run.targets]))
+    _forget(run.targets)
+    if run.is_new:
+        if not pjrt.counts_memory():
+            pjrt.live_bytes()
+        program_cache.add(_programs, key, program)
         causes.compiled(program)
     for listener in after_run:
         listener()
 
 
-def _admit(
-    program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray, overwritten: list[Buffer]
-) -> None:
-    if admit is not None:
-        index_of = {id(buffer): index for index, buffer in enumerate(trace.parameters)}
-        program.overwritten = tuple(index_of[id(buffer)] for buffer in overwritten)
-        donated, kept = ([arrays[index] for index in part] for part in (program.donated, program.kept))
-        admit(program, (donated, kept, floats, ints))
+def _abandon(run: _Flush, error: BaseException) -> BaseException:
+    """Discards the trace after a failure, and returns what to raise.
+
+    Values that do not depend on the operation that failed are still computed (`recovery`); others are poisoned if they
+    are new or were donated, and otherwise keep the value from before.
+    """
+    message = f"{type(error).__name__}: {error}{mesh.ended_peers() if isinstance(error, Exception) else ''}"
+    reason = error if isinstance(error, XlaAmpError) else StepFailedError(message)
+    rest = None
+    try:
+        if isinstance(error, Exception) and mesh.active is None:
+            rest = _rest(run.targets, run.arrays)
+            if rest is not None and reason is not error:
+                reason = StepFailedError(rest.reason)
+    finally:
+        _restore(run.targets, run.arrays, reason, rest)
+    return reason if isinstance(error, Exception) else error
 
 
 def _numbers() -> tuple[np.ndarray, np.ndarray, int]:

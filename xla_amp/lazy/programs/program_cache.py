@@ -1,8 +1,9 @@
 """Caches of compiled programs, bounded by the bytes that all of them take; the least recently run goes first.
 
-What a program takes is estimated from its executable.  XLA:GPU and XLA:TPU report the size of their code.  XLA:CPU
-reports zero, and keeps much more than its code: for a small MLP's training step the process grew by 3.9, 6.9 and
-19.7 MiB a program whose serialized executable had 0.10, 0.27 and 0.90 MB, which is 1.3 MiB and 20 times that size.
+XLA:GPU and XLA:TPU report the size of an executable's code.  XLA:CPU reports zero, and keeps much more than its code:
+for a small MLP's training step the process grew by 3.9, 6.9 and 19.7 MiB a program whose serialized executable had
+0.10, 0.27 and 0.90 MB.  Serializing an executable to measure it took 0.7 s for a network of 12 convolutions, so the
+size is estimated from the count of operations.
 """
 
 from __future__ import annotations
@@ -12,9 +13,6 @@ import functools
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import jax
 
 from xla_amp import config
 from xla_amp.lazy import private_api
@@ -24,10 +22,9 @@ from xla_amp.lazy.programs.metrics import metrics
 
 BASE = 1_400_000
 """Bytes of a program that do not depend on its size: jaxprs, JAX's cache entries, XLA's tables."""
-CPU_FACTOR = 20
-"""Bytes that XLA:CPU keeps for each byte of the serialized executable (LLVM's objects, the HLO module, thunks)."""
 PER_OPERATION = 80_000
-"""Bytes of code for each recorded operation, in the same programs; for those whose size XLA does not tell."""
+"""Bytes for each recorded operation, in the same programs (LLVM's objects, the HLO module, thunks); where XLA does not
+report the size of the code."""
 _TRIM = 64 << 20
 """Bytes of dropped programs after which the C library is asked to return free memory to the system."""
 _LARGE = 16 << 20
@@ -52,23 +49,9 @@ def new_cache() -> Cache:
     return cache
 
 
-def executables(device: jax.Device) -> set[Any]:
-    """The executables that XLA has loaded now for devices like `device`."""
-    return set(device.client.live_executables())
-
-
-def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.Device) -> None:
-    """Stores a program after its first run, and drops programs beyond the limit.
-
-    Args:
-        cache: from `new_cache`.
-        key: of the program.
-        program: it has just been compiled.
-        before: the `executables` before that.
-        device: that it runs on.
-    """
-    code = max(map(size_of, executables(device) - before), default=0)
-    program.size = BASE + (code or PER_OPERATION * program.operations)
+def add(cache: Cache, key: Key, program: Program) -> None:
+    """Stores a program after its first run, and drops programs beyond the limit."""
+    program.size = BASE + (program.code_bytes or PER_OPERATION * program.operations)
     program.used = next(_clock)
     cache[key] = program
     _drop_beyond_limit()
@@ -81,16 +64,6 @@ def add(cache: Cache, key: Key, program: Program, before: set[Any], device: jax.
 def touch(program: Program) -> None:
     """Marks a program as the most recently run."""
     program.used = next(_clock)
-
-
-def size_of(executable: Any) -> int:
-    """Bytes that the code of a loaded executable takes, 0 if XLA does not tell."""
-    try:
-        stats = executable.get_compiled_memory_stats()
-        reported: int = stats.generated_code_size_in_bytes + stats.host_generated_code_size_in_bytes
-        return reported or CPU_FACTOR * len(executable.serialize())
-    except jax.errors.JaxRuntimeError:  # a platform without one of the two, or a program that calls back to Python
-        return 0
 
 
 def clear(cache: Cache) -> None:
