@@ -1,7 +1,7 @@
 """MkDocs hooks: reference pages from the public names, and pages of the files outside docs/ that pages link to.
 
 The Markdown of docs/ reads on its own; links there lead to files of the repository.  On the site each such file is a
-page under ``source/``.
+page under ``source/``.  `Docstrings` is Griffe's extension: it reads docstrings for mkdocstrings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -184,3 +186,11 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Writes a stub at the address of each page that has moved."""
     for page, address in MOVED.items():
         (Path(config.site_dir) / f"{page}.html").write_text(STUB.format(address=address))
+
+
+class Docstrings(griffe.Extension):
+    """A section ``Example:`` is one of the kind that holds doctests, which Griffe knows as ``Examples:``."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
 """What to run on the day there is a GPU or a TPU: one command, parts of at most eight minutes, no network.
 
     scripts/gpu_day.sh                        # every part that has not succeeded at this commit
-    scripts/tpu_day.sh --parts mnist-bf16 attention --again
-    scripts/tpu_day.sh --dry-run              # each part on the CPU, at the smallest size
+    python3 scripts/hardware_day.py tpu --parts mnist-bf16 attention --again
+    python3 scripts/hardware_day.py tpu --dry-run            # each part on the CPU, at the smallest size
 
 A part is a process with its own log in build/gpu_day or build/tpu_day; a part that fails or takes too long does not
 stop the next one.  The table benchmarks/results/gpu_day.md or tpu_day.md has the date, the chip, the versions and each
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -125,6 +126,13 @@ PARTS = (
 )
 
 
+def install() -> None:
+    """Installs this tree, without its dependencies, into a Python that cannot import it."""
+    if importlib.util.find_spec("xla_amp") is None:
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", "."]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
 def machine() -> dict[str, str]:
     """Chip and versions, asked of another process, which gives the GPU back."""
     program = (
@@ -192,6 +200,7 @@ def main() -> int:
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     environment["JAX_PLATFORMS"] = "cpu" if options.dry_run else PLATFORMS[platform]
     os.environ["JAX_PLATFORMS"] = environment["JAX_PLATFORMS"]
+    install()
     found, now = machine(), commit()
     if not options.dry_run and found["platform"] != platform:
         raise SystemExit(f"{name}: JAX's device is {found['chip']!r}; a {platform.upper()} is needed, or --dry-run")

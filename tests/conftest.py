@@ -29,7 +29,7 @@ FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 TORCH_XLA = Path(__file__).parent / "torch_xla_engine"
 QUICK = frozenset(Path(__file__).with_name("quick.txt").read_text().split())
-"""Files of `pytest -m quick`; `scripts/quick_tests.py` chooses them."""
+"""Files of `pytest -m quick`; `scripts/ci_commands.py quick` chooses them."""
 
 
 @pytest.hookimpl(wrapper=True)

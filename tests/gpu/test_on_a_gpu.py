@@ -1,4 +1,4 @@
-"""What only a GPU or TPU can show; `scripts/gpu_day.sh` and `tpu_day.sh` run it, and on a CPU with --dry-run.
+"""What only a GPU or TPU can show; `scripts/gpu_day.sh` and `hardware_day.py tpu` run it, and on a CPU with --dry-run.
 
 Every number is compared with float64 or with torch on the CPU, at a tolerance that a product in a wrong dtype misses.
 """

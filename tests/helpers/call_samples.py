@@ -2,6 +2,8 @@
 
 Operands have random shapes (also 0-d and empty), dtypes (also different ones in one call), layouts (transposed,
 strided, expanded) and special values; a part of the calls are samples of torch's operator database in a random dtype.
+
+    python tests/helpers/call_samples.py [calls] [seed ...]    # exits with 1 if one differs without an error
 """
 
 from __future__ import annotations
@@ -9,13 +11,17 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from op_entries import ENTRIES
 from torch.utils._pytree import tree_flatten, tree_map
+
+import xla_amp
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -464,3 +470,22 @@ def reason(call: Call, difference: str) -> str:
         if isinstance(leaf, torch.Tensor)
     )
     return "infinite complex numbers: torch and XLA multiply them differently" if special else ""
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the calls that differ and a summary; returns the exit status."""
+    count = int(arguments[0]) if arguments else 1000
+    seeds = [int(text) for text in arguments[1:]] or [0]
+    device, kinds, silent = xla_amp.xla_device(), Counter[str](), 0
+    for seed in seeds:
+        for call, difference in compare(seed, count, device):
+            kinds[difference.partition(":")[0] or "alike"] += 1
+            if difference and not reason(call, difference):
+                silent += not difference.startswith(("accepts", "refuses", "class"))
+                print(f"seed {seed}  {call}\n    {difference}", flush=True)
+    print(f"{sum(kinds.values())} calls: " + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common()))
+    return int(silent > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

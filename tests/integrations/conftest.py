@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import framework_table
 import pytest
+import result_tables
 
 
 @pytest.fixture
@@ -16,8 +16,8 @@ def record(record_property: Callable[[str, object], None]) -> Callable[..., None
     def note(framework: str, precision: str, cells: dict[str, object]) -> None:
         facts = {name: str(value) for name, value in cells.items()}
         names = {"framework": framework, "precision": precision}
-        record_property(framework_table.PROPERTY, json.dumps({**names, **facts}))
-        row = framework_table.rows(framework_table.PAGE.read_text("utf-8")).get((framework, precision), {})
-        assert {name: row.get(name) for name in facts} == facts, "run scripts/framework_table.py"
+        record_property(result_tables.PROPERTY, json.dumps({**names, **facts}))
+        row = result_tables.framework_rows(result_tables.FRAMEWORKS.read_text("utf-8")).get((framework, precision), {})
+        assert {name: row.get(name) for name in facts} == facts, "run scripts/result_tables.py frameworks"
 
     return note

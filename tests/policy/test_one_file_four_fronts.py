@@ -1,4 +1,4 @@
-"""One file with rules for operations, modules and functions in parts: `scripts/one_rule.py` and its page."""
+"""One file with rules for operations, modules and functions in parts: `tests/helpers/one_rule.py` and its page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "one_rule.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "one_rule.py"
 
 
 @pytest.fixture(scope="module")
@@ -47,4 +47,4 @@ def test_each_kind_of_rule_acts(found: Any) -> None:
 
 
 def test_the_page_is_up_to_date(script: Any, found: Any) -> None:
-    assert script.PAGE.read_text() == script.page(found), "run: python scripts/one_rule.py --write"
+    assert script.PAGE.read_text() == script.page(found), "run: python tests/helpers/one_rule.py --write"

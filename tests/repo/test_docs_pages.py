@@ -8,10 +8,10 @@ import os
 import re
 from collections.abc import Iterator
 
+import docs_figures
 import forked
 import pytest
 import source_tree
-import tutorial_figures
 from source_tree import ROOT, python_blocks
 
 from xla_amp import errors
@@ -52,8 +52,8 @@ def test_the_tutorial_trains_in_every_step():
 
 
 def test_every_step_of_the_tutorial_has_a_figure():
-    figures = tutorial_figures.PAGE.read_text().partition("<!-- figures")[2]
-    assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(tutorial_figures.STEPS)
+    figures = docs_figures.TUTORIAL.read_text().partition("<!-- figures")[2]
+    assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(docs_figures.TUTORIAL_STEPS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -1,4 +1,4 @@
-"""`scripts/gpu_day.sh`, `tpu_day.sh`: parts exist, a failing one stops no other, a second run continues."""
+"""`scripts/gpu_day.sh`, `hardware_day.py tpu`: parts exist, a failing one stops no other, a second run continues."""
 
 from __future__ import annotations
 

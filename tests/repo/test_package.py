@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tomllib
 
+import ci_commands
+import docs_figures
 import pytest
-import readme_commands
 import source_tree
-import step_figure
 from source_tree import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,7 +67,7 @@ def test_constraints_pin_every_requirement():
 
 @pytest.mark.parametrize("name", ["example", "tests"])
 def test_readme_commands_make_an_environment_and_use_it(name):
-    command = readme_commands.command(name)
+    command = ci_commands.command(name)
     assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
     assert "-c constraints.txt" in command
     assert all(os.path.exists(ROOT / path) for path in re.findall(r"examples/\S+\.py|constraints\.txt", command))
@@ -76,7 +76,7 @@ def test_readme_commands_make_an_environment_and_use_it(name):
 @pytest.mark.parametrize("text", ["", "```\npython3 -m venv .venv && .venv/bin/python -m pytest\n```\n" * 2])
 def test_a_missing_or_double_command_is_an_error(text):
     with pytest.raises(ValueError, match="expected one line, got"):
-        readme_commands.command("tests", text)
+        ci_commands.command("tests", text)
 
 
 SNIPPETS = source_tree.python_blocks("README.md")
@@ -91,7 +91,7 @@ def test_readme_python_runs_as_printed(snippet):
 
 
 def test_the_figure_is_that_of_its_script():
-    assert step_figure.PATH.read_text() == step_figure.svg(), "run scripts/step_figure.py"
+    assert docs_figures.STEP.read_text() == docs_figures.svg(), "run scripts/docs_figures.py step"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

@@ -12,7 +12,7 @@ import forked
 import pytest
 
 pytestmark = pytest.mark.exhaustive
-PROGRAM = Path(__file__).parents[2] / "scripts" / "global_mesh.py"
+PROGRAM = Path(__file__).with_name("global_mesh_program.py")
 FORMS = {
     "fsdp+tp": (2, 2, '{"data": 2, "model": 2}', "fsdp+tp"),
     "fsdp": (4, 2, '{"data": 8}', "fsdp"),

@@ -1,4 +1,4 @@
-"""A short form of scripts/soak_training.py, whose long form takes 20,000 steps."""
+"""A short form of tests/helpers/soak_training.py, whose long form takes 20,000 steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xla_amp import config
 
 @pytest.mark.exhaustive
 def test_disturbed_training_equals_undisturbed_training_bit_for_bit() -> None:
-    script, environment = ROOT / "scripts" / "soak_training.py", config.child_environment({})
+    script, environment = ROOT / "tests" / "helpers" / "soak_training.py", config.child_environment({})
     run = forked.run(script, "--steps", "130", environment=environment, warnings="ignore")
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout.splitlines()[-1])

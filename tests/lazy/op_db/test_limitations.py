@@ -42,7 +42,9 @@ def test_mistakes_in_the_table(text, said):
 
 
 def check() -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "scripts/support_matrix.py", "--check"], cwd=ROOT, capture_output=True)
+    return subprocess.run(
+        [sys.executable, "scripts/result_tables.py", "operations", "--check"], cwd=ROOT, capture_output=True
+    )
 
 
 def test_the_support_page_is_up_to_date():

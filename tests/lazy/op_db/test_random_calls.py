@@ -1,4 +1,4 @@
-"""A sample of random calls; `scripts/random_calls.py` makes thousands."""
+"""A sample of random calls; `python tests/helpers/call_samples.py 5000` makes thousands."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `instantiate_device_type_tests` makes a test per entry of torch's databases.  torch's wheel has the machinery and the
 databases; the tests here are ours, and compare with the CPU.  Its operators are in tests/lazy/op_db.
-scripts/device_tests_table.py writes the results to docs/lists/device_tests.md.
+scripts/result_tables.py writes the results to docs/lists/device_tests.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import SkipTest
 
-import device_tests_table
 import pytest
+import result_tables
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -501,14 +501,14 @@ for case in (TestModules, TestOptimizers, TestMixedPrecision):
 
 def test_the_page_names_what_fails() -> None:
     """And nothing else: its numbers are from a run of all of these tests."""
-    page, _, scaler = device_tests_table.PAGE.read_text("utf-8").partition(device_tests_table.BEGIN_SCALER)
+    page, _, scaler = result_tables.DEVICES.read_text("utf-8").partition(result_tables.BEGIN_SCALER)
     results = [row.split("|")[2].strip() for row in scaler.splitlines() if row.startswith("| `")]
     assert len(results) == 22
     assert all(result == "passed" or result.startswith("does not apply") for result in results)
     lines = page.splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     counts, reasons = ([row for row in rows if len(row) == width] for width in (5, 3))
-    assert counts[0] == list(device_tests_table.COLUMNS)
+    assert counts[0] == list(result_tables.DEVICE_COLUMNS)
     assert {row[4] for row in counts[2:]} == {"0"}
     known = {(test.removeprefix("test_").replace("_", " "), f"`{entry}`", why) for (test, entry), why in KNOWN.items()}
     assert set(map(tuple, reasons[2:])) == known

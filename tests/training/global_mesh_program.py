@@ -4,8 +4,8 @@
 Every form must give the losses of one device, equal values where processes hold the same part, one executable a step,
 and 1/N of the parameters on each device.  In a step one row of one process's part overflows in float16.
 
-    python scripts/global_mesh.py                                          # 2 and 4 processes, 8 devices, 30 steps
-    python scripts/global_mesh.py --form FOLDER 2 2 6 '{"data": 2, "model": 2}' fsdp tp    # one form; writes JSON
+    python tests/training/global_mesh_program.py            # 2 and 4 processes, 8 devices, 30 steps
+    python tests/training/global_mesh_program.py --form FOLDER 2 2 6 '{"data": 2, "model": 2}' fsdp tp    # one form
 """
 
 from __future__ import annotations

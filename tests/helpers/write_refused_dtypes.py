@@ -1,6 +1,6 @@
 """Writes xla_amp/lazy/ops/checks/refused_dtypes.toml: dtypes that torch's CPU kernels refuse.
 
-python scripts/refused_dtypes.py            # takes minutes; run it after an update of torch
+python tests/helpers/write_refused_dtypes.py            # takes minutes; run it after an update of torch
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLES = 12
 """Samples of each entry and dtype."""
 HEADER = """\
 # What torch's CPU kernels refuse and its meta kernels accept, by operation.
-# Written by scripts/refused_dtypes.py from the operator database of torch {version}; not edited by hand.
+# Written by tests/helpers/write_refused_dtypes.py from the operator database of torch {version}; not edited by hand.
 #
 # Columns: ATen name, with overload where overloads differ; dtypes, after promotion for pointwise operations, of the
 # first operand for others; error class; its message, with {{}} for torch's name of the dtype.  Half types are there

@@ -1,7 +1,7 @@
 """One policy file, one GPT in four forms: PyTorch, exported from PyTorch, Flax, and StableHLO text of the Flax one.
 
-python scripts/one_rule.py                 # the four tables side by side
-python scripts/one_rule.py --write         # the same into docs/lists/one_rule.md
+python tests/helpers/one_rule.py                 # the four tables side by side
+python tests/helpers/one_rule.py --write         # the same into docs/lists/one_rule.md
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ cast = "low"
 operations = ["silu", "module:*.head"]
 cast = "fp32"
 """
-PAGE: Final = Path(__file__).parents[1] / "docs" / "lists" / "one_rule.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "lists" / "one_rule.md"
 LAYERS, HEADS, WIDTH, VOCABULARY = 2, 2, 8, 16
 IDS: Final = (2, 4)
 """Batch and length."""
@@ -236,7 +236,7 @@ def page(found: dict[str, list[Row]]) -> str:
     lines = [
         "# One policy file on four fronts",
         "",
-        "`scripts/one_rule.py` makes this list. The file",
+        "`tests/helpers/one_rule.py` makes this list. The file",
         "",
         f"```toml\n{POLICY}```",
         "",

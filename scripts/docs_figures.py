@@ -1,17 +1,29 @@
 #!/usr/bin/env python3
-"""Write docs/step.svg: a training step in float32 beside the same step under autocast.
+"""Figures of the documentation.
 
-The dtypes are those that `xla_amp.explain` finds for a small network; nothing of the step is computed.
+python scripts/docs_figures.py step        # docs/step.svg: a training step in float32 beside the same under autocast
+python scripts/docs_figures.py tutorial [--write]    # runs docs/tutorial.md and measures its steps: its table
+
+The dtypes of the step are those that `xla_amp.explain` finds for a small network; nothing of it is computed.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
+import statistics
+import time
+from typing import Any
+
+import jax
 import torch
-from source_tree import ROOT
+from source_tree import ROOT, python_blocks
 
 import xla_amp
 
-PATH = ROOT / "docs" / "step.svg"
+# ---- the step --------------------------------------------------------------------------------------------------------
+
+STEP = ROOT / "docs" / "step.svg"
 COLOURS = {"float32": ("#d7dbe0", "#4a5160"), "bfloat16": ("#9fc5f8", "#1f5fa8")}
 """Dtype -> colour on a light and on a dark page."""
 PAPER, INK = ("#ffffff", "#1e2129"), ("#000000", "#e6e8ec")
@@ -82,5 +94,59 @@ def svg() -> str:
     return "\n".join([*lines, f'<text x="20" y="{height - 12}">{said}</text>', "</svg>", ""])
 
 
+# ---- the tutorial ----------------------------------------------------------------------------------------------------
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+TUTORIAL_STEPS = {
+    "float32": "float32_step",
+    "bfloat16": "bfloat16_step",
+    "float16 with a scaler": "float16_step",
+    "bfloat16, captured": "captured_step",
+}
+"""Row of the table -> function of the page."""
+
+
+def milliseconds(step: Any, rounds: int = 7, calls: int = 20) -> float:
+    """Time of a call: the median of `rounds`, each of which waits for its last of `calls` results."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            step()
+        step().item()
+        times.append((time.perf_counter() - start) / calls * 1e3)
+    return statistics.median(times[1:])
+
+
+def tutorial_table() -> str:
+    """The figures as Markdown.  Each step is measured right after its block, on the block's own model."""
+    namespace: dict[str, Any] = {"__name__": "tutorial"}
+    rows = []
+    for block in python_blocks("docs/tutorial.md"):
+        exec(compile(block, str(TUTORIAL), "exec"), namespace)
+        for title, name in TUTORIAL_STEPS.items():
+            if f"def {name}(" in block or f"{name} = " in block:
+                rows.append((title, milliseconds(namespace[name])))
+    lines = [f"| {title} | {time:.1f} | {time / rows[0][1]:.2f} |\n" for title, time in rows]
+    machine = f"{os.cpu_count()} CPU cores, torch {torch.__version__.partition('+')[0]}, JAX {jax.__version__}"
+    return f"{machine}:\n\n| step | milliseconds | share of float32 |\n|---|---|---|\n{''.join(lines)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("step")
+    kinds.add_parser("tutorial").add_argument("--write", action="store_true", help="put the table into the page")
+    given = parser.parse_args()
+    if given.kind == "step":
+        STEP.write_text(svg())
+        return
+    found = tutorial_table()
+    print(found)
+    if given.write:
+        head, mark, rest = TUTORIAL.read_text().partition("<!-- figures: python scripts/docs_figures.py tutorial -->\n")
+        TUTORIAL.write_text(f"{head}{mark}\n{found}\n{rest[rest.index('<!-- end -->') :]}")
+
+
 if __name__ == "__main__":
-    PATH.write_text(svg())
+    main()

@@ -3,7 +3,7 @@
 Each phase trains a small model on the lazy device.  A signal whose handler raises arrives after a random time; then
 training goes on with the batch after the last step that was done, as the optimizer's count on the device says.
 
-    python scripts/interrupt_fuzz.py [--interrupts 20000] [--seed 0] [--phase NAME]
+    python tests/helpers/interrupt_fuzz.py [--interrupts 20000] [--seed 0] [--phase NAME]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a small GPT on the CPU in bfloat16 and with products of 8-bit floats, and compare the losses.
 
-    python scripts/float8_training.py [--steps 500] [--seeds 3] [--width 64]
+    python tests/helpers/float8_training.py [--steps 500] [--seeds 3] [--width 64]
 
 The text is this repository's documentation, character by character; all runs of a seed see the same batches.  The loss
 is that of 32 batches that none has trained on; the last line compares the means over the seeds.  float32 shows how much
@@ -23,7 +23,7 @@ import numpy as np
 from xla_amp.jax import autocast
 from xla_amp.types import Cast
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 RULES: Mapping[str, Cast] = {"matmul": "fp8", "module:*.head.matmul": "low"}
 
 

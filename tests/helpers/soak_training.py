@@ -4,7 +4,7 @@ A small model trains in float16 with a loss scaler.  Between its steps there are
 into new objects, calls that raise, backward passes whose hook raises, and signals whose handler raises at random
 moments.  At the end every value must be that of a run with nothing but the steps, bit for bit.
 
-    python scripts/soak_training.py [--steps 20000] [--seed 0]
+    python tests/helpers/soak_training.py [--steps 20000] [--seed 0]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Call every public function of JAX's libraries with `autocast` and without, and write docs/lists/jax_functions.md.
 
-    python scripts/jax_sweep.py [--show] [--modules jax.nn jax.image]
+    python tests/helpers/jax_sweep.py [--show] [--modules jax.nn jax.image]
 
 Each function runs with float32 arguments: forward, and backward where it has a gradient.  Its arguments come from
 `SPECIAL`, or are the first of `TEMPLATES` with which it gives finite numbers.
@@ -25,7 +25,7 @@ import numpy as np
 
 from xla_amp.jax import autocast
 
-PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "lists" / "jax_functions.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "lists" / "jax_functions.md"
 MODULES = (
     "jax.numpy.linalg", "jax.numpy.fft", "jax.scipy.linalg", "jax.scipy.special", "jax.scipy.signal",
     "jax.scipy.ndimage", "jax.scipy.interpolate", "jax.scipy.optimize", "jax.scipy.fft", "jax.scipy.cluster.vq",
@@ -40,7 +40,7 @@ Every public function of {modules} is called with and without `autocast(policy="
 and backward. {same} of {all} calls are the same bit for bit: the function has no matrix product, or asks for float32.
 The others are below. The error is the greatest difference, relative to the greatest number of the result.
 
-`scripts/jax_sweep.py` makes this list.
+`tests/helpers/jax_sweep.py` makes this list.
 """
 
 
