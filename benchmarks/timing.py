@@ -6,10 +6,11 @@ import gc
 import platform
 import statistics
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 import torch
+
+from xla_amp import hardware
 
 
 def interleaved(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -31,18 +32,8 @@ def interleaved(contestants: Mapping[str, Callable[[], float]], rounds: int) -> 
 
 def machine() -> str:
     """Processor, cores in use and versions, as one line."""
-    model = platform.processor() or platform.machine()
-    flags: set[str] = set()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                model = value.strip()
-            elif name.strip() == "flags":
-                flags.update(value.split())
-    features = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    found = hardware.processor()
     return (
-        f"{model} ({', '.join(features)}), {torch.get_num_threads()} threads, "
+        f"{found.name} ({', '.join(found.features)}), {torch.get_num_threads()} threads, "
         f"Python {platform.python_version()}, torch {torch.__version__}, jax {jax.__version__}"
     )

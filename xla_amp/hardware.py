@@ -1,13 +1,16 @@
-"""GPUs and TPUs to compile for when they are absent: the rows of ``hardware.toml``."""
+"""This machine's processor, and GPUs and TPUs to compile for when they are absent: the rows of ``hardware.toml``."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
+import os
+import platform
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import DeviceError
 
@@ -15,6 +18,39 @@ ATTRIBUTES: Final = "mhlo.frontend_attributes"
 """Attribute of a module that carries what its producer says of it; XLA reads nothing there."""
 OPTION: Final = "xla_amp.option."
 """A key there, followed by the name of an option of XLA's compiler with which the program is meant to be compiled."""
+
+
+_VECTORS: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+"""Instructions of x86 that decide how fast XLA's programs are, as ``/proc/cpuinfo`` spells them."""
+
+
+class Processor(NamedTuple):
+    """This machine's CPU."""
+
+    name: str
+    cores: int
+    """That this process may use."""
+    features: tuple[str, ...]
+    """Of `_VECTORS`; empty where ``/proc/cpuinfo`` does not say."""
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether it has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
+        return "avx512_bf16" in self.features or "amx_bf16" in self.features
+
+
+def processor() -> Processor:
+    """The CPU of this machine."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        elif key.strip() == "flags":
+            flags.update(value.split())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Processor(name=name, cores=cores, features=tuple(each for each in _VECTORS if each in flags))
 
 
 def names() -> tuple[str, ...]:

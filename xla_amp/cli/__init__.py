@@ -23,6 +23,7 @@ from xla_amp.errors import ModuleError, TargetError, XlaAmpError, printable
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "convert": "xla_amp.cli.convert_command",
+        "doctor": "xla_amp.cli.doctor_command",
         "inspect": "xla_amp.cli.inspect_command",
         "compare": "xla_amp.cli.compare_command",
         "overflow": "xla_amp.cli.overflow_command",

@@ -1,0 +1,57 @@
+"""`xla-amp doctor`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from xla_amp import cli
+from xla_amp.tools import doctor
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["environment"]["JAX_PLATFORMS"] == "cpu"
+    assert found["devices"].endswith("cpu (cpu)")
+    assert found["conflicts"] == []
+
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "compiled programs" in text
+    assert "nothing that is known" in text
+
+
+@pytest.mark.parametrize(
+    ("versions", "devices", "said"),
+    [
+        ({"torch": "2.8.0"}, [["cpu", "cpu", ""]], "2.9 to 2.15"),
+        ({"jax": "0.13.0"}, [["cpu", "cpu", ""]], "0.10 to 0.12"),
+        ({"jax": "0.10.2", "jaxlib": "0.11.0"}, [["cpu", "cpu", ""]], "one version of both"),
+        ({"torch": "2.13.0", "torch_xla": "2.9.0"}, [["cpu", "cpu", ""]], "XLA_AMP_ENGINE=jax"),
+        ({"jax-cuda12-plugin": "0.10.2"}, [["cpu", "cpu", ""]], "JAX_PLATFORMS=cpu"),
+        ({}, "JAX does not start: no plugin", "for the whole message"),
+    ],
+)
+def test_what_does_not_fit(versions, devices, said, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    found = list(doctor.conflicts(versions, devices))
+    assert len(found) == 1
+    assert said in found[0][1]
+
+
+def test_what_fits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    versions = {"torch": "2.13.0+cpu", "jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.2"}
+    assert list(doctor.conflicts(versions, [["gpu", "NVIDIA H100", "9.0"]])) == []
+
+
+def test_a_jax_that_does_not_start(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "nothing")
+    found = doctor.diagnose()
+    assert found.devices.startswith("JAX does not start:")
+    assert found.conflicts[0][0] == found.devices

@@ -1,0 +1,197 @@
+"""What this machine and this environment offer, and what does not fit together: ``xla-amp doctor``.
+
+Nothing is started in this process.  JAX's devices are asked for in another one, since a plugin without its hardware can
+print, hang or end a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any, Final
+
+from xla_amp import config, hardware
+from xla_amp.report.document import Document, Finding
+from xla_amp.report.shown import Shown
+
+LIBRARIES: Final = (
+    "xla-amp",
+    "torch",
+    "torch_xla",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda12-plugin",
+    "jax-cuda13-plugin",
+    "jax-rocm60-plugin",
+    "numpy",
+    "flax",
+    "optax",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "timm",
+)
+"""Distributions whose versions matter; those that are not installed are not shown."""
+SUPPORTED: Final[Mapping[str, tuple[tuple[int, int], tuple[int, int]]]] = {
+    "torch": ((2, 9), (2, 15)),
+    "jax": ((0, 10), (0, 12)),
+}
+"""Library -> oldest and newest version, as in ``pyproject.toml``."""
+_PREFIXES: Final = ("XLA_", "JAX_", "PJRT_", "LIBTPU_", "TPU_", "CUDA_VISIBLE", "TORCH_")
+"""Beginnings of the environment variables that are shown."""
+_LIMIT: Final = 60
+"""Seconds that JAX may take to find its devices."""
+_DEVICES: Final = """
+import json, jax
+found = jax.devices()
+print(json.dumps([[d.platform, d.device_kind, str(getattr(d, "compute_capability", ""))] for d in found]))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis(Shown):
+    """The findings of `diagnose`."""
+
+    versions: Mapping[str, str]
+    """Of Python and of `LIBRARIES`."""
+    processor: str
+    """The CPU's name, with its instructions for bfloat16."""
+    devices: str
+    """JAX's devices, or why it found none."""
+    cache: str
+    """The folder of compiled programs, with its size."""
+    environment: Mapping[str, str]
+    """Variables that change what is computed, compiled or found."""
+    conflicts: tuple[tuple[str, str], ...] = ()
+    """(what does not fit together, what to do)."""
+
+    def document(self) -> Document:
+        """The same as a report."""
+        libraries = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        variables = ", ".join(f"{name}={value}" for name, value in self.environment.items())
+        return Document(
+            title="xla-amp doctor",
+            kind="doctor",
+            facts=(
+                ("versions", libraries),
+                ("system", platform.platform()),
+                ("processor", self.processor),
+                ("devices", self.devices),
+                ("compiled programs", self.cache),
+                ("environment", variables or "none of the variables that matter is set"),
+            ),
+            findings=(
+                Finding(
+                    question="What does not fit together?",
+                    answer=f"{len(self.conflicts)} found" if self.conflicts else "nothing that is known",
+                    state="risk" if self.conflicts else "low",
+                    items=self.conflicts,
+                ),
+            ),
+        )
+
+
+def diagnose() -> Diagnosis:
+    """Looks at versions, processor, devices, cache and environment; takes seconds, since JAX starts in a process."""
+    versions = {"Python": platform.python_version(), **dict(_installed())}
+    devices = _devices()
+    return Diagnosis(
+        versions=versions,
+        processor=_processor(),
+        devices=_shown(devices),
+        cache=_cache(),
+        environment={name: value for name, value in sorted(os.environ.items()) if value and name.startswith(_PREFIXES)},
+        conflicts=tuple(conflicts(versions, devices)),
+    )
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for name in LIBRARIES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _processor() -> str:
+    found = hardware.processor()
+    advice = "" if found.multiplies_bfloat16 else "; it has no products in bfloat16, so float32 is faster on it"
+    return f"{found.name}, {found.cores} cores, {', '.join(found.features) or 'no vector instructions known'}{advice}"
+
+
+def _devices() -> list[list[str]] | str:
+    """(platform, kind, compute capability) of each device of JAX, or why there is none."""
+    command = [sys.executable, "-c", _DEVICES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"JAX did not find its devices within {_LIMIT} s"
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return f"JAX does not start: {last[0]}"
+    found: list[list[str]] = json.loads(lines[-1])
+    return found
+
+
+def _shown(devices: list[list[str]] | str) -> str:
+    if isinstance(devices, str):
+        return devices
+    kinds = {f"{place} ({kind}{f', {capability}' if capability else ''})" for place, kind, capability in devices}
+    return f"{len(devices)}: {', '.join(sorted(kinds))}"
+
+
+def _cache() -> str:
+    folder = config.cache()
+    if folder is None:
+        return "not kept"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+    return f"{folder}, {size / 2**20:.0f} MiB"
+
+
+def conflicts(versions: Mapping[str, str], devices: list[list[str]] | str) -> Iterator[tuple[str, str]]:
+    for name, (oldest, newest) in SUPPORTED.items():
+        if name in versions and not oldest <= _pair(versions[name]) <= newest:
+            wanted = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+            yield (
+                f"{name} {versions[name]}",
+                f"versions {wanted} are supported: pip install '{name}<={newest[0]}.{newest[1]}.*'",
+            )
+    if "jax" in versions and "jaxlib" in versions and _pair(versions["jax"]) != _pair(versions["jaxlib"]):
+        yield (
+            f"jax {versions['jax']} beside jaxlib {versions['jaxlib']}",
+            f"install one version of both: pip install jaxlib=={versions['jax']}",
+        )
+    if "torch_xla" in versions and _pair(versions["torch_xla"]) != _pair(versions.get("torch", "0.0")):
+        yield (
+            f"torch_xla {versions['torch_xla']} beside torch {versions.get('torch', 'none')}",
+            "torch_xla works with the torch of the same version; XLA_AMP_ENGINE=jax uses the other engine",
+        )
+    if isinstance(devices, str):
+        yield devices, "run python -c 'import jax; print(jax.devices())' for the whole message"
+        return
+    plugins = [name for name in versions if name.startswith("jax-")]
+    has_gpu = any(place in ("gpu", "cuda", "rocm") for place, *_ in devices)
+    if plugins and not has_gpu and "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        yield (
+            f"{', '.join(plugins)} without a GPU that JAX can use",
+            "JAX_PLATFORMS=cpu keeps it from being loaded; on a machine with a GPU look at the driver (nvidia-smi)",
+        )
+
+
+def _pair(version: str) -> tuple[int, int]:
+    parts = version.split(".")
+    digits = ["".join(filter(str.isdigit, part)) or "0" for part in (*parts, "0", "0")[:2]]
+    return int(digits[0]), int(digits[1])
+
+
+def to_dict(found: Diagnosis) -> dict[str, Any]:
+    """For JSON."""
+    return dataclasses.asdict(found)
