@@ -20,6 +20,7 @@ import numpy as np
 from xla_amp import events
 from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
+from xla_amp.jax import compat
 from xla_amp.jax.observations import observe
 from xla_amp.policy import PolicyLike, default_name, gradient_sums
 
@@ -59,6 +60,12 @@ class LossScale:
     """Number of all steps with nonfinite gradients, int32."""
     skipped_in_a_row: jax.Array
     """Number of consecutive nonfinite steps up to now, int32; if it keeps growing, the model diverged."""
+
+    def __repr__(self) -> str:
+        """The scale and its counters; traced values are shown as JAX shows them."""
+        shown = (self.value, self.growth_tracker, self.skipped)
+        value, tracker, skipped = (each.item() if compat.is_concrete(each) else each for each in shown)
+        return f"LossScale(value={value}, growth_tracker={tracker}, skipped={skipped})"
 
     @classmethod
     def dynamic(

@@ -243,6 +243,13 @@ class Policy:
         layers = ", ".join(f"{layer.layer} {layer.origin}" for layer in self.layers)
         return f"Policy({self.name!r}, low={self.low!r}, layers=[{layers}])"
 
+    def _repr_html_(self) -> str:
+        """Its rules as a page, for notebooks."""
+        from xla_amp.policy.policy_report import document
+        from xla_amp.report import page
+
+        return page.framed(document(self))
+
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rules of all layers, lowest rank first."""

@@ -185,6 +185,10 @@ class override:
         self._strict = strict
         self._entries = _Entries()
 
+    def __repr__(self) -> str:
+        rules = {operation: rule.cast for rule in self.layer.rules for operation in rule.operations}
+        return f"override({rules}{', strict=True' if self._strict else ''})"
+
     def __enter__(self) -> None:
         self._entries.tokens.append([])
         self._entries.notified.append([])

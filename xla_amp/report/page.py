@@ -6,11 +6,12 @@ import importlib.resources
 import json
 import math
 import os
+from html import escape
 from pathlib import Path
 from typing import Any, Final
 
 from xla_amp.errors import MissingLibraryError, writing
-from xla_amp.report import plot, units
+from xla_amp.report import plot, terminal, units
 from xla_amp.report.document import STATES, Cell, Document, Table
 
 MISSING: Final = "jinja2 is not installed: pip install 'xla-amp[cli]'"
@@ -53,6 +54,15 @@ def html(document: Document) -> str:
     template = environment.get_template("page.html.j2")
     plots = [(each, plot.drawing(each)) for each in document.plots if each.points]
     return template.render(document=document, tables=shown, plots=plots, data=_embedded(data))
+
+
+def framed(document: Document) -> str:
+    """The page in an element ``iframe``, for notebooks; without jinja2 the text of a terminal."""
+    try:
+        text = html(document)
+    except MissingLibraryError:
+        return f"<pre>{escape(terminal.text(document, terminal.WIDTH))}</pre>"
+    return f'<iframe srcdoc="{escape(text)}" style="width: 100%; height: 600px; border: 0"></iframe>'
 
 
 def _embedded(data: Any) -> Any:

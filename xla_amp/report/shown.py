@@ -36,3 +36,7 @@ class Shown(abc.ABC):
     def __str__(self) -> str:
         """Findings and tables."""
         return terminal.text(self.document())
+
+    def _repr_html_(self) -> str:
+        """The page, for notebooks."""
+        return page.framed(self.document())

@@ -48,6 +48,10 @@ class DeviceLoader:
         self._device = None if self._is_xla else torch.device(device)
         self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
 
+    def __repr__(self) -> str:
+        device = "the XLA device" if self._device is None else str(self._device)
+        return f"DeviceLoader({type(self.loader).__name__}, device={device!r}, prefetch={self.prefetch})"
+
     @property
     def device(self) -> torch.device:
         """Where the batches are."""

@@ -82,6 +82,13 @@ class GradScaler(torch.amp.GradScaler):
         self._models: list[weakref.ref[torch.nn.Module]] = []
         _scalers.add(self)
 
+    def __repr__(self) -> str:
+        """The settings; `get_scale` reads the scale, which is on the device."""
+        settings = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+        # A scaler that is not enabled has no other settings, as in torch.
+        shown = [f"{name}={vars(self)[f'_{name}']}" for name in settings if f"_{name}" in vars(self)]
+        return f"GradScaler({', '.join(shown)})"
+
     @overload
     def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
     @overload

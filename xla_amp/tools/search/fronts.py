@@ -37,7 +37,7 @@ class MeasuredProgram(abc.ABC):
     """
 
     overflow_finder: str
-    """The function that finds a nonfinite value, for the message."""
+    """The call that finds a nonfinite value, for the message."""
 
     def __init__(self, low: LowDtype) -> None:
         self.low: LowDtype = low

@@ -93,7 +93,7 @@ def search(
 class JaxProgram(fronts.MeasuredProgram):
     """A function of JAX as a program of a search."""
 
-    overflow_finder = "xla_amp.jax.find_overflow"
+    overflow_finder = "xla_amp.jax.find_overflow()"
 
     def __init__(
         self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], argnums: set[int], low: LowDtype

@@ -112,7 +112,7 @@ class _OpenRegion(TorchFunctionMode):
 class TorchProgram(fronts.MeasuredProgram):
     """A model or a loss function of torch as a program of a search."""
 
-    overflow_finder = "xla_amp.find_overflow"
+    overflow_finder = "xla_amp.find_overflow()"
 
     def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any], low: LowDtype) -> None:
         super().__init__(low)

@@ -46,6 +46,11 @@ class SearchResult(Shown):
     """The same, measured on this machine, if it was asked for."""
     facts: Sequence[tuple[str, str]] = ()
 
+    def __repr__(self) -> str:
+        errors = {name: float(f"{value:.2g}") for name, value in self.errors.items()}
+        low = f"{len(self.found.plan)} of {len(self.candidates)} candidates low"
+        return f"SearchResult(met={self.met}, {low}, errors={errors})"
+
     @property
     def met(self) -> bool:
         """Whether the measured errors are within the budget on all batches, those held out included."""

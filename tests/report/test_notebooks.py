@@ -1,0 +1,67 @@
+"""What objects look like in a shell and in a notebook."""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+import xla_amp
+from xla_amp import policy
+from xla_amp.jax import LossScale
+
+
+def test_short_text():
+    scale = LossScale.dynamic(4.0)
+    assert repr(scale) == "LossScale(value=4.0, growth_tracker=0, skipped=0)"
+    assert repr(policy.override(softmax="fp32", strict=True)) == "override({'softmax': 'fp32'}, strict=True)"
+    scaler = xla_amp.GradScaler("cpu", init_scale=4.0)
+    expected = "init_scale=4.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, enabled=True"
+    assert repr(scaler) == f"GradScaler({expected})"
+    assert repr(xla_amp.GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
+    assert repr(xla_amp.DeviceLoader([1], "cpu", 3)) == "DeviceLoader(list, device='cpu', prefetch=3)"
+
+
+def test_a_traced_loss_scale_has_a_text():
+    texts = []
+
+    @jax.jit
+    def step(scale: LossScale) -> LossScale:
+        texts.append(repr(scale))
+        return scale.update(jnp.bool_(True))
+
+    step(LossScale.dynamic(4.0))
+    assert texts[0].startswith("LossScale(value=")
+    assert "float32[]" in texts[0]
+
+
+def test_a_search_result_is_one_line():
+    w = jnp.ones((8, 8))
+    rows = [(w, jax.random.normal(jax.random.key(i), (4, 8))) for i in range(4)]
+    found = xla_amp.jax.search(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), rows, budget=0.1, target="v6e")
+    assert repr(found).startswith("SearchResult(met=True, 2 of 2 candidates low")
+    assert len(repr(found)) < 120
+    assert found._repr_html_().startswith("<iframe srcdoc=")
+
+
+def test_notebooks_get_the_page():
+    page = policy.resolve("tpu")._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert page.endswith("</iframe>")
+    assert "scaled_dot_product_attention" in page
+    inner = page.split('srcdoc="')[1].split('" style=')[0]
+    assert '"' not in inner  # the whole page is in the attribute
+
+    with xla_amp.explain() as report, xla_amp.autocast("cpu", dtype=torch.bfloat16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert "matmul" in report._repr_html_()
+
+
+def test_without_jinja_notebooks_get_the_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    page = policy.resolve("tpu")._repr_html_()
+    assert page.startswith("<pre>Policy tpu")
+    assert page.endswith("</pre>")
