@@ -4,13 +4,10 @@ Python runs the handler of a signal between two bytecodes of the main thread, an
 handler that raises there can leave half an operation behind.  `take_over` wraps the handlers that Python calls.  A
 wrapped handler runs at once, as before, unless the main thread
 
-* holds `lock`: then it runs when the lock is released;
-* runs code marked by `deferred` or `uninterruptible`, or C++ code that an exception would abort (`in_native_code`):
-  then it runs at the first bytecode after it.
+* holds `lock` or runs a function marked by `deferred`: then it runs at the end of that;
+* runs C++ code that an exception would abort (`in_native_code`): then it runs at the first bytecode after it.
 
-So sleeping, waiting for a lock and reading from a socket end as they always do.  A handler that raises first calls
-`before_raising`, where an unfinished training step is undone.  Python drops an exception in a finalizer (``__del__``, a
-callback of a weak reference); one of a handler is raised again after it.
+So sleeping, waiting for a lock and reading from a socket end as they always do.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 _Arguments = ParamSpec("_Arguments")
@@ -31,14 +28,8 @@ _Result = TypeVar("_Result")
 
 _waiting: list[tuple[Handler, int]] = []
 """Signals that have arrived and whose handlers have not run."""
-_whole: set[CodeType] = set()
-"""Code of functions that run as a whole, with a call of `deliver` after them."""
-_short: set[CodeType] = set()
-"""Code of short functions that run as a whole, with nothing after them."""
-before_raising: list[Callable[[BaseException], None]] = []
-"""Called, with `lock` held, with the exception of a handler before it goes on to the user."""
-after_undo: list[Callable[[], None]] = []
-"""Called, with `lock` held, after an unfinished training step was undone."""
+_deferring = 0
+"""Calls of functions marked by `deferred` that the main thread is in."""
 in_native_code: Callable[[], bool] = bool
 """Whether some thread is in C++ code through which no exception may pass."""
 
@@ -68,59 +59,50 @@ class Handler:
         self.user = user
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        where = _obstacle(frame)
-        if where is None:
-            self.run(signum, frame)
-            return
-        _waiting.append((self, signum))
-        if where is _short:
+        if lock.held() or _deferring:
+            _waiting.append((self, signum))
+        elif in_native_code():
+            _waiting.append((self, signum))
             _call_between_bytecodes(_delivery)
-
-    def run(self, signum: int, frame: FrameType | None) -> None:
-        """Runs the user's handler."""
-        try:
+        else:
             self.user(signum, frame)
-        except BaseException as error:
-            error._xla_amp_of_handler = True  # type: ignore[attr-defined]
-            with lock:
-                for listener in before_raising:
-                    listener(error)
-            raise
 
 
-def deliver(insist: bool = False) -> None:
-    """Runs the handlers of the signals that wait, unless they must wait longer or this is not the main thread.
-
-    Args:
-        insist: try again at the next bytecodes, also in code with a call of this function after it.
-    """
-    if _thread.get_ident() != threading.main_thread().ident:
+def deliver() -> None:
+    """Runs the handlers of the signals that wait, unless they must wait longer or this is not the main thread."""
+    if not _on_main_thread():
         return
-    frame = sys._getframe(1)
-    where = _obstacle(frame)
-    if _waiting and (where is _short or (where is _whole and insist)):
-        _call_between_bytecodes(_delivery)
-    while where is None and _waiting:
+    while _waiting and not lock.held() and not _deferring:
+        if in_native_code():
+            _call_between_bytecodes(_delivery)
+            return
         handler, signum = _waiting.pop(0)
         if _waiting:  # this one may raise
             _call_between_bytecodes(_delivery)
-        handler.run(signum, frame)
+        handler.user(signum, sys._getframe(1))
 
 
-def _obstacle(frame: FrameType | None) -> Any:
-    """What the main thread is in that must run as a whole: `lock`, `_whole`, `_short` (also for C++), or None."""
-    if lock.held():
-        return lock
-    if in_native_code():
-        return _short
-    found = None
-    while frame is not None:
-        if frame.f_code in _whole:
-            return _whole
-        if frame.f_code in _short:
-            found = _short
-        frame = frame.f_back
-    return found
+def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorator: handlers of signals run after a call of `function`, which leaves nothing half done."""
+
+    @functools.wraps(function)
+    def whole(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        global _deferring
+        if not _on_main_thread():
+            return function(*args, **kwargs)
+        _deferring += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _deferring -= 1
+            if _waiting:
+                deliver()
+
+    return whole
+
+
+def _on_main_thread() -> bool:
+    return _thread.get_ident() == threading.main_thread().ident
 
 
 class _Call:
@@ -134,7 +116,7 @@ class _Call:
         return False
 
 
-_delivery = _Call(lambda: deliver(insist=True))
+_delivery = _Call(deliver)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 _is_true = ctypes.cast(ctypes.pythonapi.PyObject_IsTrue, ctypes.c_void_p)
@@ -148,67 +130,6 @@ def _call_between_bytecodes(call: _Call) -> None:
     _add_pending_call(_is_true, id(call))
 
 
-_dropped: list[BaseException] = []
-"""Exceptions of handlers that Python has dropped, to be raised again."""
-
-
-def _raise_dropped() -> None:
-    if _obstacle(sys._getframe(1)) is not None:
-        _call_between_bytecodes(_raising)
-    elif _dropped:
-        raise _dropped.pop(0)
-
-
-_raising = _Call(_raise_dropped)
-
-
-def _keep_dropped(original: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], Any]:
-    """``sys.unraisablehook``, but for exceptions of handlers: the step is undone, so the program must not go on."""
-
-    @functools.wraps(original)
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        if error is None or not hasattr(error, "_xla_amp_of_handler"):
-            original(unraisable)
-            return
-        _dropped.append(error)
-        _call_between_bytecodes(_raising)
-
-    uninterruptible(hook)
-    return hook
-
-
-def deferred(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorator: handlers of signals run after a call of `function`, which leaves nothing half done."""
-    _whole.add(function.__code__)
-
-    @functools.wraps(function)
-    def whole(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if _waiting:
-                deliver()
-
-    return whole
-
-
-def uninterruptible(*functions: Any) -> None:
-    """As `deferred`, for short functions, which stay as they are: ``__exit__`` of a context manager."""
-    _short.update(function.__code__ for function in functions)
-
-
-def deferred_until_told(function: Any) -> None:
-    """As `deferred`, for a function of another library near whose end `deliver_soon` is called."""
-    _whole.add(function.__code__)
-
-
-def deliver_soon() -> None:
-    """Runs the handlers of the signals that wait after the code that must run as a whole."""
-    if _waiting:
-        _call_between_bytecodes(_delivery)
-
-
 def take_over() -> None:
     """Wraps the handlers of all signals, those that are installed later included.
 
@@ -219,7 +140,6 @@ def take_over() -> None:
     install, get = _signal.signal, _signal.getsignal
     if hasattr(install, "__wrapped__"):
         return
-    sys.unraisablehook = _keep_dropped(sys.unraisablehook)
 
     @functools.wraps(install)
     def install_wrapped(*args: Any) -> Any:
@@ -239,7 +159,7 @@ def take_over() -> None:
             if callable(handler) and not isinstance(handler, Handler):
                 install(signum, Handler(handler))
 
-    if threading.current_thread() is threading.main_thread():
+    if _on_main_thread():
         wrap_present()
     else:
         _calls.append(_Call(wrap_present))

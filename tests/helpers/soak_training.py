@@ -1,8 +1,8 @@
-"""Train for long with evaluation, checkpoints, interrupts and exceptions in between; compare with undisturbed training.
+"""Train for long with evaluation, checkpoints and exceptions in between; compare with undisturbed training.
 
 A small model trains in float16 with a loss scaler.  Between its steps there are evaluations, checkpoints that are read
-into new objects, calls that raise, backward passes whose hook raises, and signals whose handler raises at random
-moments.  At the end every value must be that of a run with nothing but the steps, bit for bit.
+into new objects, calls that raise, and backward passes whose hook raises.  At the end every value must be that of a
+run with nothing but the steps, bit for bit.
 
     python tests/helpers/soak_training.py [--steps 20000] [--seed 0]
 """
@@ -16,12 +16,11 @@ import json
 import os
 import random
 import resource
-import signal
 import time
 from typing import Any
 
 import torch
-from interrupt_fuzz import Interrupted, correct_answers, handler
+from interrupt_fuzz import correct_answers
 
 import xla_amp
 
@@ -30,9 +29,6 @@ EVALUATE = 25
 """Steps from one evaluation to the next."""
 CHECKPOINT = 100
 RAISE = 20
-INTERRUPT = 4
-ATTEMPTS = 5
-"""How often a step is interrupted at most: one that takes longer than every time drawn must end, too."""
 
 
 class Training:
@@ -123,29 +119,17 @@ def disturbed(steps: int, seed: int) -> tuple[Training, collections.Counter[str]
     """Trains with everything in between; returns the training and what happened how often."""
     chance = random.Random(seed)
     counts: collections.Counter[str] = collections.Counter()
-    attempts: collections.Counter[int] = collections.Counter()
     training, number = Training(), 0
     while number < steps:
-        attempts[number] += 1
         try:
-            if number % INTERRUPT == 0 and attempts[number] <= ATTEMPTS:
-                signal.setitimer(signal.ITIMER_REAL, 10 ** chance.uniform(-4.5, -2))
-            try:
-                if number % RAISE == 7:
-                    raise_something(training, chance.randrange(4))
-                if number % EVALUATE == 11:
-                    training.evaluate()
-                    counts["evaluations"] += 1
-                training.step(number)
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except Interrupted:
-            counts["interrupts"] += 1
-        except (RuntimeError, IndexError, ZeroDivisionError, NotImplementedError) as error:
-            if "interrupted" in str(error):
-                raise
+            if number % RAISE == 7:
+                raise_something(training, chance.randrange(4))
+            if number % EVALUATE == 11:
+                training.evaluate()
+                counts["evaluations"] += 1
+        except (RuntimeError, IndexError, ZeroDivisionError, NotImplementedError):
             counts["exceptions"] += 1
-            training.step(number)
+        training.step(number)
         number = training.done()
         if number % CHECKPOINT == CHECKPOINT - 1:
             training = training.reloaded()
@@ -155,7 +139,6 @@ def disturbed(steps: int, seed: int) -> tuple[Training, collections.Counter[str]
 
 def soak(steps: int, seed: int) -> dict[str, Any]:
     """Both runs; returns counts, the names of different values, seconds, and the growth of memory."""
-    signal.signal(signal.SIGALRM, handler)
     expected = Training()
     for number in range(steps):
         expected.step(number)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import torch
 
-from xla_amp import config, interrupts
+from xla_amp import config
 from xla_amp.errors import DeviceError, EngineError
 
 
@@ -251,24 +251,11 @@ def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
         return array
 
 
-class x64:
+@contextlib.contextmanager
+def x64() -> Iterator[None]:
     """Inside, JAX keeps 64-bit types and promotes as NumPy does, whatever the user's own switches say."""
-
-    def __enter__(self) -> None:
-        self._wide, self._types, self._ranks = (
-            jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-        )  # fmt: skip
-        self._wide.__enter__()
-        self._types.__enter__()
-        self._ranks.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        self._ranks.__exit__(None, None, None)
-        self._types.__exit__(None, None, None)
-        self._wide.__exit__(None, None, None)
-
-
-interrupts.uninterruptible(x64.__enter__, x64.__exit__)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @contextlib.contextmanager

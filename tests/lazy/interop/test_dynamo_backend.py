@@ -128,15 +128,13 @@ def test_a_block_trains_as_uncompiled(device, uncompiled, made, where):
     assert counters["compilations"] == counters["host_syncs"] == 0
 
 
-def test_a_signal_may_undo_a_compiled_step(device):
-    """The step begins with the graph, as it does with a module."""
-    from xla_amp.lazy.steps import undo
-
+def test_a_compiled_graph_begins_a_training_step(device):
+    """As a module does, so that a collective after it is part of the step."""
     weight = torch.ones(2, device=device, requires_grad=True)
-    undo.end()
+    xla_amp.sync()
+    assert not step_marker.is_open()
     compiled(lambda x: (x * weight).sum())(torch.ones(2, device=device))
-    assert undo._step is not None
-    undo.end()
+    assert step_marker.is_open()
 
 
 def test_buffers_are_updated_and_evaluation_is_another_graph(device):

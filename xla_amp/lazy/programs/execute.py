@@ -56,10 +56,6 @@ together = lambda program, numbers: contextlib.nullcontext()  # noqa: E731
 """Around the dispatch of a program that several processes run together, which has a digest, on its lifted numbers;
 raises to reject it."""
 
-
-before_run: Callable[[list[Buffer], list[Buffer]], None] | None = None
-"""Called before a program runs in an open training step, with the buffers that it overwrites and those that it computes
-(`xla_amp.lazy.steps.undo`)."""
 after_run: list[Callable[[], None]] = []
 """Called after each program was dispatched."""
 _instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
@@ -212,8 +208,6 @@ def _prepare() -> _Flush:
     ]
     if observer is not None:
         observer.before(parameters, held)
-    if before_run is not None:
-        before_run(overwritten, computed)
     targets = overwritten + computed
     return _Flush(parameters=parameters, arrays=arrays, held=held, targets=targets, overwritten=len(overwritten))
 

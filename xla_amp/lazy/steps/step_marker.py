@@ -10,22 +10,18 @@ nothing, and loops fetch the next batch before they drop the gradients.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp import interrupts
 from xla_amp.backends import dynamo
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.execute import flush
-from xla_amp.lazy.steps import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import cpu_training, forks
 
@@ -41,6 +37,8 @@ _ended = False
 _kept = False
 """Whether the hook stays installed (`keep_hook`)."""
 _paused = False
+_open = -1
+"""Generation of the trace in which a training step began that no optimizer step has ended."""
 _with_optimizer = False
 """Whether a step ends with the optimizer's (`end_with_optimizer`)."""
 _unscaled = False
@@ -62,9 +60,7 @@ def install() -> None:
     """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
-    interrupts.deferred_until_told(torch.optim.Optimizer.profile_hook_step(_after_step))
     execute.after_run.append(_await_forward)
-    interrupts.after_undo.append(_await_forward)
     forks.in_child.append(_forget)
     _await_forward()
 
@@ -135,16 +131,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _open
     if _on_device(optimizer):
         cpu_training.device_was_used()
-        undo.end()
+        _open = -1
         if trace.code:
             _arm(optimizer)
             if _with_optimizer and not _paused and not _unscaled:
                 end_step()
     else:
         cpu_training.stepped(optimizer)
-    interrupts.deliver_soon()
 
 
 def _arm(optimizer: torch.optim.Optimizer) -> None:
@@ -182,21 +178,18 @@ def before_forward(module: torch.nn.Module, inputs: Any) -> None:
     if torch.compiler.is_dynamo_compiling() or not _awaited:
         return  # Dynamo reads this; its graphs call `graph_begins`
     with trace.lock:
-        _forward_begins()
-        if module.training and torch.is_grad_enabled() and not _is_nested(sys._getframe(1)):
-            undo.begin()
+        _forward_begins(module.training and torch.is_grad_enabled())
 
 
 def graph_begins() -> None:
     """Marks the forward pass of a compiled graph with gradients, which may be the first one of a step."""
     if _awaited:
         with trace.lock:
-            _forward_begins()
-            undo.begin()
+            _forward_begins(True)
 
 
-def _forward_begins() -> None:
-    global _awaited, _ended
+def _forward_begins(trains: bool) -> None:
+    global _awaited, _ended, _open
     _awaited = False
     if _ended:
         _ended = False
@@ -204,6 +197,13 @@ def _forward_begins() -> None:
     if not _kept:
         _remove_hook()
     step_begins()
+    if trains:
+        _open = trace.generation
+
+
+def is_open() -> bool:
+    """Whether the forward pass of a training step has begun in this trace, and no optimizer step has followed."""
+    return _open == trace.generation
 
 
 def _remove_hook() -> None:
@@ -215,21 +215,10 @@ def _remove_hook() -> None:
 
 def _forget() -> None:
     """In a forked child: a module on the CPU, a loader's transform for instance, begins no step of the parent's."""
-    global _armed, _awaited, _ended
-    _armed, _awaited, _ended = -1, False, False
-    undo.end()
+    global _armed, _awaited, _ended, _open
+    _armed, _awaited, _ended, _open = -1, False, False, -1
     _remove_hook()
 
 
 for _hook in (before_forward, _before_step, _after_step):
     dynamo.skip(_hook)
-_CALL = torch.nn.Module._call_impl.__code__
-
-
-def _is_nested(frame: FrameType | None) -> bool:
-    """Whether the forward pass of a module, whose hooks `frame` runs, is part of another's."""
-    calls = 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is _CALL
-        frame = frame.f_back
-    return calls > 1

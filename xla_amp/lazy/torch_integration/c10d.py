@@ -16,7 +16,7 @@ import torch
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import collectives, process_groups, processes
-from xla_amp.lazy.steps import step_marker, undo
+from xla_amp.lazy.steps import step_marker
 
 _SEND = "xla_model.collective_permute(tensor, pairs)"
 
@@ -55,7 +55,7 @@ def _exchange(call: str, boxed: Any, collective: Callable[[_Members], None]) -> 
     group = private_api.process_group(boxed)
     members = process_groups.members(call, group)
     # The backward pass is DistributedDataParallel's.
-    in_step = private_api.in_backward() or (undo.is_open() and process_groups.is_ours(group))
+    in_step = private_api.in_backward() or (step_marker.is_open() and process_groups.is_ours(group))
     if not in_step:
         step_marker.end_program()
     collective(members)

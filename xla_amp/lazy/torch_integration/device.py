@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_amp import config, events, interrupts
+from xla_amp import config, events
 from xla_amp.backends import dynamo
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
@@ -207,14 +207,6 @@ class BackendModule:
         return accelerator.memory_stats()
 
 
-_MODES: tuple[Any, ...] = (
-    torch.no_grad,
-    torch.enable_grad,
-    torch.set_grad_enabled,
-    torch.inference_mode,
-    torch.autocast,
-)
-"""Context managers that a signal must not leave half entered."""
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
 _installed: set[str] = set()
 _starting = threading.Lock()
@@ -249,8 +241,6 @@ def device() -> torch.device:
             generator.manual_seed(torch.initial_seed())
             monkeypatches.install()
             step_marker.install()
-            for kind in _MODES:
-                interrupts.uninterruptible(kind.__enter__, kind.__exit__)
             trace.most = config.tape_limit()
             forks.watch()
             execute.eager = config.eager()

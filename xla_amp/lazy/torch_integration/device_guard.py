@@ -35,7 +35,6 @@ import torch
 from xla_amp import interrupts
 from xla_amp.backends import dynamo
 from xla_amp.lazy import private_api
-from xla_amp.lazy.steps import undo
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 _SLOTS = 1024
@@ -90,7 +89,6 @@ def run_backward(original: Callable[..., Any]) -> Callable[..., Any]:
         ours = any(isinstance(x, torch.Tensor) and x.device.type == DEVICE_TYPE for x in outputs)
         if not ours or private_api.in_backward():
             return _run(original, outputs, *args, **kwargs)
-        undo.drop_gradients(outputs)
         with _lock:
             return _run(original, outputs, *args, **kwargs)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -79,25 +78,6 @@ def _draw_from(other: torch.Generator) -> tuple[int, int]:
     trace.generators.append(other)
     trace.streams.append((int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=other)), 0))
     return len(trace.streams) - 1, 0
-
-
-def remember() -> Callable[[bool], None]:
-    """A function that restores the present states of all generators; its argument says whether in the same trace."""
-    ours, now = stream(), state()
-    others = [(other, dict(vars(other)), other._state()) for other in list(_generators.values())]
-
-    def restore(in_same_trace: bool) -> None:
-        global _seed, _offset
-        if in_same_trace:  # which was truncated to its length then
-            _seed, _offset = ours
-        else:
-            set_state(*now)
-        for other, attributes, (seed, offset) in others:
-            other._set(seed, offset)
-            if in_same_trace:
-                vars(other).update(attributes)
-
-    return restore
 
 
 def manual_seed(seed: int) -> None:

@@ -230,7 +230,6 @@ class autocast:
             return _Entry(self, region, rules, undo.pop_all())
 
 
-interrupts.uninterruptible(autocast.__enter__, autocast.__exit__)
 for _method in (autocast.__init__, autocast.__enter__, autocast.__exit__):
     dynamo.skip(_method)
 
@@ -265,6 +264,7 @@ def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtyp
     return again
 
 
+@interrupts.deferred
 def _leave(owner: autocast) -> Policy | None:
     """Undoes this thread's newest entry of `owner`; returns its rules, if any.
 

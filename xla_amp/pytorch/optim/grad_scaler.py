@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 import torch
-from torch.amp.grad_scaler import OptState
 from torch.utils._pytree import tree_map
 
 from xla_amp import interrupts
@@ -80,7 +79,6 @@ class GradScaler(torch.amp.GradScaler):
         self._suspects: dict[int, tuple[weakref.ref[torch.optim.Optimizer], torch.Tensor]] = {}
         """By ``id`` of an optimizer: bool (gradients), True where a gradient was not finite in its newest step."""
         self._models: list[weakref.ref[torch.nn.Module]] = []
-        _scalers.add(self)
 
     def __repr__(self) -> str:
         """The settings; `get_scale` reads the scale, which is on the device."""
@@ -159,13 +157,6 @@ class GradScaler(torch.amp.GradScaler):
         """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""
         if not self._enabled:
             return
-        if self._end_iteration(new_scale) and self._max_skips:
-            self._until_check -= 1
-            if self._until_check <= 0:
-                self.check_skips()
-
-    def _end_iteration(self, new_scale: float | torch.Tensor | None) -> bool:
-        """`update` without the check; returns whether an optimizer has stepped."""
         states = self._per_optimizer_states.values()
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if self._scale is not None and found:
@@ -173,7 +164,10 @@ class GradScaler(torch.amp.GradScaler):
         super().update(float(new_scale) if isinstance(new_scale, int) else new_scale)
         if self._scale is not None and new_scale is None and (self._min_scale, self._max_scale) != (None, None):
             self._scale.clamp_(self._min_scale, self._max_scale)
-        return bool(found)
+        if found and self._max_skips:
+            self._until_check -= 1
+            if self._until_check <= 0:
+                self.check_skips()
 
     def _count(self, device: torch.device, found: list[torch.Tensor]) -> None:
         """Updates the counts, in two recorded operations for one flag.  Each flag is 0 or 1."""
@@ -273,35 +267,6 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_counters"] = [int(count) for count in torch.stack(self._counters).tolist()]
         state.update(_counters=None, _ended=False, _suspects={}, _models=[])
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        _scalers.add(self)
-
-
-_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-
-
-def _on_xla() -> list[GradScaler]:
-    enabled = [scaler for scaler in _scalers if scaler.is_enabled()]
-    return [scaler for scaler in enabled if scaler._scale is not None and devices.is_xla(scaler._scale.device.type)]
-
-
-def _end_iterations(error: BaseException) -> None:
-    """Before a handler's exception between `step` and `update`: ends the iteration, since its optimizer has stepped."""
-    for scaler in _on_xla():
-        if any(state["stage"] is OptState.STEPPED for state in scaler._per_optimizer_states.values()):
-            scaler._end_iteration(None)
-
-
-def _forget_iterations() -> None:
-    """After a step was undone: gradients that were unscaled in it are gone."""
-    for scaler in _on_xla():
-        scaler._per_optimizer_states.clear()
-
-
-interrupts.before_raising.append(_end_iterations)
-interrupts.after_undo.append(_forget_iterations)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
