@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from timing import interleaved, machine
+from results import interleaved, machine
 
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lowering.attention import sdpa

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
-from flax_step import step_of
+from flax_models import step_of
 from models import GPT, GPTConfig
 from results import plot, write_json, write_markdown
 from workloads import Workload, language

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from models import GPT, GPTConfig, ResNet50
-from timing import interleaved, machine
+from results import interleaved, machine
 
 import xla_amp
 from xla_amp.lazy.programs import execute

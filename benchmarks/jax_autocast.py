@@ -21,7 +21,7 @@ from unittest import mock
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from timing import interleaved, machine
+from results import interleaved, machine
 
 from xla_amp.jax import autocast
 from xla_amp.jax.higher_order import islands

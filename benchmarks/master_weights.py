@@ -16,8 +16,8 @@ import statistics
 from typing import Any
 
 import torch
+from results import machine
 from source_tree import ROOT
-from timing import machine
 from torch import nn
 from torch.nn import functional as F
 

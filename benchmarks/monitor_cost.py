@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from results import RESULTS, write_json, write_markdown
-from timing import interleaved, machine
+from results import RESULTS, interleaved, machine, write_json, write_markdown
 from workloads import WORKLOADS
 
 import xla_amp

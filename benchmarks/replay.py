@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from host_time import gpt2, resnet
-from timing import interleaved, machine
+from results import interleaved, machine
 
 import xla_amp
 from xla_amp.lazy import private_api

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from results import RESULTS, stamp, write_markdown
-from timing import machine
+from results import RESULTS, machine, stamp, write_markdown
 
 import xla_amp
 from xla_amp.tools import search as plan_search

@@ -24,7 +24,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import torch
-from flax_step import step_of
+from flax_models import step_of
 from results import RESULTS, stamp, write_markdown
 from workloads import Workload, language, resnet, vit
 

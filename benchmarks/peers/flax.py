@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax_step import initial, loss_of, optimizer_of, step_of
+from flax_models import initial, loss_of, optimizer_of, step_of
 from peer import Trainer, program_bytes
 from workloads import Workload
 

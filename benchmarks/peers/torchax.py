@@ -13,7 +13,7 @@ from workloads import Workload
 def make(workload: Workload, option: str) -> Trainer:
     """The weights, statistics and optimizer state are donated, as in its examples."""
     import torchax
-    from flax_step import optimizer_of
+    from flax_models import optimizer_of
     from torchax import interop
     from torchax.train import make_train_step
 
