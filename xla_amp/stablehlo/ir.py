@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from xla_amp.errors import ModuleError
+from xla_amp.stablehlo import locations
 
 MlirModule: TypeAlias = Any
 """``jaxlib.mlir.ir.Module``; jaxlib ships no types for it."""
@@ -118,19 +119,13 @@ class _quiet:
         self.handler.detach()
 
 
-_IN_SOURCE: Final = re.compile(r'loc\("-":(\d+):(\d+)\)')
-"""A location in the text that was parsed."""
-
-
 def _first_line(error: object, problems: list[str]) -> str:
     """The reason in one line, with line and column of the text where MLIR knows them."""
     for diagnostic in getattr(error, "error_diagnostics", ()):
-        place, reason = str(diagnostic.location), str(diagnostic.message).partition("\n")[0]
-        if (found := _IN_SOURCE.fullmatch(place)) and found[1] == "0":
-            return reason  # of bytecode
-        if found:
-            return f"line {found[1]}, column {found[2]}: {reason}"
-        return reason if place == "loc(unknown)" else f"{reason} (at {place.removeprefix('loc(').removesuffix(')')})"
+        place, reason = locations.of(diagnostic), str(diagnostic.message).partition("\n")[0]
+        if place.position and any(place.position):
+            return f"line {place.position[0]}, column {place.position[1]}: {reason}"
+        return f"{reason} (at {place.text})" if place.text and not place.position else reason
     lines = [line for line in [*problems, *str(error).splitlines()] if line.strip()]
     return lines[0] if lines else "no further message"
 
@@ -290,7 +285,12 @@ def tensor_type(value_type: Any) -> TensorType | None:
 def elements(value: Any) -> int:
     """How many elements a tensor has; sizes that are not known count as 1, and so do other values."""
     kind = tensor_type(value.type)
-    return math.prod(size or 1 for size in kind.shape) if kind else 1
+    return 1 if kind is None else elements_of(kind)
+
+
+def elements_of(kind: TensorType) -> int:
+    """How many elements a tensor of this type has; sizes that are not known count as 1."""
+    return math.prod(1 if size is None else size for size in kind.shape)
 
 
 def with_element(value_type: Any, element: Any) -> Any:
@@ -433,11 +433,6 @@ def _resource_of(operation: Any) -> Any:
     return value if value is not None and is_resource(value) else None
 
 
-def elements_of(kind: TensorType) -> int:
-    """How many elements a tensor of this type has; sizes that are not known count as 1."""
-    return math.prod(1 if size is None else size for size in kind.shape)
-
-
 def constant_attribute(array: np.ndarray[Any, Any], value_type: Any) -> Any:
     """Dense attribute of `value_type` with the values of `array`, which has the matching dtype (ml_dtypes for bf16).
 
@@ -460,7 +455,24 @@ def devices(platform: str | None = None) -> list[Any]:
     return list(jax.devices(platform) if platform else jax.devices())
 
 
-_WRAPPED: Final = "stablehlo-refine-arguments"
+def run_passes(module: MlirModule, passes: str) -> None:
+    """Runs passes of MLIR and StableHLO; operations that were read from the module before must not be used after it.
+
+    Args:
+        module: is changed.
+        passes: as in ``builtin.module(...)``, separated by commas.
+
+    Raises:
+        ModuleError: a pass fails; the message is its reason.
+    """
+    from jaxlib.mlir.passmanager import PassManager
+
+    dialect().register_stablehlo_passes()
+    with module.context, _quiet(module.context) as problems:
+        try:
+            PassManager.parse(f"builtin.module({passes})").run(module.operation)
+        except (mlir().MLIRError, ValueError) as error:
+            raise ModuleError(_first_line("" if problems else error, problems)) from None
 
 
 def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
@@ -473,14 +485,12 @@ def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
     """
     import jax
     from jaxlib import _jax
-    from jaxlib.mlir.passmanager import PassManager
 
     inputs = signature(module).inputs
     if not any(kind is not None and None in kind.shape for kind in inputs):
         return module
     ir, copied = mlir(), copy(runnable(module))
-    dialect().register_stablehlo_passes()
-    with copied.context, ir.Location.unknown(), _quiet(copied.context) as problems:
+    with copied.context, ir.Location.unknown():
         types = [
             str(ir.RankedTensorType.get(np.shape(array), given.element_type)) if kind else str(given)
             for array, kind, given in zip(
@@ -488,10 +498,10 @@ def refined(module: MlirModule, arguments: Sequence[Any]) -> MlirModule:
             )
         ]
         try:
-            PassManager.parse(f"builtin.module({_WRAPPED}{{types='{','.join(types)}'}})").run(copied.operation)
+            run_passes(copied, f"stablehlo-refine-arguments{{types='{','.join(types)}'}}")
             data = _jax.mlir.refine_polymorphic_shapes(bytecode(copied), True, True)
-        except (ir.MLIRError, jax.errors.JaxRuntimeError, ValueError) as error:
-            reason = _first_line("" if problems else error, problems)
+        except (ModuleError, jax.errors.JaxRuntimeError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
             raise ModuleError(f"the samples' shapes do not determine the program's: {reason}") from None
     return parse(data, "the program of the samples' shapes")
 

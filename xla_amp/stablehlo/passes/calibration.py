@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, progress
-from xla_amp.stablehlo.passes import composites, costs
+from xla_amp.stablehlo import ir, progress, surgery
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -140,7 +140,7 @@ def _measure(
 ) -> dict[int, Measurement]:
     copied = ir.copy(module)
     with copied.context, ir.mlir().Location.unknown():
-        composites.call_all(copied)  # one operation for one, so numbers stay
+        surgery.call_composites(copied)  # one operation for one, so numbers stay
         numbers = _Instrumentation(copied, classifier, wanted, low).run()
     if not numbers:
         return {}
@@ -175,14 +175,14 @@ class _Instrumentation:
     def run(self) -> list[int]:
         """Makes the entry function return the measurements; returns the numbers of the measured operations in order."""
         main = ir.entry(self.module)
-        numbers = self._function(main.attributes["sym_name"].value)
+        numbers = self._function(surgery.name_of(main))
         for name in ("arg_attrs", "res_attrs"):  # donation and result names do not apply to the measurements
             if name in main.attributes:
                 del main.attributes[name]
-        last = _last(main.regions[0].blocks[0])
         if numbers:
-            self._return(last, [last.operands[len(last.operands) - 1]])
-            self._retype(main)
+            block = surgery.block_of(main)
+            surgery.end(block, list(surgery.terminator(block).operands)[-1:])
+            surgery.update_type(main)
         return numbers
 
     # Blocks and structures return the numbers of the measured operations, in order, and the vector of measurements.
@@ -191,34 +191,24 @@ class _Instrumentation:
         if name not in self._done:
             self._done[name] = []  # ends recursion; a recursive program is not valid
             function = self._functions[name]
-            block = function.regions[0].blocks[0]
+            block = surgery.block_of(function)
             numbers, vector = self._block(block)
             if vector is not None:
-                last = _last(block)
-                self._return(last, [*last.operands, vector])
+                self._return_too(block, vector)
                 if "res_attrs" in function.attributes:
                     del function.attributes["res_attrs"]
-                self._retype(function)
+                surgery.update_type(function)
             self._done[name] = numbers
         return self._done[name]
 
-    def _retype(self, function: Any) -> None:
-        mlir, block = ir.mlir(), function.regions[0].blocks[0]
-        inputs = [argument.type for argument in block.arguments]
-        results = [operand.type for operand in _last(block).operands]
-        function.attributes["function_type"] = mlir.TypeAttr.get(mlir.FunctionType.get(inputs, results))
-
-    def _return(self, last: Any, operands: list[Any]) -> Any:
-        with ir.mlir().InsertionPoint(last):
-            made = ir.mlir().Operation.create(last.name, operands=operands)
-        last.erase()
-        return made
+    def _return_too(self, block: Any, vector: Any) -> None:
+        surgery.end(block, [*surgery.terminator(block).operands, vector])
 
     def _block(self, block: Any) -> tuple[list[int], Any]:
         numbers: list[int] = []
         vectors: list[Any] = []
         # Look up all numbers first: a new operation can get the address of an erased one.
-        numbered = [(self._number[view.operation], view.operation) for view in list(block.operations)[:-1]]
+        numbered = [(self._number[operation], operation) for operation in surgery.body(block)]
         for number, operation in numbered:
             structure = self.classifier.classify(operation).structure
             found, vector = [], None
@@ -231,7 +221,7 @@ class _Instrumentation:
                 vectors.append(vector)
         if not vectors:
             return [], None
-        with ir.mlir().InsertionPoint(_last(block)):
+        with ir.mlir().InsertionPoint(surgery.terminator(block)):
             return numbers, self._concatenated(vectors)
 
     def _concatenated(self, vectors: list[Any]) -> Any:
@@ -246,7 +236,7 @@ class _Instrumentation:
     # Structures.
 
     def _call(self, operation: Any) -> tuple[list[int], Any]:
-        name = operation.attributes["callee"].value
+        name = operation.attributes[surgery.CALLEE].value
         if name not in self._functions or not len(self._functions[name].regions[0].blocks):
             return [], None
         numbers = self._function(name)
@@ -262,10 +252,9 @@ class _Instrumentation:
         mlir = ir.mlir()
         for region in operation.regions:
             region.blocks[0].add_argument(vector.type, mlir.Location.unknown())
-        last = _last(body)
-        with mlir.InsertionPoint(last):
+        with mlir.InsertionPoint(surgery.terminator(body)):
             merged = ir.dialect().maximum(body.arguments[len(body.arguments) - 1], vector)
-        self._return(last, [*last.operands, merged])
+        self._return_too(body, merged)
         with mlir.InsertionPoint(operation):
             start = self._zeros(len(numbers))
         return numbers, self._extended(operation, [start], len(numbers))
@@ -277,15 +266,14 @@ class _Instrumentation:
         if not numbers:
             return [], None
         for at, block in enumerate(blocks):
-            last = _last(block)
-            with ir.mlir().InsertionPoint(last):
+            with ir.mlir().InsertionPoint(surgery.terminator(block)):
                 vectors = [
                     vector if here == at else self._zeros(len(found))
                     for here, (found, vector) in enumerate(parts)
                     if vector is not None
                 ]
                 vector = self._concatenated(vectors)
-            self._return(last, [*last.operands, vector])
+            self._return_too(block, vector)
         return numbers, self._extended(operation, [], len(numbers))
 
     def _inline(self, operation: Any) -> tuple[list[int], Any]:
@@ -352,14 +340,4 @@ class _Instrumentation:
             source = _MEASURE.format(name=name, type=value.type, truth=truth, axes=axes)
             self.module.body.append(mlir.Operation.parse(source))
         pair = mlir.RankedTensorType.get([2], mlir.F32Type.get())
-        called = mlir.Operation.create(
-            "func.call",
-            results=[pair],
-            operands=[value, rounded],
-            attributes={"callee": mlir.FlatSymbolRefAttr.get(name)},
-        )
-        return called.results[0]
-
-
-def _last(block: Any) -> Any:
-    return block.operations[len(block.operations) - 1].operation
+        return surgery.call(name, [value, rounded], [pair]).results[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, surgery
 
 _NUMBERS: Final = "dot_dimension_numbers"
 _PERMUTATION: Final = "permutation"
@@ -85,7 +85,7 @@ def _fold_pairs(value: Any) -> bool:
                 inner.operands[0] = value
                 todo.append(inner)
             changed = True
-        if changed and next(iter(outer.results[0].uses), None) is None:
+        if changed and surgery.is_unused(outer):
             outer.erase()
     return changed
 

@@ -7,9 +7,9 @@ a function's argument with the operands of all its calls.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.op_table import Classifier, Colour, OpClass, Structure
 
@@ -120,7 +120,7 @@ class CastGraph:
                 self._functions[name] = function
         for name, function in self._functions.items():
             self._name = name
-            block = function.operation.regions[0].blocks[0]
+            block = surgery.block_of(function.operation)
             self._join_terminator(self._block(block), function.results)
 
     def _called(self) -> tuple[set[str], set[str]]:
@@ -130,9 +130,9 @@ class CastGraph:
         for operation in ir.operations(self._module.operation):
             structure = self.classifier.classify(operation).structure
             if structure == "call":
-                called.update(callees(operation))
+                called.update(surgery.callees(operation))
             elif structure == "opaque" and operation.name != "func.func":
-                opaque.update(callees(operation))
+                opaque.update(surgery.callees(operation))
         public = {name for name, op in ir.functions(self._module).items() if not ir.is_private(op)}
         return called - opaque - public, opaque
 
@@ -182,14 +182,14 @@ class CastGraph:
     # Structures.
 
     def _signature(self, operation: Any, *, boundary: bool) -> _Function:
-        block = operation.regions[0].blocks[0]
+        block = surgery.block_of(operation)
         arguments: dict[int, Node] = {}
         for index, argument in enumerate(block.arguments):
             if self.kind(argument) == "wide":
                 arguments[index] = self._join(operation, None, index, [argument])
                 arguments[index].boundary = boundary
         results: dict[int, Node] = {}
-        terminator = _terminator(block)
+        terminator = surgery.terminator(block)
         for index, operand in enumerate(terminator.operands):
             if self.kind(operand) == "wide":
                 results[index] = self._join(operation, None, index, [])
@@ -198,16 +198,14 @@ class CastGraph:
 
     def _block(self, block: Any) -> Any:
         # The caller handles the terminator.
-        views = list(block.operations)
-        for view in views[:-1]:
-            operation = view.operation
+        for operation in surgery.body(block):
             op_class = self.classifier.classify(operation)
             marked = composites.mark_of(operation) if self._leaders else None
             if marked is not None and marked.is_edge and marked.number in self._leaders:
                 self._leave(operation, op_class, self._leaders[marked.number])
             else:
                 self._structures[op_class.structure](operation, op_class)
-        return views[-1].operation
+        return surgery.terminator(block)
 
     def _leave(self, operation: Any, op_class: OpClass, leaders: list[Any]) -> None:
         # The edge of a group in float32 whose result is rounded if `leaders`, which enter the group, are low.
@@ -311,14 +309,14 @@ class CastGraph:
             self._join_terminator(self._block(region.blocks[0]), joins)
 
     def _inline(self, operation: Any, op_class: OpClass) -> None:
-        block = operation.regions[0].blocks[0]
+        block = surgery.block_of(operation)
         for index, (operand, argument) in enumerate(zip(operation.operands, block.arguments, strict=True)):
             if self.kind(operand) == "wide":
                 self._read(self._join(operation, op_class, index, [argument]), operation, index, operand)
         self._join_terminator(self._block(block), self._results(operation, op_class))
 
     def _call(self, operation: Any, op_class: OpClass) -> None:
-        callee = self._functions.get(callees(operation)[0])
+        callee = self._functions.get(surgery.callees(operation)[0])
         if callee is None:  # declared only, or of several blocks
             self._opaque(operation, op_class)
             return
@@ -330,24 +328,3 @@ class CastGraph:
                 node = callee.results[index]
                 self.slot_of[result] = node.outputs[0]
                 node.writes.append(result)
-
-
-def _terminator(block: Any) -> Any:
-    operations = block.operations
-    return operations[len(operations) - 1].operation
-
-
-def callees(operation: Any) -> list[str]:
-    """Names of the functions that an operation refers to in its attributes."""
-    symbol = ir.mlir().FlatSymbolRefAttr
-    names: list[str] = []
-    for name in _REFERRING:
-        attribute = ir.attribute(operation, name)
-        for each in attribute if isinstance(attribute, ir.mlir().ArrayAttr) else (attribute,):
-            if isinstance(each, symbol):
-                names.append(each.value)
-    return names
-
-
-_REFERRING: Final = ("callee", "decomposition", "called_computations")
-"""Attributes that name functions: of calls, of composites, of custom calls."""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes.op_table import Classifier
 
 SMALL: Final = 32
 """Largest number of operations in a function that is cloned: bounds the growth of the module."""
-_CALLEE: Final = "callee"
-_NAME: Final = "sym_name"
 
 
 def clone_per_call(module: Any, classifier: Classifier) -> dict[str, str]:
@@ -23,12 +21,11 @@ def clone_per_call(module: Any, classifier: Classifier) -> dict[str, str]:
     Returns:
         Name of a clone -> name of the function.
     """
-    mlir = ir.mlir()
     functions = ir.functions(module)
     calls: dict[str, list[Any]] = {}
     for operation in ir.operations(module.operation):
         if classifier.classify(operation).structure == "call":
-            calls.setdefault(operation.attributes[_CALLEE].value, []).append(operation)
+            calls.setdefault(operation.attributes[surgery.CALLEE].value, []).append(operation)
     copies: dict[str, str] = {}
     taken = set(functions)
     for name, callers in calls.items():
@@ -36,16 +33,10 @@ def clone_per_call(module: Any, classifier: Classifier) -> dict[str, str]:
         if function is None or len(callers) < 2 or not ir.is_private(function) or not _small(function, classifier):
             continue
         for number, call in enumerate(callers[1:], 1):
-            copied = f"{name}.{number}"
-            while copied in taken:
-                copied += "_"
+            copied = surgery.name_of(surgery.clone_function(module, function, f"{name}.{number}", taken))
             taken.add(copied)
             copies[copied] = name
-            # Without a current insertion point the clone is detached; the module appends it.
-            clone = function.clone()
-            clone.operation.attributes[_NAME] = mlir.StringAttr.get(copied)
-            module.body.append(clone)
-            call.attributes[_CALLEE] = mlir.FlatSymbolRefAttr.get(copied)
+            surgery.redirect(call, copied)
     return copies
 
 
@@ -60,7 +51,6 @@ def _small(function: Any, classifier: Classifier) -> bool:
 
 def merge_identical(module: Any, classifier: Classifier, copies: dict[str, str]) -> None:
     """Replaces clones with identical bodies by one, the original function if it is among them."""
-    mlir = ir.mlir()
     functions = ir.functions(module)
     first: dict[tuple[str, str], str] = {}
     same: dict[str, str] = {}
@@ -76,8 +66,8 @@ def merge_identical(module: Any, classifier: Classifier, copies: dict[str, str])
         return
     for operation in ir.operations(module.operation):
         if classifier.classify(operation).structure == "call":
-            kept = same.get(operation.attributes[_CALLEE].value, "")
+            kept = same.get(operation.attributes[surgery.CALLEE].value, "")
             if kept:
-                operation.attributes[_CALLEE] = mlir.FlatSymbolRefAttr.get(kept)
+                surgery.redirect(operation, kept)
     for name in same:
         functions[name].erase()

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from xla_amp.policy import Policy, op_catalog
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations, surgery
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
 
@@ -28,7 +28,6 @@ MARK: Final = "amp.part"
 
 _MEANS: Final = "amp.means"
 """Attribute of the decomposition of a composite: the operation."""
-_FRAME: Final = re.compile(r'"([^"]+)"\("([^"]+)":\d+')
 _NUMBERED: Final = re.compile(r"([._]\d+)+$")
 _LEADS: Final = "amp.leads"
 """Attribute of a part: indices of its operands that decide about the dtype of the group's results."""
@@ -79,29 +78,12 @@ def call_decompositions(module: Any, policy: Policy) -> None:
             continue
         name = operation.attributes["name"].value.rpartition(".")[2]
         meant = op_catalog.composite(f"aten::{name}", "")
-        symbol = operation.attributes["decomposition"]
-        function = ir.functions(module).get(symbol.value)
+        symbol = operation.attributes["decomposition"].value
+        function = ir.functions(module).get(symbol)
         if meant not in ruled or function is None or not ir.is_private(function):
             continue
         function.attributes[_MEANS] = mlir.StringAttr.get(meant)
-        _replace(operation, symbol)
-
-
-def call_all(module: Any) -> None:
-    """Replaces each composite by a call of its decomposition, which means the same; needs a current MLIR context."""
-    for operation in list(ir.operations(module.operation)):
-        if operation.name == "stablehlo.composite":
-            _replace(operation, operation.attributes["decomposition"])
-
-
-def _replace(operation: Any, symbol: Any) -> None:
-    mlir = ir.mlir()
-    with mlir.InsertionPoint(operation), operation.location:
-        types = [result.type for result in operation.results]
-        call = mlir.Operation.create("func.call", types, list(operation.operands), {"callee": symbol})
-    for before, after in zip(operation.results, call.results, strict=True):
-        before.replace_all_uses_with(after)
-    operation.erase()
+        surgery.call_instead(operation, symbol)
 
 
 def _ruled(policy: Policy) -> set[str]:
@@ -148,14 +130,14 @@ def remove(module: Any) -> None:
 
 def _groups(function: Any, ruled: set[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
     """(operation, its parts in one block)."""
-    symbol = function.attributes["sym_name"].value
+    symbol = surgery.name_of(function)
     while symbol in copies:
         symbol = copies[symbol]
     operation, _ = op_catalog.catalogue().composites.get(_NUMBERED.sub("", symbol), ("", ""))
     if _MEANS in function.attributes:
         operation = function.attributes[_MEANS].value
     if operation in ruled and ir.is_private(function):
-        yield operation, _body(function.regions[0].blocks[0])
+        yield operation, surgery.body(surgery.block_of(function))
         return
     for block in _blocks(function):
         yield from _by_location(block, ruled)
@@ -171,16 +153,12 @@ def _blocks(operation: Any) -> Iterator[Any]:
                     yield from _blocks(view.operation)
 
 
-def _body(block: Any) -> list[Any]:
-    return [view.operation for view in block.operations][:-1]
-
-
 def _by_location(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
     """Runs of operations that one call of a function wrote; constants inside do not end a run."""
     before: Any = None
     parts: list[Any] = []
-    for operation in _body(block):
-        call = _call(str(operation.location), ruled)
+    for operation in surgery.body(block):
+        call = _call(locations.of(operation), ruled)
         if call is None and operation.name == "stablehlo.constant":
             continue
         if call != before and before is not None:
@@ -191,25 +169,25 @@ def _by_location(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]
         yield before[0], parts
 
 
-def _call(location: str, ruled: set[str]) -> tuple[str, str] | None:
+def _call(location: locations.Location, ruled: set[str]) -> tuple[str, str] | None:
     """The operation that a location is in, and a key of the call."""
-    for frame in _FRAME.finditer(location):
-        operation = op_catalog.composite(*frame.groups())
+    for frame in location.frames:
+        operation = op_catalog.composite(frame.function, frame.file)
         if operation in ruled:
-            name = "" if frame[1].startswith("aten::") else location[frame.end() :].partition(" at ")[2].rstrip(")")
-            return operation, name or location.partition("(callsite")[2] or location
+            caller = "" if frame.function.startswith("aten::") else frame.caller
+            return operation, caller or location.text.partition("(callsite")[2] or location.text
     return None
 
 
 def _softmaxes(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
     """``exp(x - max(x)) / sum(exp(x - max(x)))``, and its logarithm, as JAX writes them."""
-    for operation in _body(block):
-        if _call(str(operation.location), ruled) is not None:
+    for operation in surgery.body(block):
+        if _call(locations.of(operation), ruled) is not None:
             continue
         parts: list[Any] = [operation]
         if operation.name == "stablehlo.divide" and "softmax.int" in ruled:
             total = _through(operation.operands[1], parts)
-            exponential = _owner(operation.operands[0])
+            exponential = surgery.producer(operation.operands[0])
             if exponential is None or exponential.name != "stablehlo.exponential":
                 continue
             name, shifted = "softmax.int", exponential
@@ -219,31 +197,31 @@ def _softmaxes(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
                 continue
             total = _through(logarithm.operands[0], [*parts, logarithm])
             parts.append(logarithm)
-            exponential = None if total is None else _owner(total.operands[0])
+            exponential = None if total is None else surgery.producer(total.operands[0])
             if exponential is None or exponential.name != "stablehlo.exponential":
                 continue
             name, shifted = "log_softmax.int", exponential
         else:
             continue
-        if total is None or total.name != "stablehlo.reduce" or _owner(total.operands[0]) != exponential:
+        if total is None or total.name != "stablehlo.reduce" or surgery.producer(total.operands[0]) != exponential:
             continue
         parts += [total, shifted]
-        difference = _owner(shifted.operands[0])
+        difference = surgery.producer(shifted.operands[0])
         if difference is not None and difference.name == "stablehlo.subtract":
             largest = _maximum(difference.operands[1], parts)
             if largest is not None and largest.operands[0] == difference.operands[0]:
                 parts += [difference, largest]
-        body = _body(block)  # operations can be compared, not hashed
+        body = surgery.body(block)  # operations can be compared, not hashed
         if all(each in body for each in parts):
             yield name, [body[number] for number in sorted({body.index(each) for each in parts})]
 
 
 def _through(value: Any, parts: list[Any]) -> Any:
     """The operation behind operations that only move elements, which are added to `parts`."""
-    operation = _owner(value)
+    operation = surgery.producer(value)
     while operation is not None and operation.name in _MOVES:
         parts.append(operation)
-        operation = _owner(operation.operands[0])
+        operation = surgery.producer(operation.operands[0])
     return operation
 
 
@@ -255,11 +233,6 @@ def _maximum(value: Any, parts: list[Any]) -> Any:
         owners = [_through(operand, parts) for operand in operation.operands]
         operation = next((each for each in owners if each is not None and each.name == "stablehlo.reduce"), None)
     return operation if operation is not None and operation.name == "stablehlo.reduce" else None
-
-
-def _owner(value: Any) -> Any:
-    owner = value.owner
-    return getattr(owner, "operation", owner) if hasattr(owner, "operands") or hasattr(owner, "operation") else None
 
 
 def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> None:
@@ -277,7 +250,7 @@ def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> N
         while operation is not None and operation.name != "func.func":
             if MARK in operation.attributes:
                 return bool(operation.attributes[MARK] == part_mark)
-            operation = getattr(operation.parent, "operation", operation.parent)
+            operation = surgery.parent(operation)
         return False
 
     def is_wide(value: Any) -> bool:
@@ -288,7 +261,7 @@ def _mark(text: str, parts: Sequence[Any], cast: Cast, *, statistics: bool) -> N
     entering: dict[Any, list[tuple[Any, int]]] = {}
     for part in parts:
         for index, operand in enumerate(part.operands):
-            owner = _owner(operand)
+            owner = surgery.producer(operand)
             if is_wide(operand) and (owner is None or not (is_part(owner) or owner.name == "stablehlo.constant")):
                 entering.setdefault(operand, []).append((part, index))
     largest = max(map(ir.elements, entering), default=0)

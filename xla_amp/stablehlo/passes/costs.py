@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any, Final
 
 from xla_amp import compiling
 from xla_amp.report import units
-from xla_amp.stablehlo import ir
-
-_FILE: Final = re.compile(r'"((?:[^"\\]|\\.)+)":(\d+):\d+')
+from xla_amp.stablehlo import ir, surgery
 
 _PRECISION: Final = ("algorithm", "precision_config")
 _FLOAT8: Final = ("f8E4M3FN", "f8E5M2")
@@ -47,9 +44,8 @@ def _read_element(operand: Any) -> str:
 
 def _producer(value: Any, name: str) -> Any:
     """The operation that makes a value if it has this name, otherwise None."""
-    if isinstance(value.owner, ir.mlir().Block) or value.owner.operation.name != name:
-        return None
-    return value.owner.operation
+    operation = surgery.producer(value)
+    return operation if operation is not None and operation.name == name else None
 
 
 def element(value: Any) -> str:
@@ -96,20 +92,7 @@ def bytes_moved(operation: Any) -> int:
 def size(value_type: Any) -> int:
     """Bytes of a value; 0 for other types than tensors. A dynamic dimension counts as 1."""
     kind = ir.tensor_type(value_type)
-    if kind is None:
-        return 0
-    return math.prod(1 if each is None else each for each in kind.shape) * units.bits(kind.element) // 8
-
-
-def source_line(location: str) -> str:
-    """The innermost ``file:line`` in the text of a location; empty without one.
-
-    Example:
-        >>> source_line('loc("jit(f)/mul"(callsite("f"("/home/me/model.py":3:8 to :32) at "main"("run.py":1:0))))')
-        '/home/me/model.py:3'
-    """
-    found = _FILE.search(location)
-    return f"{found[1]}:{found[2]}" if found and found[1] != "-" else ""  # "-" is text without a name
+    return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
 
 
 def _ends(operation: Any) -> tuple[list[Any], list[Any]]:

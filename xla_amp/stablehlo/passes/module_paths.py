@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from xla_amp.policy import module_patterns
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations, surgery
 
-_NAME: Final = re.compile(r'loc\("((?:[^"\\]|\\.)*)"[()]')
-"""A location with a name; behind that of a file is a colon."""
 _WRAPPED: Final = re.compile(r"^[a-z_]+\((.*)\)$")
 _CALLS: Final = re.compile(
     r"^(checkpoint|rematted_computation|closed_call|core_call|eval_jaxpr|remat\d?|custom_[jv][jv]p_call|pjit)$"
@@ -23,16 +21,9 @@ _PARTS: Final = {"while": re.compile(r"^(body|cond)$"), "cond": re.compile(r"^br
 """Segments that JAX writes for loops and branches -> what follows them."""
 
 
-def written_name(operation: Any) -> str | None:
-    """The name in the location of an operation, ``jit(step)/transpose(jvp(encoder))/dot_general``; None without one."""
-    # `name_str` ends the process if the name is no UTF-8; the text escapes it.
-    named = _NAME.match(str(operation.location))
-    return None if named is None else named[1]
-
-
 def own_path(operation: Any) -> str | None:
     """Path in the location of an operation; None if the location has no name."""
-    name = written_name(operation)
+    name = locations.of(operation).name
     if name is None:
         return None
     parts: list[str] = []
@@ -83,7 +74,7 @@ def clone_per_path(module: Any) -> dict[str, str]:
     Returns:
         Name of a clone -> name of the function.
     """
-    mlir, functions = ir.mlir(), ir.functions(module)
+    functions = ir.functions(module)
     first: dict[str, str] = {}
     clones: dict[tuple[str, str], str] = {}
     copies: dict[str, str] = {}
@@ -92,16 +83,13 @@ def clone_per_path(module: Any) -> dict[str, str]:
             continue
         if (name, path) not in clones:
             copied = f"{name}.{path}" if path else f"{name}.outside"
-            while copied in functions:
-                copied += "_"
-            clone = functions[name].clone()
-            clone.operation.attributes["sym_name"] = mlir.StringAttr.get(copied)
-            module.body.append(clone)
-            functions[copied] = clone.operation
+            clone = surgery.clone_function(module, functions[name], copied, functions)
+            copied = surgery.name_of(clone)
+            functions[copied] = clone
             clones[name, path] = copied
             copies[copied] = name
             first[copied] = path
-        call.attributes["callee"] = mlir.FlatSymbolRefAttr.get(clones[name, path])
+        surgery.redirect(call, clones[name, path])
     return copies
 
 
@@ -116,9 +104,9 @@ def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
         for operation in ir.operations(ir.functions(module)[caller]):
             if operation.name not in ("func.call", "call"):
                 continue
-            name, path = operation.attributes["callee"].value, module_patterns.joined(base, own_path(operation) or "")
-            yield name, path, operation
-            callee = operation.attributes["callee"].value  # a clone, perhaps
+            path = module_patterns.joined(base, own_path(operation) or "")
+            yield operation.attributes[surgery.CALLEE].value, path, operation
+            callee = operation.attributes[surgery.CALLEE].value  # a clone, perhaps
             if (callee, path) not in seen:
                 seen.add((callee, path))
                 waiting.append((callee, path))
@@ -127,5 +115,5 @@ def _calls(module: Any) -> Iterator[tuple[str, str, Any]]:
 def enclosing(operation: Any) -> str:
     """Name of the function that contains an operation; empty outside of functions."""
     while operation is not None and operation.name != "func.func":
-        operation = getattr(operation.parent, "operation", operation.parent)
-    return "" if operation is None else operation.attributes["sym_name"].value
+        operation = surgery.parent(operation)
+    return "" if operation is None else surgery.name_of(operation)

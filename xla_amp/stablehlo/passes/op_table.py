@@ -16,7 +16,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
 from xla_amp.policy.policy import Decision, Policy, Reach
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes.composites import Mark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
@@ -251,7 +251,7 @@ def _request(operation: Any) -> str:
     if "algorithm" in attributes or (result is not None and result.element not in _FLOATS):
         return "requested"
     asks = "precision_config" in attributes and "HIGH" in str(attributes["precision_config"])
-    if asks and _LOWERINGS not in str(operation.location):
+    if asks and _LOWERINGS not in locations.of(operation).text:
         return "requested"
     product = _product(operation) if operation.name == "stablehlo.dot_general" else ""
     return product if product == "outer" or not _sums_nothing(operation) else "unsummed"

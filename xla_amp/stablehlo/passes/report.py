@@ -14,7 +14,7 @@ from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Document, Finding
 from xla_amp.report.shown import Shown
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
@@ -128,7 +128,7 @@ def _row(each: OperationDecision) -> operations.Operation:
         result=result,
         flops=each.flops,
         bytes=each.bytes,
-        where=costs.source_line(each.location),
+        where=locations.Location(each.location).line,
         cast=each.cast if each.origin else "",
         layer=each.layer if each.origin else "",
         rule=each.origin,
@@ -194,7 +194,7 @@ def _decision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
         module=path,
-        location=location(node.operation),
+        location=locations.of(node.operation).text,
         colour=node.colour,
         before=before,
         after=after,
@@ -218,12 +218,6 @@ def _kept(node: Node, low: LowDtype) -> str:
     kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
     names = list(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
     return "" if {"float32", low} & {*names} else ", ".join(names)
-
-
-def location(operation: Any) -> str:
-    """MLIR's location of an operation without ``loc()``; empty if unknown."""
-    text = str(operation.location).removeprefix("loc(").removesuffix(")")
-    return "" if text == "unknown" else text
 
 
 def emit_events(report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes.canonicalize import untranspose
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -33,10 +33,10 @@ def fold_casts(module: Any) -> int:
     for operation in ir.operations(module.operation):
         if operation.name != _CONVERT:
             continue
-        inner = operation.operands[0].owner
-        if not hasattr(inner, "operation") or inner.operation.name != _CONVERT:
+        inner = surgery.producer(operation.operands[0])
+        if inner is None or inner.name != _CONVERT:
             continue
-        source = inner.operation.operands[0]
+        source = inner.operands[0]
         kinds = ir.tensor_type(source.type), ir.tensor_type(operation.operands[0].type)
         if kinds[0] is None or kinds[1] is None or (kinds[0].element, kinds[1].element) not in _LOSSLESS:
             continue
@@ -46,13 +46,9 @@ def fold_casts(module: Any) -> int:
             operation.erase()
         else:
             operation.operands[0] = source
-        if _unused(inner.operation):
-            inner.operation.erase()
+        if surgery.is_unused(inner):
+            inner.erase()
     return folded
-
-
-def _unused(operation: Any) -> bool:
-    return all(next(iter(result.uses), None) is None for result in operation.results)
 
 
 class Rewriter:
@@ -100,7 +96,7 @@ class Rewriter:
         for function in ir.functions(self.graph._module).values():
             self._function_type(function)
         for operation in reversed(self._replaced):
-            if _unused(operation):
+            if surgery.is_unused(operation):
                 operation.erase()
 
     # Types.
@@ -163,14 +159,10 @@ class Rewriter:
     def _function_type(self, function: Any) -> None:
         if len(function.regions[0].blocks) != 1:
             return
-        mlir = ir.mlir()
-        block = function.regions[0].blocks[0]
-        terminator = block.operations[len(block.operations) - 1]
-        inputs = [argument.type for argument in block.arguments]
-        results = [operand.type for operand in terminator.operands]
-        before = mlir.FunctionType(function.attributes["function_type"].value)
-        function.attributes["function_type"] = mlir.TypeAttr.get(mlir.FunctionType.get(inputs, results))
-        changed = [index for index, given in enumerate(before.inputs) if given != inputs[index]]
+        before = surgery.argument_types(function)
+        surgery.update_type(function)
+        after = surgery.argument_types(function)
+        changed = [index for index, (given, now) in enumerate(zip(before, after, strict=True)) if given != now]
         if changed and _ATTRIBUTES in function.attributes:
             self._keep_no_alias(function, set(changed))
 

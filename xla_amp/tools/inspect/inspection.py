@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -23,14 +22,12 @@ from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.tools.inspect import listing, module_tables
 from xla_amp.tools.inspect.targets import Compiled, Compilers
-
-_QUOTED = re.compile(r'"([^"]+)"')
 
 
 class Tally(NamedTuple):
@@ -256,7 +253,9 @@ def values(module: ir.MlirModule) -> Iterator[Value]:
     for operation, function in walk(module):
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(costs.short_name(operation), type_text(kind), _bytes(kind), function, source_name(operation))
+            yield Value(
+                costs.short_name(operation), type_text(kind), _bytes(kind), function, locations.of(operation).first_name
+            )
 
 
 def device_count(module: ir.MlirModule) -> int:
@@ -275,15 +274,6 @@ def structure_of(operation: Any) -> Structure:
     return (rows.get(name) or rows.get(base) or table().unknown).structure
 
 
-def source_name(operation: Any) -> str:
-    """The first name in an operation's location, otherwise the location; may be empty."""
-    text = str(operation.location)
-    if found := _QUOTED.search(text):
-        return "" if found[1] == "-" else found[1]  # "-" is the name of text without one
-    text = text.removeprefix("loc(").removesuffix(")")
-    return "" if text == "unknown" else text
-
-
 def type_text(kind: ir.TensorType | None) -> str:
     """``f32[8,128]``."""
     if kind is None:
@@ -292,11 +282,7 @@ def type_text(kind: ir.TensorType | None) -> str:
 
 
 def _bytes(kind: ir.TensorType | None) -> int:
-    return (
-        0
-        if kind is None
-        else math.prod(1 if size is None else size for size in kind.shape) * units.bits(kind.element) // 8
-    )
+    return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
 
 
 def _element(value_type: Any) -> str:

@@ -9,7 +9,7 @@ from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Edge
 from xla_amp.report.operations import Operation
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
@@ -69,7 +69,7 @@ def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
         result=", ".join(dict.fromkeys(made)),
         flops=costs.flops(operation),
         bytes=costs.bytes_moved(operation),
-        where=costs.source_line(str(operation.location)),
+        where=locations.of(operation).line,
         why=kind.why,
         product=product,
         state=operations.state(

@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, locations, surgery
 
-_NAMED: Final = re.compile(r'loc\("((?:[^"\\]|\\.)*)"\)$')
 _WORD: Final = re.compile(r"^\w+")
 _INDEX: Final = re.compile(r"^\[\d+\]")
 _NEW: Final = "new "
@@ -18,9 +17,8 @@ _NEW: Final = "new "
 
 def arguments(module: ir.MlirModule) -> list[str]:
     """Names of the arguments: ``params['w']``; ``argument 3`` where the program has none."""
-    block = ir.entry(module).regions[0].blocks[0]
-    found = [_NAMED.match(str(value.location)) for value in block.arguments]
-    return [match[1] if match else f"argument {index}" for index, match in enumerate(found)]
+    names = [locations.of(argument).name for argument in surgery.block_of(ir.entry(module)).arguments]
+    return [f"argument {index}" if name is None else name for index, name in enumerate(names)]
 
 
 def results(module: ir.MlirModule) -> list[str]:

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes import costs
-from xla_amp.stablehlo.passes.cast_graph import callees
 from xla_amp.tools.inspect import inspection
 
 _LENGTH: Final = 400
 """Operations of a segment."""
 _MAX_BYTES: Final = 2**28
 """Bytes of asked values that a segment returns at most, if its operations are more than one."""
-REFERRING: Final = frozenset({"func.call", "call", "stablehlo.custom_call"})
-"""Operations that name functions."""
 
 Run = Callable[[ir.MlirModule, Sequence[Any]], list[Any]]
 """Runs a module on arrays."""
@@ -46,7 +43,7 @@ def values(
         run: runs one segment.
     """
     index = {value: number for number, value in enumerate(wanted)}
-    block = ir.entry(module).regions[0].blocks[0]
+    block = surgery.block_of(ir.entry(module))
     known = dict(zip(block.arguments, arguments, strict=True))
     last = _last_uses(block)
     done = 0
@@ -69,8 +66,7 @@ def _cut(block: Any, index: dict[Any, int]) -> Iterator[list[Any]]:
     """Runs of operations; a value that is no array, a token for instance, stays within one of them."""
     part: list[Any] = []
     size, tokens = 0, 0
-    for view in list(block.operations)[:-1]:
-        operation = view.operation
+    for operation in surgery.body(block):
         part.append(operation)
         size += sum(costs.size(value.type) for value in operation.results if value in index)
         tokens += any(ir.tensor_type(value.type) is None for value in operation.results)
@@ -84,8 +80,8 @@ def _cut(block: Any, index: dict[Any, int]) -> Iterator[list[Any]]:
 def _last_uses(block: Any) -> dict[Any, int]:
     """Value -> position of the last operation that reads it, also in a region."""
     found: dict[Any, int] = {}
-    for position, view in enumerate(list(block.operations)[:-1]):
-        for each in (view.operation, *ir.operations(view.operation)):
+    for position, operation in enumerate(surgery.body(block)):
+        for each in (operation, *ir.operations(operation)):
             for operand in each.operands:
                 found[operand] = position
     return found
@@ -112,22 +108,13 @@ def _segment(module: ir.MlirModule, operations: Sequence[Any], needed: Collectio
         if result in needed and not _is_constant(result)
     ]
     with module.context, mlir.Location.unknown():
-        made = mlir.Module.create()
-        kind = mlir.FunctionType.get([value.type for value in reads], [value.type for value in gives])
-        with mlir.InsertionPoint(made.body):
-            names = {"sym_name": mlir.StringAttr.get("main"), "function_type": mlir.TypeAttr.get(kind)}
-            function = mlir.Operation.create("func.func", attributes=names, regions=1)
-            for callee in _reached(module, operations):
-                callee.clone()
-        block = function.regions[0].blocks.append(*kind.inputs)
+        callees = surgery.reached(ir.functions(module), operations).values()
+        made, block = surgery.new_program(reads, gives, callees)
         here = dict(zip(reads, block.arguments, strict=True))
         with mlir.InsertionPoint(block):
             for operation in (*(value.owner.operation for value in constants), *operations):
                 copied = operation.clone().operation
-                for each in (copied, *ir.operations(copied)):
-                    for position, operand in enumerate(each.operands):
-                        if operand in here:
-                            each.operands[position] = here[operand]
+                surgery.replace_operands(copied, here)
                 here.update(zip(operation.results, copied.results, strict=True))
             mlir.Operation.create("func.return", operands=[here[value] for value in gives])
     return _Segment(made, list(reads), gives)
@@ -138,20 +125,5 @@ def _arguments(operation: Any) -> Iterator[Any]:
 
 
 def _is_constant(value: Any) -> bool:
-    owner = value.owner
-    return hasattr(owner, "operation") and inspection.structure_of(owner.operation) == "constant"
-
-
-def _reached(module: ir.MlirModule, operations: Sequence[Any]) -> list[Any]:
-    """Functions that the operations call, directly or not."""
-    functions = ir.functions(module)
-    found: dict[str, Any] = {}
-    todo = [*operations]
-    while todo:
-        root = todo.pop()
-        for operation in (root, *ir.operations(root)):
-            for name in callees(operation) if operation.name in REFERRING else ():
-                if name in functions and name not in found:
-                    found[name] = functions[name]
-                    todo.append(functions[name])
-    return list(found.values())
+    operation = surgery.producer(value)
+    return operation is not None and inspection.structure_of(operation) == "constant"

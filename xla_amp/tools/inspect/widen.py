@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import composites, costs
+from xla_amp.stablehlo import ir, locations, surgery
+from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.tools.inspect import inspection
 
@@ -60,8 +60,11 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
     wide = ir.copy(module)
     ir_ = ir.mlir()
     with wide.context, ir_.Location.unknown():
-        composites.call_all(wide)
+        surgery.call_composites(wide)
         functions = list(ir.functions(wide).values())
+        for function in functions:
+            if not len(function.regions[0].blocks):
+                raise ModuleError(f"the float64 version: function {surgery.name_of(function)} has no body")
         operations = [operation for function in functions for operation in _walk(function)]
         unwidened = [
             (operation, [each.type for each in operation.operands])
@@ -73,7 +76,7 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
         for operation, types in unwidened:
             _cast_around(operation, types)
         for function in functions:
-            _update_signature(function)
+            surgery.update_type(function)
     ir.verify(wide, "the float64 version")
     return wide
 
@@ -119,21 +122,6 @@ def _cast_around(operation: Any, types: Sequence[Any]) -> None:
             result.replace_all_uses_except(cast, cast.owner.operation)
 
 
-def _update_signature(function: Any) -> None:
-    """Updates the function's type from its body."""
-    ir_ = ir.mlir()
-    if not len(function.regions[0].blocks):
-        raise ModuleError(f"the float64 version: function {function.attributes['sym_name'].value} has no body")
-    block = _block(function)
-    inputs = [argument.type for argument in block.arguments]
-    results = [operand.type for operand in _last(block).operands]
-    function.attributes["function_type"] = ir_.TypeAttr.get(ir_.FunctionType.get(inputs, results))
-
-
-def _last(block: Any) -> Any:
-    return block.operations[len(block.operations) - 1].operation
-
-
 def _wide(value_type: Any) -> Any:
     ir_ = ir.mlir()
     kind = ir.tensor_type(value_type)
@@ -177,52 +165,28 @@ def for_cpu(module: ir.MlirModule) -> ir.MlirModule:
 
 
 def inlined(module: ir.MlirModule) -> ir.MlirModule:
-    """The same program with all calls in the entry function inlined.
+    """The same program with the calls and composites of the entry function inlined.
 
     Raises:
         ModuleError: a function calls itself.
     """
     flat = ir.copy(module)
+    surgery.call_composites(flat)
     with flat.context:
-        composites.call_all(flat)
-        by_name = ir.functions(flat)
+        functions = ir.functions(flat)
         found: list[tuple[Any, frozenset[str]]] = [
-            (view.operation, frozenset()) for view in _block(ir.entry(flat)).operations
+            (operation, frozenset()) for operation in surgery.body(surgery.block_of(ir.entry(flat)))
         ]
         while found:
             operation, callers = found.pop()
             if inspection.structure_of(operation) != "call":
                 continue
-            name = operation.attributes["callee"].value
+            name = operation.attributes[surgery.CALLEE].value
             if name in callers:
                 raise ModuleError(f"function {name} calls itself")
-            found += [(each, callers | {name}) for each in _inline(operation, by_name[name])]
+            if len(functions[name].regions[0].blocks):
+                found += [(each, callers | {name}) for each in surgery.inline(operation, functions[name])]
     return flat
-
-
-def _inline(call: Any, function: Any) -> list[Any]:
-    """Replaces a call by copies of the function's operations; returns them."""
-    if not len(function.regions[0].blocks):
-        return []
-    block, copies = _block(function), []
-    here = dict(zip(block.arguments, call.operands, strict=True))
-    *body, last = [view.operation for view in block.operations]
-    for operation in body:
-        copied = operation.clone(ir.mlir().InsertionPoint(call)).operation
-        for inner in (copied, *ir.operations(copied)):
-            for index, operand in enumerate(inner.operands):
-                if operand in here:
-                    inner.operands[index] = here[operand]
-        here.update(zip(operation.results, copied.results, strict=True))
-        copies.append(copied)
-    for result, operand in zip(call.results, last.operands, strict=True):
-        result.replace_all_uses_with(here[operand])
-    call.erase()
-    return copies
-
-
-def _block(function: Any) -> Any:
-    return function.regions[0].blocks[0]
 
 
 def sites(module: ir.MlirModule) -> list[Site]:
@@ -232,10 +196,10 @@ def sites(module: ir.MlirModule) -> list[Site]:
 
 def comparable(module: ir.MlirModule) -> Iterator[Any]:
     """The results that `sites` describes, in the same order."""
-    for view in _block(ir.entry(module)).operations:
-        if inspection.structure_of(view.operation) in ("cast", "constant"):
+    for operation in surgery.body(surgery.block_of(ir.entry(module))):
+        if inspection.structure_of(operation) in ("cast", "constant"):
             continue
-        for result in view.operation.results:
+        for result in operation.results:
             kind = ir.tensor_type(result.type)
             if kind and kind.element in ("f64", "f32", "f16", "bf16") and None not in kind.shape:
                 yield result
@@ -250,19 +214,19 @@ def _site(result: Any) -> Site:
         element=element,
         attributes=costs.written(operation).partition(" ")[2],
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
-        location=inspection.source_name(operation),
+        location=locations.of(operation).first_name,
         bytes=costs.size(result.type),
         module=own_path(operation) or "",
-        where=costs.source_line(str(operation.location)),
+        where=locations.of(operation).line,
     )
 
 
 def _source(value: Any) -> tuple[str, str]:
     """Name and location of the producer of a value, ignoring casts."""
-    ir_ = ir.mlir()
-    while not isinstance(value.owner, ir_.Block) and inspection.structure_of(value.owner.operation) == "cast":
-        value = value.owner.operation.operands[0]
-    if isinstance(value.owner, ir_.Block):
-        return f"argument {ir_.BlockArgument(value).arg_number}", ""
-    operation = value.owner.operation
-    return costs.short_name(operation), inspection.source_name(operation)
+    operation = surgery.producer(value)
+    while operation is not None and inspection.structure_of(operation) == "cast":
+        value = operation.operands[0]
+        operation = surgery.producer(value)
+    if operation is None:
+        return f"argument {ir.mlir().BlockArgument(value).arg_number}", ""
+    return costs.short_name(operation), locations.of(operation).first_name

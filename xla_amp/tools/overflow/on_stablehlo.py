@@ -14,8 +14,7 @@ import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.events import Place
-from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo import ir, locations, surgery
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.tools.inspect import inspection, samples, widen
@@ -77,7 +76,7 @@ class _Run:
 
     def function(self, function: Any, arguments: Sequence[Any]) -> list[Any]:
         """The results of a function."""
-        return self._block(function.regions[0].blocks[0], arguments, {})
+        return self._block(surgery.block_of(function), arguments, {})
 
     def _block(self, block: Any, arguments: Sequence[Any], around: dict[Any, Any]) -> list[Any]:
         values = {**around, **dict(zip(block.arguments, arguments, strict=True))}
@@ -93,7 +92,7 @@ class _Run:
 
     def _results(self, name: str, operation: Any, operands: list[Any], values: dict[Any, Any]) -> list[Any]:
         if name == "call":
-            return self.function(self._functions[operation.attributes["callee"].value], operands)
+            return self.function(self._functions[operation.attributes[surgery.CALLEE].value], operands)
         if name == "composite":
             return self.function(self._functions[operation.attributes["decomposition"].value], operands)
         if name == "while":
@@ -128,20 +127,11 @@ class _Run:
         import jax
 
         mlir = ir.mlir()
-        read = list(operation.operands)
         # Names of values in the text tell different operands apart; types and attributes follow them.
         key = _NAMES.sub("%", operation.get_asm(print_generic_op_form=True, use_local_scope=True))
         if key not in self._compiled:
             with self._module.context, mlir.Location.unknown():
-                single = mlir.Module.create()
-                kind = mlir.FunctionType.get([value.type for value in read], [r.type for r in operation.results])
-                with mlir.InsertionPoint(single.body):
-                    main = mlir.Operation.create(
-                        "func.func",
-                        attributes={"sym_name": mlir.StringAttr.get("main"), "function_type": mlir.TypeAttr.get(kind)},
-                        regions=1,
-                    )
-                block = main.regions[0].blocks.append(*kind.inputs)
+                single, block = surgery.new_program(operation.operands, operation.results)
                 with mlir.InsertionPoint(block):
                     clone = operation.clone().operation
                     for index, argument in enumerate(block.arguments):
@@ -166,7 +156,7 @@ class _Run:
                 operation=name,
                 phase="",
                 module=own_path(operation) or "",
-                location=costs.source_line(str(operation.location)),
+                location=locations.of(operation).line,
                 iteration=", ".join(self._loops),
             ),
             made=made,
