@@ -6,7 +6,7 @@ Bytes and FLOPs are XLA's own analysis of the compiled programs; the step is flo
 
     python benchmarks/monitor_cost.py [--model GPT-2] [--size small] [--rounds 7] [--sample 50] [--json] [--write]
 
-With --write, which needs --rounds, the model's row of results/monitor and of the table in docs/monitor.md is replaced.
+With --write, which needs --rounds, the model's row of results/monitor is replaced.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measured(trainer: Trainer, steps: int) -> dict[str, float]:
 
 
 def write(row: dict[str, Any]) -> None:
-    """Replaces the row of a model in ``results/monitor`` and in the table of docs/monitor.md."""
+    """Replaces the row of a model in ``results/monitor``."""
     file = RESULTS / "monitor.json"
     rows = json.loads(file.read_text())["rows"] if file.exists() else []
     rows = [each for each in rows if each["model"] != row["model"]] + [row]
@@ -97,19 +97,9 @@ def write(row: dict[str, Any]) -> None:
         if model not in {each["model"] for each in rows}
     ]
     write_markdown("monitor", HEADINGS, lines, "What a monitor costs, in shares of the step without it")
-    table = [
-        f"| {' | '.join(HEADINGS)} |",
-        "|" + "---|" * len(HEADINGS),
-        *(f"| {' | '.join(each)} |" for each in lines),
-    ]
-    page = RESULTS.parent.parent / "docs" / "monitor.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(before + BEGIN + "\n" + "\n".join(table) + "\n" + END + after)
 
 
 MODELS = ("GPT-2", "ResNet-50")
-BEGIN, END = "<!-- begin: benchmarks/monitor_cost.py --write -->", "<!-- end -->"
 HEADINGS = (
     "model", "executables a step", "host syncs", "bytes", "FLOPs", "time of a sampled step", "of another step",
     "first four steps, s",
@@ -138,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="timed steps of each contestant")
     parser.add_argument("--sample", type=int, default=50, help="steps between two with statistics, for the averages")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--write", action="store_true", help="replace the model's row in results and docs/monitor.md")
+    parser.add_argument("--write", action="store_true", help="replace the model's row in results")
     options = parser.parse_args()
     if options.write and not (options.rounds and options.size == "small"):
         parser.error("--write records a timed run of the size small: --size small --rounds 7")

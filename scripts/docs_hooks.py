@@ -23,6 +23,13 @@ from source_tree import ROOT
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 MOVED = {
+    "concepts": "tutorial.html#the-ideas",
+    "explain": "tools.html#explain",
+    "float8": "loss_scaling.html#8-bit-products",
+    "jax_training": "jax.html#loss-scale",
+    "monitor": "tools.html#monitor",
+    "reports": "tools.html#reports",
+    "search": "tools.html#search",
     "device_tests": "lists/device_tests.html",
     "environment": "lists/environment.html",
     "jax_functions": "lists/jax_functions.html",
@@ -42,13 +49,14 @@ STUB = """<!doctype html>
 """
 
 INCLUDED = (
+    "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "lowering/README.md",
     "xla_amp/lazy/README.md",
     "benchmarks/results/models.md",
 )
-"""Files of the navigation, which no page needs to link to."""
+"""Files with a page that no page needs to link to; README.md is the first page."""
 
 API = "Python API"
 """The reference's part of the navigation."""
@@ -104,6 +112,8 @@ def reference() -> dict[str, str]:
 
 def _site_path(path: str) -> str:
     """Path on the site, below docs/, of a file or folder of the repository."""
+    if path == "README.md":
+        return "index.md"
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith((".md", ".png")) else f"source/{path}.md"

@@ -1,4 +1,4 @@
-"""Make each report of a small GPT and write its screenshots for docs/reports.md, with a Chromium that is installed.
+"""Make each report of a small GPT and write its screenshots for docs/tools.md, with a Chromium that is installed.
 
     python scripts/report_screenshots.py            # writes docs/reports/*.png
     python scripts/report_screenshots.py --pages DIRECTORY   # keeps the pages, too

@@ -27,16 +27,17 @@ def _run(program: str, **environment: str) -> str:
 
 
 def test_blocks_run_and_print_what_their_comments_say():
-    program = "".join(block for page in ("index", "install", "concepts") for block in python_blocks(f"docs/{page}.md"))
+    program = "".join(block for page in ("install", "pytorch") for block in python_blocks(f"docs/{page}.md"))
     expected = re.findall(r"^ *print\(.*\)  # ([\w.]+)", program, re.MULTILINE)
     printed = _run(program).splitlines()
-    assert len(expected) == 6
+    assert len(expected) == 5
     assert all(line.startswith(start) for line, start in zip(printed, expected, strict=True))
 
 
 def test_the_tutorial_trains_in_every_step():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     printed = _run("\n".join(python_blocks("docs/tutorial.md")), XLA_FLAGS=flags)
+    assert printed.splitlines()[:2] == ["fp32", "low"]
     losses = {
         name: (float(first), float(last))
         for name, first, last in re.findall(r"^(.+): (\d.+) to ([\d.]+)", printed, re.M)
@@ -56,9 +57,8 @@ def test_every_step_of_the_tutorial_has_a_figure():
     assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \|$", figures, re.MULTILINE) == list(docs_figures.TUTORIAL_STEPS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_first_pages_quote_the_benchmarks(page: str):
-    rows = re.findall(r"^\| (?:GPT-2|BERT|ResNet-50).*\|$", (ROOT / page).read_text(), re.MULTILINE)
+def test_readme_quotes_the_benchmarks():
+    rows = re.findall(r"^\| (?:GPT-2|BERT|ResNet-50).*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     measured = (ROOT / "docs" / "benchmarks.md").read_text()
     assert len(rows) == 3
     for row in rows:

@@ -11,11 +11,9 @@ import forked
 from source_tree import ROOT
 
 ELSEWHERE = {
-    "concepts": "test_docs_pages",
-    "explain": "test_explain",
-    "index": "test_docs_pages",
     "install": "test_docs_pages",
     "migration": "test_docs_pages",
+    "pytorch": "test_docs_pages",
     "tutorial": "test_docs_pages",
 }
 """Page -> test that runs its blocks and compares what they print."""
@@ -54,7 +52,6 @@ class Model(torch.nn.Module):
 scaler, step = GradScaler(device), 0
 local_loader = [(images.cpu(), labels.cpu()) for images, labels in loader]
 """,
-    "float8": "",
     "frameworks": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "jax": """
 import jax, jax.numpy as jnp, xla_amp
@@ -62,7 +59,6 @@ params, batch = jnp.ones((8, 4)), jnp.ones((2, 8))
 def loss(params, x): return jnp.mean((x @ params) ** 2)
 model, x, train_step = jnp.tanh, batch, jax.grad(loss)
 """,
-    "jax_training": "",
     "lightning": TORCH
     + """
 import lightning
@@ -79,8 +75,7 @@ train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 
 """,
     "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "../lowering/README": "",
-    "monitor": "",
-    "search": "",
+    "tools": "",
     "policy": TORCH + "names = set",
     "stablehlo": "",
     "huggingface": TORCH  # last: it changes the frameworks for the whole process

@@ -1,4 +1,4 @@
-"""docs/reports.md shows a picture of each report, which its script makes."""
+"""docs/tools.md shows a picture of each report, which its script makes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from source_tree import ROOT
 
-PAGE = (ROOT / "docs" / "reports.md").read_text()
+PAGE = (ROOT / "docs" / "tools.md").read_text()
 SCRIPT = (ROOT / "scripts" / "report_screenshots.py").read_text()
 
 

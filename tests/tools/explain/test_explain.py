@@ -333,8 +333,8 @@ def test_off_it_is_one_branch(monkeypatch):
 
 
 def test_the_page(capsys):
-    """docs/explain.md: its Python runs, and prints what it shows."""
-    page = (Path(__file__).parents[3] / "docs" / "explain.md").read_text(encoding="utf-8")
+    """docs/tools.md: its Python runs, and prints what it shows."""
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
     (code, *_), (shown, *_) = (re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "text"))
     exec(compile(code, "train.py", "exec"), {"__name__": "train"})
     assert capsys.readouterr().out.strip() == shown.strip()

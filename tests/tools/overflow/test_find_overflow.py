@@ -284,7 +284,7 @@ def test_a_step_that_fails_is_taken_back(device):
 
 
 def test_the_report_in_the_documentation_is_that_of_its_script(tmp_path, capsys, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs/loss_scaling.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/tools.md").read_text(encoding="utf-8")
     script, report = re.search(r"`overflow_demo.py`:\n\n```python\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL).groups()
     file = tmp_path / "overflow_demo.py"
     file.write_text(script)
