@@ -23,9 +23,11 @@ from source_tree import ROOT
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 MOVED = {
+    "command_line": "stablehlo.html#the-command",
     "concepts": "tutorial.html#the-ideas",
     "explain": "tools.html#explain",
     "float8": "loss_scaling.html#8-bit-products",
+    "huggingface": "frameworks.html#hugging-face",
     "jax_training": "jax.html#loss-scale",
     "monitor": "tools.html#monitor",
     "reports": "tools.html#reports",
@@ -33,10 +35,12 @@ MOVED = {
     "device_tests": "lists/device_tests.html",
     "environment": "lists/environment.html",
     "jax_functions": "lists/jax_functions.html",
+    "lightning": "frameworks.html#lightning",
     "lowering": "source/lowering/index.html",
     "models": "source/benchmarks/results/models.html",
     "one_rule": "lists/one_rule.html",
     "support": "lists/operations.html",
+    "torch_xla": "frameworks.html#torch_xla",
 }
 """Page that the site had -> address of what it says now; the old address leads there."""
 

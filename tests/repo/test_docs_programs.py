@@ -27,7 +27,6 @@ loss_fn = torch.nn.functional.cross_entropy
 loader = [(torch.ones(8, 8).to(device), torch.zeros(8, dtype=torch.int64).to(device)) for _ in range(3)]
 """
 SETUPS: dict[str, str] = {
-    "command_line": "",
     "compile": TORCH
     + """
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -52,14 +51,18 @@ class Model(torch.nn.Module):
 scaler, step = GradScaler(device), 0
 local_loader = [(images.cpu(), labels.cpu()) for images, labels in loader]
 """,
-    "frameworks": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "jax": """
 import jax, jax.numpy as jnp, xla_amp
 params, batch = jnp.ones((8, 4)), jnp.ones((2, 8))
 def loss(params, x): return jnp.mean((x @ params) ** 2)
 model, x, train_step = jnp.tanh, batch, jax.grad(loss)
 """,
-    "lightning": TORCH
+    "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
+    "../lowering/README": "",
+    "tools": "",
+    "policy": TORCH + "names = set",
+    "stablehlo": "",
+    "frameworks": TORCH  # last: it changes the frameworks for the whole process
     + """
 import lightning
 class Module(lightning.LightningModule):
@@ -71,18 +74,8 @@ class Module(lightning.LightningModule):
     def configure_optimizers(self): return torch.optim.SGD(self.parameters(), lr=0.1)
     def on_train_epoch_end(self): self.trainer.should_stop = True
 model = Module()
-train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 0)] * 4, batch_size=2)
-""",
-    "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
-    "../lowering/README": "",
-    "tools": "",
-    "policy": TORCH + "names = set",
-    "stablehlo": "",
-    "huggingface": TORCH  # last: it changes the frameworks for the whole process
-    + """
-from accelerate import Accelerator
-from transformers import Trainer, TrainingArguments
 rows = [{"x": torch.ones(8)}]
+train_loader = validation_loader = torch.utils.data.DataLoader([(torch.ones(8), 0)] * 4, batch_size=2)
 """,
 }
 """Page -> the reader's program around its blocks."""

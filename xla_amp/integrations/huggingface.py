@@ -562,7 +562,7 @@ def _require(module: ModuleType) -> None:
             replaced = ".".join(filter(None, (patch.module, patch.owner, patch.name)))
             raise ImportError(
                 f"{package} {importlib.metadata.version(package)} has no {replaced}, which "
-                "xla_amp.integrations.huggingface replaces: install a version that docs/huggingface.md names"
+                "xla_amp.integrations.huggingface replaces: install a version that docs/frameworks.md names"
             )
 
 
