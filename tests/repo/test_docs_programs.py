@@ -95,9 +95,14 @@ RULES = 'extends = "tpu"\n\n[[rule]]\ncast = "fp32"\nwhy = "An example."\nsource
 
 
 def blocks(page: str) -> list[str]:
-    """The programs of a page; what a reader replaces is marked ``title="before"``."""
+    """The programs of a page, also those that a diff makes; what a reader replaces is marked ``title="before"``."""
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    return re.findall(r"^```python(?! title=\"before\")[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(python(?! title=\"before\")[^\n]*|diff)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [_after(block) if kind == "diff" else block for kind, block in found]
+
+
+def _after(diff: str) -> str:
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-")) + "\n"
 
 
 def ran(pages: list[str], folder: Path, **environment: str) -> dict[str, int]:
