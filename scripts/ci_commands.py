@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-MARKS = {"example": "examples/mnist.py", "tests": "-m pytest"}
+MARKS = {"example": "examples/demo.py", "tests": "-m pytest"}
 MOST = 4.0
 """Seconds of a file, of which a test that is not listed counts 0.04."""
 QUICK = ROOT / "tests" / "quick.txt"

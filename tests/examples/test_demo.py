@@ -1,0 +1,34 @@
+"""The first command of the README, with a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import forked
+import pytest
+from source_tree import ROOT
+
+EXAMPLE = ROOT / "examples" / "demo.py"
+
+
+def test_the_demo_compares_float32_and_bfloat16():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+    done = forked.run(EXAMPLE, "--width", "64", "--steps", "4", "--json", environment=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    results = next(json.loads(line) for line in lines if line.startswith("{"))
+    assert results["executables_per_step"] == 1
+    assert results["bfloat16_loss"] == pytest.approx(results["float32_loss"], rel=1e-2)
+    assert results["ran_in_bfloat16"] == "linear (17), scaled_dot_product_attention (4)"
+    assert lines[0].startswith("This CPU")
+    commands = [line.split()[1:] for line in lines if line.startswith("  python ")]
+    assert len(commands) == 3
+    for command in commands:
+        assert command[0] == "-m" or (ROOT / command[0]).is_file()
+
+
+def test_a_width_that_does_not_fit_is_refused():
+    done = forked.run(EXAMPLE, "--width", "100")
+    assert done.returncode
+    assert "--width=100: expected a multiple of 64" in done.stdout + done.stderr
