@@ -66,7 +66,7 @@ def run(call_cli, folder, monkeypatch):
     [
         (("compare", "net.mlir", "net.mlir", "--no-operations"), 0),
         (("compare", "net.mlir", "low.mlir", "--no-operations", "--tolerance", "1e-7"), 1),
-        (("overflow", "net.mlir", "--inputs", "samples.npz"), 0),
+        (("inspect", "net.mlir", "--overflow", "--inputs", "samples.npz"), 0),
         (("inspect", "net.mlir"), 0),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
@@ -94,7 +94,7 @@ def test_a_function_is_chosen_on_the_command_line(run):
     assert (status, out) == (1, "")
     assert "public functions: f, g; choose one: --function NAME" in err
     assert "arguments   12 B" in run("inspect", "two.mlir", "--function", "g")[1]
-    assert run("overflow", "two.mlir", "--function", "g", "-q")[0] == 0
+    assert run("inspect", "two.mlir", "--overflow", "--function", "g", "-q")[0] == 0
 
 
 @pytest.mark.parametrize("command", ["", *cli.COMMANDS])

@@ -26,14 +26,21 @@ COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
         "doctor": "xla_amp.cli.doctor_command",
         "inspect": "xla_amp.cli.inspect_command",
         "compare": "xla_amp.cli.compare_command",
-        "overflow": "xla_amp.cli.overflow_command",
+        "monitor": "xla_amp.cli.monitor_command",
         "policy": "xla_amp.cli.policy_command",
-        "replay": "xla_amp.cli.replay_command",
     }
 )
 """Command -> module with ``HELP`` and ``configure(parser)``, which sets ``run``: arguments -> (text, exit status).
 
 Every call imports all of these modules, so they import torch and jax only in ``run``."""
+
+_RENAMED: Final = MappingProxyType(
+    {
+        "overflow": "xla-amp inspect PROGRAM --overflow",
+        "replay": "xla-amp monitor replay DIRECTORY --make MODULE:FUNCTION",
+    }
+)
+"""Commands of earlier versions -> what to type instead."""
 
 _STATUSES: Final = ((ModuleError, 1), (TargetError, convert_command.TARGET_MISSED))
 """Errors that are no usage errors -> exit status."""
@@ -64,7 +71,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; `argv` excludes the program's name. Returns the exit status."""
-    arguments = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in _RENAMED:
+        print(f"xla-amp: {given[0]} is no command any more; type: {_RENAMED[given[0]]}", file=sys.stderr)
+        return 2
+    arguments = parser().parse_args(given)
     show = contextlib.nullcontext() if arguments.quiet or not arguments.on_cpu else progress.shown(arguments.command)
     try:
         with show, common.limited(arguments):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 
 from xla_amp.cli import arguments as common
 from xla_amp.errors import FileError
@@ -18,8 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``compare``."""
     common.program(parser, "a", "A")
     common.program(parser, "b", "B")
-    parser.add_argument("--inputs", type=Path, metavar="NPZ", help="one array for each argument, in order")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random inputs, without --inputs (default 0)")
+    common.inputs(parser)
     parser.add_argument(
         "--tolerance",
         type=common.positive,
@@ -51,12 +49,11 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.a == arguments.b == common.STANDARD:
         raise FileError("compare - -: standard input holds one program; name a file for A or B")
     a, b = (common.read(path, arguments.function) for path in (arguments.a, arguments.b))
-    inputs = samples.read_samples(arguments.inputs) if arguments.inputs else None
+    inputs = None if arguments.inputs is None else samples.read_samples(arguments.inputs)
     found = comparison.compare(a, b, inputs, seed=arguments.seed, operations=not arguments.no_operations)
     agrees = found.agrees(arguments.tolerance)
     document = found.document(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
-    given = str(arguments.inputs) if arguments.inputs else f"random, seed {arguments.seed}"
-    document = dataclasses.replace(document, facts=(("inputs", given), *document.facts))
+    document = dataclasses.replace(document, facts=(("inputs", common.given(arguments)), *document.facts))
     common.write_report(arguments, document)
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)

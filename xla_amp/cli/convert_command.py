@@ -149,14 +149,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.tools.inspect import inspection, samples
 
     common.check_report(arguments)
-    for option, needed in (
-        ("max_error", "inputs"),
-        ("target_error", "inputs"),
-        ("target", "target_error"),
-        ("budget_seconds", "target_error"),
-    ):
-        if getattr(arguments, option) is not None and not getattr(arguments, needed):
-            raise FileError(f"--{option.replace('_', '-')} needs --{needed.replace('_', '-')}")
+    common.check_needs(arguments, _NEEDS)
     program = common.read(arguments.source, arguments.function)
     kind = io.check_format(program, arguments.output, arguments.format)
     if arguments.output == common.STANDARD and kind != "text" and sys.stdout.isatty():

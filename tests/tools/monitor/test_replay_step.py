@@ -107,7 +107,7 @@ def test_the_bad_step_runs_again_bit_for_bit(kept, monkeypatch, capsys):
     captured, directory, _ = kept
     monkeypatch.setitem(sys.modules, "training_program", sys.modules[__name__])
     name = "make_captured" if captured else "make"
-    assert cli.main(["replay", str(directory), "--make", f"training_program:{name}", "--json"]) == 0
+    assert cli.main(["monitor", "replay", str(directory), "--make", f"training_program:{name}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["differences"] == []
     assert report["compared"] > 80
@@ -180,7 +180,7 @@ def test_the_first_bad_loss_without_a_scaler_is_kept(tmp_path):
 def test_errors_of_a_replay_say_what_to_type(tmp_path, kept, capsys):
     with pytest.raises(FileError, match="no bad step here"):
         replay(tmp_path, make)
-    assert cli.main(["replay", str(kept[1]), "--make", "no_module_here:make"]) == 2
+    assert cli.main(["monitor", "replay", str(kept[1]), "--make", "no_module_here:make"]) == 2
     assert "no_module_here" in capsys.readouterr().err
     with pytest.raises(MakeError, match="expected module:function"):
         replay(kept[1], "make")

@@ -1,4 +1,4 @@
-"""find_overflow for StableHLO modules: loops, branches, calls, library calls; the command ``xla-amp overflow``."""
+"""find_overflow for StableHLO modules: loops, branches, calls, library calls; ``xla-amp inspect --overflow``."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def test_the_command(tmp_path, capsys):
     path, npz = tmp_path / "program.mlir", tmp_path / "inputs.npz"
     path.write_text(lowered(looped, SCALAR).as_text())
     np.savez(npz, SCALAR)
-    assert cli.main(["overflow", str(path), "--inputs", str(npz)]) == 1
+    assert cli.main(["inspect", str(path), "--overflow", "--inputs", str(npz)]) == 1
     assert "exponential made inf, iteration 1 of while" in capsys.readouterr().out
     path.write_text(lowered(lambda x: x + 1, SCALAR).as_text())
-    assert cli.main(["overflow", str(path), "--json"]) == 0
+    assert cli.main(["inspect", str(path), "--overflow", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["producers"] == []

@@ -103,4 +103,4 @@ def test_the_status_of_the_command(tmp_path):
     np.savez(npz, GIVEN)
     for function, status in ((lambda x: jnp.nan_to_num(x * 2), 0), (lambda x: x * 2, 1)):
         path.write_text(jax.jit(function).lower(GIVEN).as_text())
-        assert cli.main(["overflow", str(path), "--inputs", str(npz), "--quiet"]) == status
+        assert cli.main(["inspect", str(path), "--overflow", "--inputs", str(npz), "--quiet"]) == status

@@ -12,7 +12,7 @@
                 batch.pt            what ``monitor.step`` was given (JAX: batch.npz)
                 rng.pt              states of the random generators before the step
                 state.pt            model, optimizer and scaler before the step, with ``save_state=True``
-            report.txt              written by ``xla-amp replay``
+            report.txt              written by ``xla-amp monitor replay``
 """
 
 from __future__ import annotations

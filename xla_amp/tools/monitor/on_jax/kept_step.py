@@ -109,7 +109,7 @@ def load(path: Path) -> tuple[BadStep, dict[int, Any]]:
     """
     bad = bad_step.read(path)
     if bad.front != "jax":
-        raise FileError(f"{path}: a bad step of the {bad.front} front; `xla-amp replay` runs it")
+        raise FileError(f"{path}: a bad step of the {bad.front} front; `xla-amp monitor replay` runs it")
     try:
         kinds: Mapping[str, str] = bad.options["leaves"]
         with np.load(path / _ARRAYS, allow_pickle=False) as archive:

@@ -146,7 +146,7 @@ class Monitor(BaseMonitor):
 
         Args:
             batch: what the step computes on, kept if the step is bad: tensors, numbers and strings in lists, tuples and
-                dicts.  `xla-amp replay` calls the step with them.
+                dicts.  `xla-amp monitor replay` calls the step with them.
 
         Set ``step.loss`` inside to record the loss; a bad loss is found only then.  Once this was used, forward passes
         outside of a block do not count.
