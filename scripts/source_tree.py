@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "xla_amp.loss_scaling",
         "xla_amp.master_weights",
         "xla_amp.precision_report",
+        "xla_amp.progress",
         "xla_amp.report",
         "xla_amp.tables",
     ),

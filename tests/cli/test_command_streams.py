@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xla_amp import cli
-from xla_amp.cli import progress as shown_progress
-from xla_amp.stablehlo import io, progress
+from xla_amp import cli, progress
+from xla_amp.stablehlo import io
 
 X, W = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
 TWO = """module {
@@ -112,23 +111,23 @@ def test_help_has_examples_that_are_valid_and_the_exit_statuses(run, command):
 
 
 def test_a_long_command_says_what_it_does(capsys, monkeypatch):
-    monkeypatch.setattr(shown_progress, "EVERY", 0.05)
-    with shown_progress.shown("compare"):
+    monkeypatch.setattr(progress, "EVERY", 0.05)
+    with progress.shown("xla-amp compare", lines=True):
         progress.step("measuring operations", 3, 8)
         time.sleep(0.3)
     assert "xla-amp compare: measuring operations, 3 of 8 (0 s)\n" in capsys.readouterr().err
     monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
-    with shown_progress.shown("compare"):
+    with progress.shown("xla-amp compare", lines=True):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
 
 
 def test_a_terminal_gets_a_bar_that_leaves_it(capsys, monkeypatch):
-    monkeypatch.setattr(shown_progress, "_QUIET", 0.0)
+    monkeypatch.setattr(progress, "QUIET", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with shown_progress.shown("convert"):
+    with progress.shown("convert"):
         progress.step("searching", 1, 2)
         time.sleep(0.5)
     assert "convert: searching" in capsys.readouterr().err

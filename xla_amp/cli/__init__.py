@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from xla_amp import __version__
+from xla_amp import __version__, progress
 from xla_amp.cli import arguments as common
-from xla_amp.cli import convert_command, native, progress
+from xla_amp.cli import convert_command, native
 from xla_amp.errors import ModuleError, TargetError, XlaAmpError, printable
 
 COMMANDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"xla-amp: {given[0]} is no command any more; type: {_RENAMED[given[0]]}", file=sys.stderr)
         return 2
     arguments = parser().parse_args(given)
-    show = contextlib.nullcontext() if arguments.quiet or not arguments.on_cpu else progress.shown(arguments.command)
+    silent = arguments.quiet or not arguments.on_cpu
+    show = contextlib.nullcontext() if silent else progress.shown(f"xla-amp {arguments.command}", lines=True)
     try:
         with show, common.limited(arguments):
             if arguments.on_cpu:

@@ -182,14 +182,16 @@ def test_an_interrupted_search_continues(tmp_path):
     journal = tmp_path / "search.jsonl"
     whole = plan_search.search(small(5), budget={"loss": 1e-3})
     first = small(5)
-    limit = 20
+    limit, evaluate = 20, first.evaluate
 
-    def stop(done: int, _text: str) -> None:
-        if done >= limit:
+    def stop(plan: Plan, batch: int) -> dict[str, float]:
+        if first.calls >= limit:
             raise KeyboardInterrupt
+        return evaluate(plan, batch)
 
+    first.evaluate = stop
     with pytest.raises(KeyboardInterrupt):
-        plan_search.search(first, budget={"loss": 1e-3}, journal=str(journal), progress=stop)
+        plan_search.search(first, budget={"loss": 1e-3}, journal=str(journal))
     with journal.open("a") as file:
         file.write('{"program": "synthetic", "pl')  # killed while it wrote
     assert len(journal.read_text().splitlines()) == limit + 1

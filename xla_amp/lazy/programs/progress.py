@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from xla_amp.report.progress import wanted
+from xla_amp.progress import wanted
 
 _log = logging.getLogger(__name__)
 

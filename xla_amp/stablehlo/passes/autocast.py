@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from xla_amp import progress
 from xla_amp.errors import ModuleError, UnsupportedDtypeError
 from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import io, ir, progress
+from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes import composites
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from xla_amp import progress
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, progress, surgery
+from xla_amp.stablehlo import ir, surgery
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Classifier

@@ -20,12 +20,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from xla_amp import progress
 from xla_amp.errors import ModuleError
 from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
-from xla_amp.stablehlo import ir, progress
+from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.tools.inspect import inspection, names, samples, segments, widen

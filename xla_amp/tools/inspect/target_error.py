@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp import hardware
+from xla_amp import hardware, progress
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
-from xla_amp.stablehlo import ir, progress
+from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import calibration, costs
 from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
 from xla_amp.stablehlo.passes.cast_graph import Node
@@ -169,7 +169,6 @@ def convert_within(
         held_out=1 if few else None,
         confidence=_WITHOUT_SPREAD if few else CONFIDENCE,
         budget_seconds=seconds,
-        progress=lambda number, what: progress.step(f"searching, {what}", number),
     )
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)

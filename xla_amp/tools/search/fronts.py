@@ -11,11 +11,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from xla_amp import events
+from xla_amp import events, progress
 from xla_amp.errors import SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import Policy
-from xla_amp.report.progress import counting
 from xla_amp.tools.search import plans
 from xla_amp.tools.search.candidates import Candidate, from_records, running_low, seconds
 from xla_amp.tools.search.measurements import Plan, digest
@@ -164,14 +163,13 @@ def searched(
         target: of the user; None times the plan here.
         device: where the program runs, for the report.
     """
-    with counting("precision search") as progress:
+    with progress.shown("precision search"):
         found = search(
             program,
             budget=dict(budget) if isinstance(budget, Mapping) else {program.quantities[0]: budget},
             held_out=held_out,
             journal=None if journal is None else os.fspath(journal),
             budget_seconds=budget_seconds,
-            progress=progress,
         )
     if not found.met:
         events.warn(not_met(found))

@@ -15,9 +15,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from xla_amp import progress
 from xla_amp.errors import SearchError
 from xla_amp.report import paths
 from xla_amp.tools.search.measurements import Measurements, Plan, Program, bound, spread
@@ -30,9 +31,6 @@ EXCHANGES: Final = 4
 """Exchanges that step 4 tries, per candidate."""
 CONFIDENCE: Final = 0.99
 """Of the bound on the error of one more batch, by which plans are judged."""
-
-Progress = Callable[[int, str], object]
-"""Called before each measurement with the number so far and what comes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,6 @@ def search(
     confidence: float = CONFIDENCE,
     journal: str | None = None,
     budget_seconds: float | None = None,
-    progress: Progress | None = None,
 ) -> Found:
     """The plan that saves the most estimated time among those whose errors stay within `budget`.
 
@@ -110,7 +107,6 @@ def search(
         confidence: of the bound on the error of one more batch, by which plans are judged.
         journal: JSON lines file of the measurements; a search that was interrupted continues from it.
         budget_seconds: time to search; when it ends, the best plan so far is checked and returned.
-        progress: called before each measurement.
 
     Raises:
         SearchError: the budget is not positive, names a quantity that is not measured, or there are too few batches.
@@ -126,7 +122,7 @@ def search(
             f"{program.batches} batches, {kept} of them held out: a search needs two or more for their spread, and one "
             "or more to check the plan on; give three or more different batches"
         )
-    return _Search(program, budget, kept, confidence, journal, budget_seconds, progress).run()
+    return _Search(program, budget, kept, confidence, journal, budget_seconds).run()
 
 
 class _Search:
@@ -138,7 +134,6 @@ class _Search:
         confidence: float,
         journal: str | None,
         budget_seconds: float | None,
-        progress: Progress | None,
     ) -> None:
         self.candidates = {each.name: each for each in program.candidates}
         self.rank = {name: index for index, name in enumerate(self.candidates)}
@@ -149,7 +144,6 @@ class _Search:
         self.confidence = confidence
         self.measurements = Measurements(program, journal)
         self.deadline = None if budget_seconds is None else time.monotonic() + budget_seconds
-        self.progress = progress
         self.known: dict[Plan, Assessment] = {}
         self.alone: dict[str, Assessment] = {}
         self.notes: list[str] = []
@@ -347,8 +341,8 @@ class _Search:
         for batch in self.used:
             if timed and self.deadline is not None and time.monotonic() > self.deadline:
                 raise _OutOfTimeError
-            if self.progress is not None:
-                self.progress(self.measurements.run, f"{len(plan)} of {len(self.candidates)} low, batch {batch}")
+            tried = f"{len(plan)} of {len(self.candidates)} low, batch {batch}"
+            progress.step(f"{self.measurements.run} measured, now {tried}")
             measured.append(self.measurements.errors(plan, batch))
             over = any(value > self.budget.get(name, math.inf) for name, value in measured[-1].items())
             if plan and (over or not all(map(math.isfinite, measured[-1].values()))):
