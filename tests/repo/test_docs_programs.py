@@ -27,18 +27,7 @@ loss_fn = torch.nn.functional.cross_entropy
 loader = [(torch.ones(8, 8).to(device), torch.zeros(8, dtype=torch.int64).to(device)) for _ in range(3)]
 """
 SETUPS: dict[str, str] = {
-    "compile": TORCH
-    + """
-from transformers import GPT2Config, GPT2LMHeadModel
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-tokens, labels = torch.ones(2, 100, dtype=torch.int64), torch.ones(2, 100, dtype=torch.int64)
-text, ids = "", {"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 3)}
-tokenizer = lambda text, return_tensors: ids
-sizes = dict(n_embd=8, n_layer=1, n_head=1, vocab_size=16, n_positions=32, bos_token_id=0, eos_token_id=1)
-classifier, step = model, None
-def model(x): return classifier(x)
-model.to, model.generate = classifier.to, GPT2LMHeadModel(GPT2Config(pad_token_id=1, **sizes)).to(device).generate
-""",
+    "compile": TORCH + "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
     "distributed": TORCH
     + """
 import os
@@ -60,7 +49,7 @@ model, x, train_step = jnp.tanh, batch, jax.grad(loss)
     "loss_scaling": TORCH + "Model = lambda: torch.nn.Linear(8, 4)",
     "../lowering/README": "",
     "tools": "",
-    "policy": TORCH + "names = set",
+    "policy": TORCH,
     "stablehlo": "",
     "frameworks": TORCH  # last: it changes the frameworks for the whole process
     + """
