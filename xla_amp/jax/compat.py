@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -141,7 +141,7 @@ def slice_aval(aval: Any, length: int) -> Any:
     return extended.mapped_aval(length, 0, aval)
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """The numbers of constants and of carried values of a ``scan`` equation, its first operands."""
     if "ft_in" in params:  # JAX 0.11
         constants, carried, _ = params["ft_in"].unpack()

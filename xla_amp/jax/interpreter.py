@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from xla_amp import events, hardware
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import (
     Float8,
     aten_product,
@@ -96,7 +96,6 @@ class Interpreter:
         if self.settings.residual == "low":
             self.streams = residual_additions(jaxpr)
 
-        read = functools.partial(_read, environment)
         found = composites.runs(jaxpr, self.settings.current_policy())
         decided: set[int] = set()
         for run in found:
@@ -124,13 +123,10 @@ class Interpreter:
                     pending.extendleft([island, *(n for n in reversed(numbers) if n not in island.members)])
                     continue
             eqn = jaxpr.eqns[index]
-            operands = [read(atom) for atom in eqn.invars]
             flags = [var in gradients for var in eqn.outvars]
-            after = index in optimizer
-            with compat.equation_context(eqn):
-                outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=after)
-            environment.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
+            rebind.run((eqn,), environment, process, _read)
+        return [_read(environment, atom) for atom in jaxpr.outvars]
 
     def _find_island(
         self,
@@ -177,11 +173,7 @@ class Interpreter:
                 islands.name(atom): Value(next(rest) if is_array else value.array, value.facts)
                 for atom, value, is_array in zip(island.reads, values, arrays, strict=True)
             }
-            for number in island.members:
-                eqn = jaxpr.eqns[number]
-                with compat.equation_context(eqn):
-                    outs = inner.process(eqn, [_read(inside_of, atom) for atom in eqn.invars])
-                inside_of.update(zip(eqn.outvars, outs, strict=True))
+            rebind.run((jaxpr.eqns[number] for number in island.members), inside_of, inner.process, _read)
             return [inside_of[var].array for var in island.leaving]
 
         known = tuple(
@@ -231,13 +223,7 @@ class Interpreter:
         def parts(*values: Any) -> list[Any]:
             arrays = (value if to is None else cast(value, to) for value, to in zip(values, used, strict=True))
             known = dict(zip(reads, arrays, strict=True))
-            for eqn in jaxpr.eqns[run.start : run.stop]:
-                operands = [_literal(atom) if isinstance(atom, compat.Literal) else known[atom] for atom in eqn.invars]
-                dtypes = (dtype_of(atom.aval) for atom in eqn.invars)
-                operands = [cast(v, d) if is_castable(d) else v for v, d in zip(operands, dtypes, strict=True)]
-                with compat.equation_context(eqn):
-                    outs = compat.bind(eqn.primitive, operands, eqn.params)
-                known.update(zip(eqn.outvars, outs, strict=True))
+            rebind.run(jaxpr.eqns[run.start : run.stop], known, rebind.bind_as_written, _read_as_written)
             for var in leaving:
                 small = statistics and np.size(known[var]) < largest
                 if dtype_of(known[var]) == F32 and var not in gradients and not small:
@@ -499,9 +485,9 @@ class HigherOrderCall:
         given = {id(value.array): value for value in self.values}
         return [given.get(id(out)) or inside(out) for out in outs]
 
-    def bind(self, operands: Sequence[Any], params: dict[str, Any]) -> list[Value]:
-        """Binds the primitive again with other operands and parameters."""
-        return self.results(compat.bind(self.primitive, operands, params))
+    def bind(self, operands: Sequence[Any], *jaxprs: compat.ClosedJaxpr, **changed: Any) -> list[Value]:
+        """Binds the primitive with other operands and jaxprs (`xla_amp.jax.rebind.bind`)."""
+        return self.results(rebind.bind(self.eqn, operands, jaxprs, **changed))
 
     def inner_interpreter(self, *, backward: bool = False, saves: bool | None = None) -> Interpreter:
         """An interpreter for a jaxpr that this primitive contains; `saves` None is that of the program around it."""
@@ -577,6 +563,13 @@ def _read(environment: dict[Any, Value], atom: Any) -> Value:
     if not np.ndim(array):
         return inside(array)
     return environment.setdefault(islands.name(atom), outside(array))
+
+
+def _read_as_written(environment: dict[Any, Any], atom: Any) -> Any:
+    """The array of a variable or constant in the dtype that the program was traced with."""
+    value = _literal(atom) if isinstance(atom, compat.Literal) else environment[atom]
+    dtype = dtype_of(atom.aval)
+    return cast(value, dtype) if is_castable(dtype) else value
 
 
 def _literal(atom: Any) -> Any:

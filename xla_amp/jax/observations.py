@@ -1,8 +1,8 @@
-"""`observe`: names for values of a training step, which a monitor reads; without one they mean nothing."""
+"""`observe`: marks on values of a training step.  The core makes them, and tools such as `monitor` read them."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,16 @@ from xla_amp.types import KINDS
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
 
-MARK: Final = "xla_amp:observe"
-"""Begins the names of marked values."""
+_PREFIX: Final = "xla_amp:observe"
+
+
+class Mark(NamedTuple):
+    """A mark on a value."""
+
+    what: str
+    """Of `xla_amp.types.KINDS` or `SCALARS`."""
+    layer: str
+    """Path of the layer, with dots; empty for a number."""
 
 
 def observe(what: str, tree: Any, *, layer: str = "") -> Any:
@@ -43,16 +51,26 @@ def observe(what: str, tree: Any, *, layer: str = "") -> Any:
 
     def mark(path: Any, leaf: Any) -> Any:
         if what in SCALARS:
-            return checkpoint_name(jnp.asarray(leaf), f"{MARK}|{what}|")
+            return _marked(jnp.asarray(leaf), Mark(what, ""))
         if not compat.is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         names = [_name(part) for part in path]
         if isinstance(path[-1] if path else None, jax.tree_util.GetAttrKey) and names[-1] == "value":
             names.pop()  # of a variable of `flax.nnx`
         names = [name for name in (names if what == "activation" else names[:-1]) if name != "params"]
-        return checkpoint_name(leaf, f"{MARK}|{what}|{'.'.join([*filter(None, [layer]), *names])}")
+        return _marked(leaf, Mark(what, ".".join([*filter(None, [layer]), *names])))
 
     return jax.tree_util.tree_map_with_path(mark, tree)
+
+
+def _marked(value: Any, mark: Mark) -> Any:
+    return checkpoint_name(value, f"{_PREFIX}|{mark.what}|{mark.layer}")
+
+
+def mark_of(eqn: Any) -> Mark | None:
+    """The mark that an equation puts on its operand; None for any other equation."""
+    name = eqn.params["name"] if eqn.primitive.name == "name" else ""
+    return Mark(*name.split("|")[1:]) if name.startswith(f"{_PREFIX}|") else None
 
 
 def _name(part: Any) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
-from xla_amp.jax import compat
-
-_Rule: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], list[Any]]
+from xla_amp.jax import rebind
+from xla_amp.jax.primitives import info
 
 
 def without_conditionals(function: Callable[..., Any], *args: Any) -> Any:
@@ -24,30 +22,13 @@ def without_conditionals(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _eval(closed: Any, values: Sequence[Any]) -> list[Any]:
-    jaxpr = closed.jaxpr
-    environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, compat.Literal) else environment[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        rule = _RULES.get(eqn.primitive.name)
-        with compat.equation_context(eqn):
-            outs = rule(operands, eqn.params) if rule else compat.bind(eqn.primitive, operands, eqn.params)
-        environment.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
+    return rebind.evaluate(closed, values, _process)
 
 
-def _select(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    index, *rest = operands
-    results = [_eval(branch, rest) for branch in params["branches"]]
-    return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
-
-
-def _inline(operands: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    return _eval(params["jaxpr"], operands)
-
-
-_RULES: Final[Mapping[str, _Rule]] = MappingProxyType({"cond": _select, "jit": _inline, "pjit": _inline})
-"""Primitive -> rule that replaces it."""
+def _process(eqn: Any, operands: list[Any]) -> list[Any]:
+    kind = info(eqn.primitive.name).kind
+    if kind == "cond":
+        index, *rest = operands
+        results = [_eval(branch, rest) for branch in eqn.params["branches"]]
+        return [jax.lax.select_n(index, *cases) for cases in zip(*results, strict=True)]
+    return _eval(rebind.inner(eqn.params), operands) if kind == "call" else rebind.bind_as_written(eqn, operands)

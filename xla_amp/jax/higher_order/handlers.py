@@ -12,28 +12,28 @@ from typing import Any, Final
 
 import jax
 
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.decisions import F32, is_castable
-from xla_amp.jax.higher_order.common import avals_of, cast, evaluate_rule, retrace
+from xla_amp.jax.higher_order.common import cast, evaluate_rule, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
 from xla_amp.jax.jaxpr_analysis import contracted_arguments, selecting_outputs
 from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 
-def _call(call: HigherOrderCall) -> list[Value]:
-    name = "jaxpr" if "jaxpr" in call.params else "call_jaxpr"
-    closed = call.params[name]
+def _call(call: HigherOrderCall, *, saves: bool | None = None, **changed: Any) -> list[Value]:
+    closed = rebind.inner(call.params)
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     copied, copies = _low_copies(call, closed.jaxpr)
-    traced = retrace(call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=f32_outputs)
-    params = {**call.params, name: traced}
-    for setting, value in compat.per_operand_params().items():
-        if setting in params:
-            params[setting] = (*params[setting], *(value for _ in copies))
-    outs = call.bind([*call.operands, *copies], params)
-    flags = zip(outs, selecting_outputs(closed.jaxpr), strict=True)
+    traced = retrace(
+        call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=f32_outputs, saves=saves
+    )
+    return call.bind([*call.operands, *copies], traced, **changed)
+
+
+def _named_call(call: HigherOrderCall) -> list[Value]:
+    flags = zip(_call(call), selecting_outputs(rebind.inner(call.params).jaxpr), strict=True)
     return [Value(out.array, out.facts._replace(selects=True)) if selects else out for out, selects in flags]
 
 
@@ -45,14 +45,7 @@ def _low_copies(call: HigherOrderCall, jaxpr: Any) -> tuple[tuple[int, ...], lis
 
 
 def _checkpoint(call: HigherOrderCall) -> list[Value]:
-    closed = compat.ClosedJaxpr(call.params["jaxpr"], ())
-    f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
-    copied, copies = _low_copies(call, closed.jaxpr)
-    weights = call.weight_flags()
-    traced = retrace(call, closed, call.operands, weights, copied=copied, f32_outputs=f32_outputs, saves=False)
-    policy = _checkpoint_policy(call.params["policy"])
-    params = {**call.params, "jaxpr": compat.without_constants(traced), "policy": policy}
-    return call.bind([*traced.consts, *call.operands, *copies], params)
+    return _call(call, saves=False, policy=_checkpoint_policy(call.params["policy"]))
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,25 +62,21 @@ def _checkpoint_policy(policy: Any) -> Any:
 
 
 def _cond(call: HigherOrderCall) -> list[Value]:
-    branches: Sequence[compat.ClosedJaxpr] = call.params["branches"]
-    index, *operands = call.operands
-    avals = avals_of(operands)
     weights = call.weight_flags()[1:]
-    traced = [retrace(call, branch, operands, weights) for branch in branches]
-    results = [functools.reduce(_wider, types) for types in zip(*(t.out_avals for t in traced), strict=True)]
-    consts = [const for branch in traced for const in branch.consts]
-    new = []
-    for number, branch in enumerate(traced):
-        start = sum(len(other.consts) for other in traced[:number])
+    traced = [retrace(call, branch, call.operands[1:], weights) for branch in call.params["branches"]]
+    wide = [functools.reduce(_wider, types).dtype for types in zip(*(t.out_avals for t in traced), strict=True)]
+    return call.bind(call.operands, *(_with_results(branch, wide) for branch in traced))
 
-        def run(*values: Any, branch: Any = branch, start: int = start) -> list[Any]:
-            own = values[start : start + len(branch.consts)]
-            outs = compat.eval_jaxpr(compat.ClosedJaxpr(branch.jaxpr, own), values[len(consts) :])
-            return list(map(cast, outs, [aval.dtype for aval in results]))
 
-        same = not consts and all(a.dtype == b.dtype for a, b in zip(branch.out_avals, results, strict=True))
-        new.append(branch if same else compat.trace(run, (*avals_of(consts), *avals), branch.jaxpr.debug_info))
-    return call.bind([index, *consts, *operands], {**call.params, "branches": tuple(new)})
+def _with_results(branch: compat.ClosedJaxpr, dtypes: Sequence[Any]) -> compat.ClosedJaxpr:
+    """A branch whose results have these dtypes."""
+    if all(aval.dtype == dtype for aval, dtype in zip(branch.out_avals, dtypes, strict=True)):
+        return branch
+
+    def evaluate(*values: Any) -> list[Any]:
+        return list(map(cast, compat.eval_jaxpr(branch, values), dtypes))
+
+    return compat.trace(evaluate, branch.in_avals, branch.jaxpr.debug_info)
 
 
 def _wider(one: Any, other: Any) -> Any:
@@ -97,13 +86,12 @@ def _wider(one: Any, other: Any) -> Any:
 
 
 def _custom_jvp(call: HigherOrderCall) -> list[Value]:
-    closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
+    closed = rebind.inner(call.params)
     if compat.runs_now(call.operands):
         values = arguments(call.operands, call.weight_flags())
         return call.results(arrays_of(call.inner_interpreter(saves=False).eval_jaxpr(closed, values)))
     traced = retrace(call, closed, call.operands, call.weight_flags())
-    params = dict(call.primitive.get_bind_params(call.params))
-    function, rule = params.pop("subfuns")
+    _, rule = rebind.custom_functions(call.eqn)
     avals = closed.in_avals
     results = [aval.dtype for aval in traced.out_avals]
     interpreter = call.inner_interpreter()  # the rule outlives this call, so it must not keep the operands
@@ -123,14 +111,12 @@ def _custom_jvp(call: HigherOrderCall) -> list[Value]:
         )
         return list(map(cast, outs, (*results, *results)))
 
-    functions = (compat.wrap_function(primal, function), compat.wrap_function(derivative, rule))
-    return call.results(call.primitive.bind(*call.operands, subfuns=functions, **params))
+    return call.results(rebind.bind_custom(call.eqn, call.operands, primal, derivative))
 
 
 def _custom_vjp(call: HigherOrderCall) -> list[Value]:
-    closed: compat.ClosedJaxpr = call.params["call_jaxpr"]
-    params = dict(call.primitive.get_bind_params(call.params))
-    function, forward, backward = params.pop("subfuns")
+    closed = rebind.inner(call.params)
+    _, forward, backward = rebind.custom_functions(call.eqn)
     rule = compat.BackwardRule(backward)
     results = [aval.dtype for aval in closed.out_avals]
     # The rules outlive this call, so they must not keep the operands.
@@ -150,42 +136,29 @@ def _custom_vjp(call: HigherOrderCall) -> list[Value]:
     operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     if compat.runs_now(operands):
         return call.results(primal(*operands))
-    functions = [compat.wrap_function(*pair) for pair in ((primal, function), (fwd, forward), (bwd, backward))]
-    return call.results(call.primitive.bind(*operands, subfuns=tuple(functions), **params))
+    return call.results(rebind.bind_custom(call.eqn, operands, primal, fwd, bwd))
 
 
 def _shard_map(call: HigherOrderCall) -> list[Value]:
-    params = call.params
-    jaxpr = params["jaxpr"]
+    params, closed = call.params, rebind.inner(call.params)
     weights = call.weight_flags()
-
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     residuals = call.residual_flags()
 
     def shard(*values: Any) -> tuple[Any, ...]:
-        closed = compat.ClosedJaxpr(jaxpr, ())
-        interpreter = call.inner_interpreter()
-        outs = interpreter.eval_jaxpr(closed, arguments(values, weights), f32_outputs=f32_outputs)
+        outs = call.inner_interpreter().eval_jaxpr(closed, arguments(values, weights), f32_outputs=f32_outputs)
         flags = zip(outs, residuals, strict=True)
         return tuple(out.low if residual and out.was_gathered_low() else out.array for out, residual in flags)
 
-    axes = params["newly_manual_axes"]
     operands = call.operands
-    if compat.low_sums_crash(params["mesh"], axes):  # `jax.shard_map` adds up the gradients of what all devices read
+    # `jax.shard_map` adds up the gradients of what all devices read
+    if compat.low_sums_crash(params["mesh"], params["newly_manual_axes"]):
         operands = [cast(value, F32) for value in operands]
-    mapped = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=set(axes) if axes else set(),
-    )
-    return call.results(mapped(*operands))
+    return call.results(rebind.shard_map(params, shard, operands))
 
 
 def _composite(call: HigherOrderCall) -> list[Value]:
-    return _call_as_written(call, "jaxpr" if "jaxpr" in call.params else "call_jaxpr", {})  # JAX 0.12
+    return _call_as_written(call)
 
 
 def _linear_call(call: HigherOrderCall) -> list[Value]:
@@ -205,11 +178,12 @@ def _linear_call(call: HigherOrderCall) -> list[Value]:
         )
         return compat.ClosedJaxpr(compat.without_constants(traced), ()), [*traced.consts, *consts]
 
-    return _call_as_written(call, "callee", {"transpose_thunk": transpose})
+    return _call_as_written(call, transpose_thunk=transpose)
 
 
 def _custom_vmap(call: HigherOrderCall) -> list[Value]:
-    rule, debug_info, interpreter = call.params["rule"], call.params["call"].jaxpr.debug_info, call.inner_interpreter()
+    rule, interpreter = call.params["rule"], call.inner_interpreter()
+    debug_info = rebind.inner(call.params).jaxpr.debug_info
 
     def batched(axis_size: int, in_batched: Any, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -224,30 +198,29 @@ def _custom_vmap(call: HigherOrderCall) -> list[Value]:
         outs = evaluate_rule(interpreter, flat, debug_info, leaves)
         return jax.tree.unflatten(specs[0], outs), specs[1]
 
-    return _call_as_written(call, "call", {"rule": functools.wraps(rule)(batched)})
+    return _call_as_written(call, rule=functools.wraps(rule)(batched))
 
 
-def _call_as_written(call: HigherOrderCall, name: str, changed: dict[str, Any]) -> list[Value]:
+def _call_as_written(call: HigherOrderCall, **changed: Any) -> list[Value]:
     """Binds a primitive again whose operands and results keep the dtypes that it was written for.
+
+    Its jaxpr takes all operands and has no constants.
 
     Args:
         call: the primitive.
-        name: its parameter that holds the jaxpr, which takes all operands and has no constants.
-        changed: other parameters.
+        **changed: parameters besides the jaxpr.
     """
-    given = call.params[name]
-    closed = given if isinstance(given, compat.ClosedJaxpr) else compat.ClosedJaxpr(given, ())
+    closed = rebind.inner(call.params)
     operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     traced = retrace(call, closed, operands, call.weight_flags(), keep_dtypes=True)
     if traced.consts:  # arrays that the policy's rules need inside; the primitive takes no further operands
-        return call.bind(operands, call.params)
-    new = traced if isinstance(given, compat.ClosedJaxpr) else traced.jaxpr
-    return call.bind(operands, {**call.params, name: new, **changed})
+        return call.results(rebind.bind_as_written(call.eqn, operands))
+    return call.bind(operands, traced, **changed)
 
 
 HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(
     {
-        "call": _call,
+        "call": _named_call,
         "checkpoint": _checkpoint,
         "composite": _composite,
         "cond": _cond,

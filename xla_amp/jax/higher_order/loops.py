@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.higher_order.common import avals_of, cast, retrace, with_low_copies
@@ -20,150 +20,98 @@ from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 def scan(call: HigherOrderCall) -> list[Value]:
     """``lax.scan``."""
-    params = call.params
-    num_consts, num_carry = compat.scan_counts(params)
-    first_xs = num_consts + num_carry
-    closed: compat.ClosedJaxpr = params["jaxpr"]
-    x_avals = [compat.slice_aval(compat.typeof(x), params["length"]) for x in call.operands[first_xs:]]
-    consts = call.operands[:num_consts]
-    copies, copied = _hoist_low_copies(call, call.values[:num_consts], closed.jaxpr)
-    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * num_carry, *call.weight_flags()[first_xs:])
-    ys = closed.jaxpr.outvars[num_carry:]
-    f32_outputs = (*(True,) * num_carry, *(call.f32_outputs[num_carry:] or (False,) * len(ys)))
-
-    def body(carry_avals: Sequence[Any]) -> Callable[..., list[Any]]:
-        def evaluate(*values: Any) -> list[Any]:
-            originals, low = values[:num_consts], values[num_consts : num_consts + len(copies)]
-            rest = values[num_consts + len(copies) :]
-            given = with_low_copies(arguments((*originals, *rest), weights), copied, low)
-            outs = arrays_of(call.inner_interpreter().eval_jaxpr(closed, given, f32_outputs=f32_outputs))
-            return [*map(cast, outs, [t.dtype for t in carry_avals]), *outs[len(carry_avals) :]]
-
-        return evaluate
-
-    init, traced = _trace_with_carry(
-        call,
-        call.operands[num_consts:first_xs],
-        closed.in_avals[num_consts:first_xs],
-        lambda carry: compat.trace(
-            body(carry), (*avals_of([*consts, *copies]), *carry, *x_avals), closed.jaxpr.debug_info
-        ),
-        lambda carry: _uncast_carry_dtypes(call, closed, consts, weights, carry, x_avals),
-        _may_be_low(call, closed, num_consts, num_carry),
-    )
-    operands = [*traced.consts, *consts, *copies, *init, *call.operands[first_xs:]]
-    new = compat.scan_params(params, _constants_as_arguments(traced), len(traced.consts) + num_consts + len(copies))
-    return call.bind(operands, new)
+    body = rebind.inner(call.params)
+    consts, start, xs = rebind.scanned(call.params, call.values)
+    x_avals = [compat.slice_aval(compat.typeof(x.array), call.params["length"]) for x in xs]
+    carries, ys = len(start), len(call.eqn.outvars) - len(start)
+    f32_outputs = (*(True,) * carries, *(call.f32_outputs[carries:] or (False,) * ys))
+    given, traced = _traced_body(call, body, consts, start, x_avals, [x.facts.weight for x in xs], f32_outputs)
+    return call.bind([*given, *arrays_of(xs)], traced)
 
 
 def while_loop(call: HigherOrderCall) -> list[Value]:
     """``lax.while_loop``."""
-    params = call.params
-    first_body_const = params["cond_nconsts"]
-    first_carry = first_body_const + params["body_nconsts"]
-    condition: compat.ClosedJaxpr = params["cond_jaxpr"]
-    body: compat.ClosedJaxpr = params["body_jaxpr"]
-    consts = call.operands[first_body_const:first_carry]
-    copies, copied = _hoist_low_copies(call, call.values[first_body_const:first_carry], body.jaxpr)
-    weights = (*(dtype_of(c) == F32 for c in consts), *(False,) * (len(call.operands) - first_carry))
-
-    def body_for(carry_avals: Sequence[Any]) -> Callable[..., list[Any]]:
-        def evaluate(*values: Any) -> list[Any]:
-            originals, low = values[: len(consts)], values[len(consts) : len(consts) + len(copies)]
-            carry = values[len(consts) + len(copies) :]
-            given = with_low_copies(arguments((*originals, *carry), weights), copied, low)
-            outs = arrays_of(call.inner_interpreter().eval_jaxpr(body, given))
-            return list(map(cast, outs, [t.dtype for t in carry_avals]))
-
-        return evaluate
-
-    init, traced = _trace_with_carry(
-        call,
-        call.operands[first_carry:],
-        body.in_avals[len(consts) :],
-        lambda carry: compat.trace(body_for(carry), (*avals_of([*consts, *copies]), *carry), body.jaxpr.debug_info),
-        lambda carry: _uncast_carry_dtypes(call, body, consts, weights, carry, ()),
-        _may_be_low(call, body, len(consts), len(call.operands) - first_carry),
-    )
-    condition_operands = [*call.operands[:first_body_const], *init]
-    no_weights = (False,) * len(condition_operands)
-    traced_condition = retrace(call, condition, condition_operands, no_weights, keep_constants=False)
-    new = {
-        **params,
-        "cond_jaxpr": _constants_as_arguments(traced_condition),
-        "cond_nconsts": first_body_const + len(traced_condition.consts),
-        "body_jaxpr": _constants_as_arguments(traced),
-        "body_nconsts": len(consts) + len(copies) + len(traced.consts),
-    }
-    condition_consts = [*traced_condition.consts, *call.operands[:first_body_const]]
-    return call.bind([*condition_consts, *traced.consts, *consts, *copies, *init], new)
+    condition: compat.ClosedJaxpr = call.params["cond_jaxpr"]
+    condition_consts, consts, start = rebind.looped(call.params, call.values)
+    given, traced = _traced_body(call, call.params["body_jaxpr"], consts, start, (), (), None)
+    operands = [*arrays_of(condition_consts), *given[len(given) - len(start) :]]
+    no_weights = (False,) * len(operands)
+    traced_condition = retrace(call, condition, operands, no_weights, keep_constants=False)
+    return call.bind([*arrays_of(condition_consts), *given], traced_condition, traced)
 
 
-def _uncast_carry_dtypes(
+def _traced_body(
     call: HigherOrderCall,
-    closed: compat.ClosedJaxpr,
-    consts: Sequence[Any],
-    weights: tuple[bool, ...],
-    carry: Sequence[Any],
+    body: compat.ClosedJaxpr,
+    consts: Sequence[Value],
+    start: Sequence[Value],
     x_avals: Sequence[Any],
-) -> list[Any]:
-    """dtypes that the body computes for the carry, without the casts back to the dtypes that it started with."""
-    interpreter = call.inner_interpreter()
-
-    def evaluate(*values: Any) -> list[Any]:
-        return arrays_of(interpreter.eval_jaxpr(closed, arguments(values, weights)))
-
-    outs = compat.trace(evaluate, (*avals_of(consts), *carry, *x_avals), closed.jaxpr.debug_info).out_avals
-    return [aval.dtype for aval in outs[: len(carry)]]
-
-
-def _may_be_low(call: HigherOrderCall, body: compat.ClosedJaxpr, first: int, count: int) -> Sequence[bool]:
-    """For each carry, whether the region lets it be low: all, residual streams, or none."""
-    settings = call.interpreter.settings
-    if settings.carry == "low" or settings.residual == "keep":
-        return [settings.carry == "low"] * count
-    return residual_carries(body.jaxpr, first, count)
-
-
-def _trace_with_carry(
-    call: HigherOrderCall,
-    init: Sequence[Any],
-    avals: Sequence[Any],
-    trace: Callable[[Sequence[Any]], compat.ClosedJaxpr],
-    uncast_dtypes: Callable[[Sequence[Any]], list[Any]],
-    may_be_low: Sequence[bool],
+    x_weights: Sequence[bool],
+    f32_outputs: Sequence[bool] | None,
 ) -> tuple[list[Any], compat.ClosedJaxpr]:
-    """Chooses the dtypes of the carry and traces the body: the jaxpr's dtypes, or low where the body computes low.
+    """The constants with low copies and the initial carry, and the body that takes them and what is scanned.
 
     Args:
         call: the loop.
-        init: initial carry.
-        avals: types of the carry in the jaxpr.
-        trace: traces the body for these types of the carry.
-        uncast_dtypes: dtypes that the body computes from these types of the carry.
-        may_be_low: which of the carry may be low, if the body computes it low.
+        body: its body.
+        consts: the body's constants.
+        start: initial carry.
+        x_avals: types of what an iteration gets besides.
+        x_weights: which of these come from outside the program.
+        f32_outputs: as for `Interpreter.eval_jaxpr`.
     """
-    low = call.interpreter.settings.low
-    dtypes = [aval.dtype for aval in avals]
+    copies, copied = _hoist_low_copies(call, consts, body.jaxpr)
+    hoisted = [*arrays_of(consts), *copies]
+    weights = (*(dtype_of(value.array) == F32 for value in consts), *(False,) * len(start), *x_weights)
+
+    def trace(carry: Sequence[Any], *, keep: bool) -> compat.ClosedJaxpr:
+        def evaluate(*values: Any) -> list[Any]:
+            low = values[len(consts) : len(hoisted)]
+            given = arguments((*values[: len(consts)], *values[len(hoisted) :]), weights)
+            given = with_low_copies(given, copied, low)
+            outs = arrays_of(call.inner_interpreter().eval_jaxpr(body, given, f32_outputs=f32_outputs))
+            return [*map(cast, outs, [t.dtype for t in carry]), *outs[len(carry) :]] if keep else outs
+
+        return compat.trace(evaluate, (*avals_of(hoisted), *carry, *x_avals), body.jaxpr.debug_info)
+
+    first, settings = len(consts), call.interpreter.settings
+    avals = body.in_avals[first : first + len(start)]
+    if settings.carry == "low" or settings.residual == "keep":
+        may_be_low: Sequence[bool] = [settings.carry == "low"] * len(start)
+    else:
+        may_be_low = residual_carries(body.jaxpr, first, len(start))
     if any(may_be_low):
-        tried = [low if dtype == F32 and may else dtype for dtype, may in zip(dtypes, may_be_low, strict=True)]
-        # Start with all floats low and restore those that the body widens, until nothing changes.
-        while True:
-            outs = uncast_dtypes([_with_dtype(aval, dtype) for aval, dtype in zip(avals, tried, strict=True)])
-            settled = [
-                wish if wish == dtype or out == low else dtype
-                for wish, dtype, out in zip(tried, dtypes, outs, strict=True)
-            ]
-            if settled == tried:
-                break
-            tried = settled
-        dtypes = tried
-    carry = [_with_dtype(aval, dtype) for aval, dtype in zip(avals, dtypes, strict=True)]
-    return [cast(value, dtype) for value, dtype in zip(init, dtypes, strict=True)], trace(carry)
+        avals = _low_carry(avals, may_be_low, settings.low, lambda carry: trace(carry, keep=False).out_avals)
+    init = [cast(value.array, aval.dtype) for value, aval in zip(start, avals, strict=True)]
+    return [*hoisted, *init], trace(avals, keep=True)
 
 
-def _with_dtype(aval: Any, dtype: Any) -> Any:
-    return compat.with_dtype(aval, dtype) if is_castable(dtype) and aval.dtype != dtype else aval
+def _low_carry(
+    avals: Sequence[Any], may_be_low: Sequence[bool], low: Any, computed: Callable[[Sequence[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Types of the carry: low where that is allowed and the body computes low.
+
+    Args:
+        avals: types in the jaxpr.
+        may_be_low: which may be low.
+        low: the low dtype.
+        computed: types that the body computes from types of the carry, without casts back to these.
+    """
+    dtypes = [aval.dtype for aval in avals]
+    tried = [low if dtype == F32 and may else dtype for dtype, may in zip(dtypes, may_be_low, strict=True)]
+    # Start with all floats low and restore those that the body widens, until nothing changes.
+    while True:
+        carry = [
+            compat.with_dtype(aval, dtype) if is_castable(dtype) and aval.dtype != dtype else aval
+            for aval, dtype in zip(avals, tried, strict=True)
+        ]
+        outs = [aval.dtype for aval in computed(carry)[: len(carry)]]
+        settled = [
+            wish if wish == dtype or out == low else dtype for wish, dtype, out in zip(tried, dtypes, outs, strict=True)
+        ]
+        if settled == tried:
+            return carry
+        tried = settled
 
 
 def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Value], jaxpr: Any) -> tuple[list[Any], list[int]]:
@@ -177,7 +125,3 @@ def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Value], jaxpr: Any
         reuse = value.has_low_copy() and value.is_weight()
         copies.append(casts.low_copy(value) if reuse else low_copy(value.array, settings.low))
     return copies, indices
-
-
-def _constants_as_arguments(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
-    return compat.ClosedJaxpr(compat.without_constants(traced), ()) if traced.consts else traced

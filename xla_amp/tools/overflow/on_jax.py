@@ -21,7 +21,7 @@ from jax import lax
 
 from xla_amp.errors import StepError
 from xla_amp.events import Place
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor.on_jax.monitor import Monitor
@@ -224,33 +224,20 @@ class _Watch:
         finally:
             self._eqns.pop()
 
-    def evaluate_jaxpr(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr; values are dropped after their last use."""
-        environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-        last_used = compat.last_used(jaxpr)
+    def inside(self, inner: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr that the operation contains."""
 
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, compat.Literal) else environment[atom]
+        def process(eqn: Any, operands: list[Any]) -> list[Any]:
+            with self.at(eqn):
+                return self.evaluate(eqn.primitive, operands, eqn.params)
 
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
-            with compat.equation_context(eqn), self.at(eqn):
-                outs = self.evaluate(eqn.primitive, operands, eqn.params)
-            environment.update(zip(eqn.outvars, outs, strict=True))
-            compat.clean_up_dead_vars(eqn, environment, last_used)
-        return [read(atom) for atom in jaxpr.outvars]
+        return rebind.evaluate(inner, values, process)
 
-    def closed(self, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """`evaluate_jaxpr` for a jaxpr with its constants, or one without."""
-        if isinstance(closed, compat.ClosedJaxpr):
-            return self.evaluate_jaxpr(closed.jaxpr, closed.consts, values)
-        return self.evaluate_jaxpr(closed, (), values)
-
-    def iteration(self, loop: str, number: int, closed: Any, values: Sequence[Any]) -> list[Any]:
-        """`closed` in an iteration of a loop."""
+    def iteration(self, loop: str, number: int, inner: Any, values: Sequence[Any]) -> list[Any]:
+        """`inside` in an iteration of a loop."""
         self._loops.append(f"iteration {number} of {loop}")
         try:
-            return self.closed(closed, values)
+            return self.inside(inner, values)
         finally:
             self._loops.pop()
 
@@ -326,19 +313,16 @@ _Rule = Callable[[_Watch, Any, list[Any], dict[str, Any]], list[Any]]
 
 
 def _inline(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    names = ("jaxpr", "call_jaxpr", "call", "callee")
-    return watch.closed(next(params[name] for name in names if name in params), operands)
+    return watch.inside(rebind.inner(params), operands)
 
 
 def _cond(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     index = int(_concrete(operands[0]))
-    return watch.closed(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
+    return watch.inside(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
 
 
 def _while(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    first_body = params["cond_nconsts"]
-    first_carry = first_body + params["body_nconsts"]
-    condition, body, carry = operands[:first_body], operands[first_body:first_carry], operands[first_carry:]
+    condition, body, carry = rebind.looped(params, operands)
     number = 0
     while True:
         (proceed,) = watch.iteration("while (its condition)", number, params["cond_jaxpr"], [*condition, *carry])
@@ -358,9 +342,8 @@ def _select(lanes: Any, new: Any, old: Any) -> Any:
 
 
 def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    constants, carried = compat.scan_counts(params)
-    length = params["length"]
-    consts, carry, xs = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+    consts, carry, xs = rebind.scanned(params, operands)
+    carried, length = len(carry), params["length"]
     numbers = range(length)[::-1] if params["reverse"] else range(length)
     rows: list[list[Any]] = []
     for number in numbers:
@@ -378,19 +361,10 @@ def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, 
 
 def _shard_map(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     def shard(*values: Any) -> tuple[Any, ...]:
-        return tuple(watch.evaluate_jaxpr(params["jaxpr"], (), values))
+        return tuple(watch.inside(rebind.inner(params), values))
 
-    axes = params["newly_manual_axes"]
-    mapped = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        check_vma=params["check_vma"],
-        axis_names=set(axes) if axes else set(),
-    )
     try:
-        return list(mapped(*operands))
+        return list(rebind.shard_map(params, shard, operands))
     except NotImplementedError as error:
         raise _CannotLookInside(str(error).partition("\n")[0]) from error
 

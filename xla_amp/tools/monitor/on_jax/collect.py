@@ -10,15 +10,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from xla_amp.jax import compat
-from xla_amp.jax.observations import MARK, SCALARS
+from xla_amp.jax import compat, observations, rebind
+from xla_amp.jax.observations import SCALARS, Mark
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
@@ -40,6 +40,10 @@ class Wanted:
         return key.kind in self.kinds and any(module_patterns.selects(pattern, key.layer) for pattern in self.layers)
 
 
+_Label: TypeAlias = "Key | str"
+"""Of what a program records: the values of a layer, or a scalar."""
+
+
 class Found(NamedTuple):
     """What a program recorded."""
 
@@ -52,7 +56,7 @@ class Found(NamedTuple):
 def evaluate(closed: Any, values: Sequence[Any], wanted: Wanted) -> tuple[list[Any], Found]:
     """The results of a jaxpr, and what it recorded."""
     collector = _Collector(wanted, ())
-    outs = collector.evaluate(closed.jaxpr, closed.consts, values, [True] * len(closed.jaxpr.outvars))
+    outs = collector.evaluate(closed, values, [True] * len(closed.jaxpr.outvars))
     return outs, collector.found()
 
 
@@ -79,12 +83,12 @@ class _Collector:
         sums = {key: rows[0] if len(rows) == 1 else statistics.joined(rows) for key, rows in self.rows.items()}
         return Found(sums, dict(self.scalars))
 
-    def add(self, found: Found) -> None:
+    def add(self, label: _Label, value: Any) -> None:
         """Adds what a part of the program recorded."""
-        for key, row in found.sums.items():
-            self.rows.setdefault(key, []).append(row)
-        for name, value in found.scalars.items():
-            self._scalar(name, value)
+        if isinstance(label, Key):
+            self.rows.setdefault(label, []).append(value)
+        else:
+            self._scalar(label, value)
 
     def _scalar(self, name: str, value: Any) -> None:
         if name == "norm2" and name in self.scalars:
@@ -124,46 +128,39 @@ class _Collector:
         varies = compat.varying_axes(value)
         return 1.0 / math.prod(size for axis, size in self.axes.items() if axis not in varies)
 
-    def observed(self, mark: str, value: Any) -> None:
+    def observed(self, mark: Mark, value: Any) -> None:
         """Records what `observe` has marked."""
-        _, what, layer = mark.split("|")
-        if what in SCALARS:
-            self._scalar(what, lax.stop_gradient(value).astype(jnp.float32).reshape(()))
+        if mark.what in SCALARS:
+            self._scalar(mark.what, lax.stop_gradient(value).astype(jnp.float32).reshape(()))
         else:
-            kind: Any = what
-            self.record(Key(layer, kind), value)
+            kind: Any = mark.what
+            self.record(Key(mark.layer, kind), value)
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], read: Sequence[bool]) -> list[Any]:
+    def evaluate(self, closed: Any, values: Sequence[Any], read: Sequence[bool]) -> list[Any]:
         """The results of a jaxpr.
 
         Args:
-            jaxpr: the program.
-            consts: its constants.
+            closed: the program.
             values: its arguments.
             read: which results the forward pass, or the caller, reads.
         """
-        environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-        readers = _readers(jaxpr, read)
+        readers = _readers(closed.jaxpr, read)
 
-        def value_of(atom: Any) -> Any:
-            return atom.val if isinstance(atom, compat.Literal) else environment[atom]
-
-        for eqn in jaxpr.eqns:
-            operands = [value_of(atom) for atom in eqn.invars]
+        def process(eqn: Any, operands: list[Any]) -> list[Any]:
             backward = _is_backward(eqn)
             scopes = compat.scopes(eqn)
-            with compat.equation_context(eqn):
-                flags = [bool(readers.get(var)) for var in eqn.outvars]
-                outs = self._results(eqn, operands, scopes, flags, backward)
-                layer = ".".join((*self.path, *scopes))
-                for var, out in zip(eqn.outvars, outs, strict=True):
-                    leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
-                    if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
-                        self.record(Key(layer, "activation"), out)
-                    if eqn.primitive.name == "name" and eqn.params["name"].startswith(f"{MARK}|") and not backward:
-                        self.observed(eqn.params["name"], out)
-            environment.update(zip(eqn.outvars, outs, strict=True))
-        return [value_of(atom) for atom in jaxpr.outvars]
+            flags = [bool(readers.get(var)) for var in eqn.outvars]
+            outs = self._results(eqn, operands, scopes, flags, backward)
+            mark = None if backward else observations.mark_of(eqn)
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
+                if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
+                    self.record(Key(".".join((*self.path, *scopes)), "activation"), out)
+                if mark is not None:
+                    self.observed(mark, out)
+            return outs
+
+        return rebind.evaluate(closed, values, process)
 
     def _results(
         self, eqn: Any, operands: list[Any], scopes: tuple[str, ...], flags: list[bool], backward: bool
@@ -173,7 +170,7 @@ class _Collector:
             outs = rule(_Part(self, eqn, operands, (*self.path, *scopes), flags))
             if outs is not None:
                 return outs
-        return compat.bind(eqn.primitive, operands, eqn.params)
+        return rebind.bind_as_written(eqn, operands)
 
 
 def _readers(jaxpr: Any, read: Sequence[bool]) -> dict[Any, list[tuple[str, ...]]]:
@@ -212,206 +209,142 @@ class _Part(NamedTuple):
         inner.scale, inner.axes = self.collector.scale, self.collector.axes
         return inner
 
-    def traced(self, jaxpr: Any, avals: Sequence[Any], read: Sequence[bool]) -> tuple[Any, list[Key], list[str]]:
-        """A jaxpr whose further results are what it records: a row for each key, then scalars; None without any."""
-        closed = jaxpr if isinstance(jaxpr, compat.ClosedJaxpr) else compat.ClosedJaxpr(jaxpr, ())
-        keys: list[Key] = []
-        names: list[str] = []
+    def traced(self, closed: compat.ClosedJaxpr, read: Sequence[bool]) -> tuple[compat.ClosedJaxpr, list[_Label]]:
+        """A jaxpr whose further results are what it records, and of what."""
+        labels: list[_Label] = []
 
         def run(*values: Any) -> list[Any]:
             inner = self.inner()
-            outs = inner.evaluate(closed.jaxpr, closed.consts, values, read)
+            outs = inner.evaluate(closed, values, read)
             found = inner.found()
-            keys[:], names[:] = found.sums, found.scalars
+            labels[:] = (*found.sums, *found.scalars)
             return [*outs, *found.sums.values(), *found.scalars.values()]
 
-        traced = compat.trace(run, avals, closed.jaxpr.debug_info)
-        return traced if keys or names else None, keys, names
+        return compat.trace(run, closed.in_avals, closed.jaxpr.debug_info), labels
 
-    def finish(self, outs: Sequence[Any], keys: Sequence[Key], names: Sequence[str]) -> list[Any]:
-        """Takes the further results off and adds them to what was recorded."""
+    def bind(
+        self,
+        operands: Sequence[Any],
+        jaxprs: Sequence[compat.ClosedJaxpr],
+        labels: Sequence[_Label],
+        join: Callable[[_Label, Any], Any] = lambda _, value: value,
+    ) -> list[Any]:
+        """Binds the primitive with jaxprs that record; returns its results, and adds the further ones to what is found.
+
+        Args:
+            operands: of the primitive.
+            jaxprs: as for `rebind.bind`.
+            labels: of the further results.
+            join: makes of a further result what is recorded.
+        """
+        outs = rebind.bind(self.eqn, operands, jaxprs, len(labels))
         count = len(self.eqn.outvars)
-        rows, scalars = outs[count : count + len(keys)], outs[count + len(keys) :]
-        self.collector.add(Found(dict(zip(keys, rows, strict=True)), dict(zip(names, scalars, strict=True))))
-        return list(outs[:count])
+        self.add(labels, outs[count:], join)
+        return outs[:count]
+
+    def add(self, labels: Sequence[_Label], values: Sequence[Any], join: Callable[[_Label, Any], Any]) -> None:
+        """Adds to what was recorded."""
+        for label, value in zip(labels, values, strict=True):
+            self.collector.add(label, join(label, value))
 
 
 _Rule = Callable[[_Part], "list[Any] | None"]
 
 
 def _call(part: _Part) -> list[Any] | None:
-    name = "jaxpr" if "jaxpr" in part.eqn.params else "call_jaxpr"
-    traced, keys, names = part.traced(part.eqn.params[name], [compat.typeof(v) for v in part.operands], part.read)
-    if traced is None:
-        return None
-    outer = _closed_over(traced)
-    new = outer if isinstance(part.eqn.params[name], compat.ClosedJaxpr) else outer.jaxpr
-    params = {**part.eqn.params, name: new}
-    for setting, value in compat.per_operand_params().items():
-        if setting in params:
-            params[setting] = (*(value for _ in traced.consts), *params[setting])
-    for setting, value in compat.per_result_params().items():
-        if setting in params:
-            params[setting] = (*params[setting], *(value for _ in (*keys, *names)))
-    return part.finish(compat.bind(part.eqn.primitive, [*traced.consts, *part.operands], params), keys, names)
-
-
-def _closed_over(traced: Any) -> Any:
-    """The jaxpr with its constants as leading arguments."""
-    return compat.ClosedJaxpr(compat.without_constants(traced), ())
+    traced, labels = part.traced(rebind.inner(part.eqn.params), part.read)
+    return part.bind(part.operands, [traced], labels) if labels else None
 
 
 def _scan(part: _Part) -> list[Any] | None:
-    params = part.eqn.params
-    constants, carried = compat.scan_counts(params)
-    body = params["jaxpr"]
-    read = [*[True] * carried, *part.read[carried:]]
-    traced, keys, names = part.traced(body, body.in_avals, read)
-    if traced is None:
-        return None
-    new = compat.scan_params(params, _closed_over(traced), len(traced.consts) + constants)
-    outs = compat.bind(part.eqn.primitive, [*traced.consts, *part.operands], new)
-    count = len(part.eqn.outvars)
-    rows = [_joined(row) for row in outs[count : count + len(keys)]]
-    scalars = [
-        jnp.sum(column) if name == "norm2" else column[-1]
-        for name, column in zip(names, outs[count + len(keys) :], strict=True)
-    ]
-    return part.finish([*outs[:count], *rows, *scalars], keys, names)
+    body = rebind.inner(part.eqn.params)
+    carried = len(rebind.scanned(part.eqn.params, part.operands)[1])
+    traced, labels = part.traced(body, [*[True] * carried, *part.read[carried:]])
+    return part.bind(part.operands, [traced], labels, _over_iterations) if labels else None
+
+
+def _over_iterations(label: _Label, values: Any) -> Any:
+    """What iterations have recorded, along the first axis, together."""
+    if isinstance(label, Key):
+        return _joined(values)
+    return jnp.sum(values) if label == "norm2" else values[-1]
 
 
 def _joined(rows: Any) -> Any:
     return jnp.concatenate([rows[:, :1].max(0), rows[:, 1:].sum(0)])
 
 
+def _zero(label: _Label) -> Any:
+    return jnp.zeros(statistics.FIELDS if isinstance(label, Key) else (), jnp.float32)
+
+
 def _while(part: _Part) -> list[Any] | None:
-    params = part.eqn.params
-    first_body = params["cond_nconsts"]
-    first_carry = first_body + params["body_nconsts"]
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    carry = len(part.eqn.outvars)
-    traced, keys, names = part.traced(body, body.in_avals, [True] * carry)
-    if traced is None:
+    condition, body = part.eqn.params["cond_jaxpr"], part.eqn.params["body_jaxpr"]
+    count = len(part.eqn.outvars)
+    traced, labels = part.traced(body, [True] * count)
+    if not labels:
         return None
-    extra = len(keys) + len(names)
 
     def more(*values: Any) -> list[Any]:
-        inside, before = values[: len(values) - extra], values[len(values) - extra :]
-        outs = compat.eval_jaxpr(traced, inside)
-        rows = [_joined(jnp.stack(pair)) for pair in zip(before, outs[carry:], strict=False)][: len(keys)]
-        scalars = [
-            old + new if name == "norm2" else new
-            for name, old, new in zip(names, before[len(keys) :], outs[carry + len(keys) :], strict=True)
-        ]
-        return [*outs[:carry], *rows, *scalars]
+        outs = compat.eval_jaxpr(traced, values[: -len(labels)])
+        pairs = zip(labels, values[-len(labels) :], outs[count:], strict=True)
+        return [*outs[:count], *(_over_iterations(label, jnp.stack([old, new])) for label, old, new in pairs)]
 
     def proceed(*values: Any) -> list[Any]:
-        return compat.eval_jaxpr(condition, values[: len(values) - extra])
+        return compat.eval_jaxpr(condition, values[: -len(labels)])
 
-    start = [*(jnp.zeros(statistics.FIELDS, jnp.float32) for _ in keys), *(jnp.zeros((), jnp.float32) for _ in names)]
+    start = [_zero(label) for label in labels]
     added = [compat.typeof(value) for value in start]
-    new_body = compat.trace(more, [*body.in_avals, *added], body.jaxpr.debug_info)
     new_condition = compat.trace(proceed, [*condition.in_avals, *added], condition.jaxpr.debug_info)
-    new = {
-        **params,
-        "cond_jaxpr": _closed_over(new_condition),
-        "cond_nconsts": len(new_condition.consts) + first_body,
-        "body_jaxpr": _closed_over(new_body),
-        "body_nconsts": len(new_body.consts) + params["body_nconsts"],
-    }
-    operands = [
-        *new_condition.consts,
-        *part.operands[:first_body],
-        *new_body.consts,
-        *part.operands[first_body:first_carry],
-        *part.operands[first_carry:],
-        *start,
-    ]
-    return part.finish(compat.bind(part.eqn.primitive, operands, new), keys, names)
+    new_body = compat.trace(more, [*body.in_avals, *added], body.jaxpr.debug_info)
+    return part.bind([*part.operands, *start], [new_condition, new_body], labels)
 
 
 def _cond(part: _Part) -> list[Any] | None:
-    branches = part.eqn.params["branches"]
-    avals = [compat.typeof(value) for value in part.operands[1:]]
-    parts = [part.traced(branch, branch.in_avals, part.read) for branch in branches]
-    if all(traced is None for traced, _, _ in parts):
+    branches = [part.traced(branch, part.read) for branch in part.eqn.params["branches"]]
+    labels = list(dict.fromkeys(label for _, own in branches for label in own))
+    if not labels:
         return None
-    keys = list(dict.fromkeys(key for traced, own, _ in parts if traced is not None for key in own))
-    names = list(dict.fromkeys(name for traced, _, own in parts if traced is not None for name in own))
     count = len(part.eqn.outvars)
+    otherwise = {label: _zero(label) for label in labels}
+    otherwise.update((name, value) for name, value in part.collector.scalars.items() if name != "norm2")
 
-    def chosen(branch: Any, traced: Any, own: Sequence[Key], scalars: Sequence[str]) -> Callable[..., list[Any]]:
+    def with_all(traced: compat.ClosedJaxpr, own: Sequence[_Label]) -> compat.ClosedJaxpr:
         def run(*values: Any) -> list[Any]:
-            if traced is None:
-                outs, rows, numbers = compat.eval_jaxpr(branch, values), {}, {}
-            else:
-                results = compat.eval_jaxpr(traced, values)
-                outs = results[:count]
-                rows = dict(zip(own, results[count : count + len(own)], strict=True))
-                numbers = dict(zip(scalars, results[count + len(own) :], strict=True))
-            zeros = jnp.zeros(statistics.FIELDS, jnp.float32)
-            nothing = jnp.zeros((), jnp.float32)
-            before = part.collector.scalars
-            return [
-                *outs,
-                *(rows.get(key, zeros) for key in keys),
-                *(numbers.get(n, nothing if n == "norm2" else before.get(n, nothing)) for n in names),
-            ]
+            outs = compat.eval_jaxpr(traced, values)
+            recorded = {**otherwise, **dict(zip(own, outs[count:], strict=True))}
+            return [*outs[:count], *(recorded[label] for label in labels)]
 
-        return run
+        return compat.trace(run, traced.in_avals, traced.jaxpr.debug_info)
 
-    functions = [chosen(branch, *each) for branch, each in zip(branches, parts, strict=True)]
-    traces = [compat.trace(run, avals, b.jaxpr.debug_info) for run, b in zip(functions, branches, strict=True)]
-    consts = [value for traced in traces for value in traced.consts]
-    new = []
-    start = 0
-    for traced in traces:
-        new.append(_with_all_constants(traced, start, consts, avals))
-        start += len(traced.consts)
-    params = {**part.eqn.params, "branches": tuple(new)}
-    return part.finish(
-        compat.bind(part.eqn.primitive, [part.operands[0], *consts, *part.operands[1:]], params), keys, names
-    )
-
-
-def _with_all_constants(traced: Any, start: int, consts: Sequence[Any], avals: Sequence[Any]) -> Any:
-    """A branch that takes the constants of all branches first."""
-
-    def run(*values: Any) -> list[Any]:
-        own = values[start : start + len(traced.consts)]
-        return compat.eval_jaxpr(_closed_over(traced), [*own, *values[len(consts) :]])
-
-    return compat.trace(run, [*(compat.typeof(value) for value in consts), *avals], traced.jaxpr.debug_info)
+    return part.bind(part.operands, [with_all(*each) for each in branches], labels)
 
 
 def _shard_map(part: _Part) -> list[Any] | None:
     params = part.eqn.params
     sizes = dict(params["mesh"].shape)
     axes = tuple(params["newly_manual_axes"] or sizes)
-    keys: list[Key] = []
-    names: list[str] = []
+    labels: list[_Label] = []
 
     def shard(*values: Any) -> tuple[Any, ...]:
         inner = part.inner()
         inner.axes = {**inner.axes, **{axis: sizes[axis] for axis in axes}}
-        outs = inner.evaluate(params["jaxpr"], (), values, part.read)
+        outs = inner.evaluate(rebind.inner(params), values, part.read)
         found = inner.found()
-        keys[:], names[:] = found.sums, found.scalars
+        labels[:] = (*found.sums, *found.scalars)
         # One row for each device, so that none of them waits for another.
         return tuple(outs), tuple(value[None] for value in (*found.sums.values(), *found.scalars.values()))
 
-    mapped = jax.shard_map(
-        shard,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)),
-        check_vma=params["check_vma"],
-        axis_names=set(params["newly_manual_axes"] or ()),
+    outs, recorded = rebind.shard_map(params, shard, part.operands, PartitionSpec(axes))
+    part.add(
+        labels, recorded, lambda label, rows: _joined(rows) if isinstance(label, Key) else _ON_DEVICES[label](rows)
     )
-    outs, recorded = mapped(*part.operands)
-    rows = [_joined(row) for row in recorded[: len(keys)]]
-    scalars = [_ON_DEVICES[name](column) for name, column in zip(names, recorded[len(keys) :], strict=True)]
-    return part.finish([*outs, *rows, *scalars], keys, names)
+    return list(outs)
+
+
+def _over_devices(label: _Label, values: Any) -> Any:
+    """What devices have recorded, along the first axis, together."""
+    return _joined(values) if isinstance(label, Key) else _ON_DEVICES[label](values)
 
 
 _ON_DEVICES: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
