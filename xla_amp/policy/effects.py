@@ -1,17 +1,20 @@
 """Which of the user's rules have an effect, and the report of those that have none.
 
 A rule is judged by pattern (`Reach`): a pattern has an effect if an operation that it reaches follows the rules, also
-if a later layer outranks it.  A front that applies a policy to a whole program collects these (`collect`, `note`) and
-then calls `report`; torch's kernels call `asked`.  Built-in rules are not reported.
+if a later layer outranks it.  There is one counter for each pattern (`Use`), in this process and in each program.  A
+front that applies a policy to a whole program collects them (`collect`, `note`) and then calls `report`; torch's
+kernels call `asked`.  Built-in rules are not counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, Final, TypeVar
 
 from xla_amp import config, events
 from xla_amp.errors import PolicyError, RuleWarning
@@ -24,52 +27,61 @@ _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO
 _FOR_THIS_CALL: Final[frozenset[Layer]] = frozenset({"override", "context"})
 """Layers that are written for the code that they are around; files and the environment are shared by programs."""
 
+FUSED: Final = "scaled_dot_product_attention"
+"""An operation of torch with another inside, which rules for that do not reach."""
+_INSIDE: Final = ("softmax.int", "softmax", "_softmax")
 
-_followed: set[Reach] = set()
-"""Users' rules that have had an effect in this process, by value: a policy may be resolved several times."""
+_T = TypeVar("_T")
 
 
-def unused(layers: Iterable[RuleLayer]) -> list[Reach]:
-    """The users' rules in `layers`, by pattern, that have had no effect in this process."""
-    pairs = (
-        Reach(pattern, rule)
-        for layer in layers
-        if layer.layer != "builtin"
-        for rule in layer.rules
-        for pattern in rule.operations
-    )
-    return [pair for pair in pairs if pair not in _followed]
+@dataclasses.dataclass(slots=True)
+class Use:
+    """What operations did with one pattern of a user's rule."""
+
+    followed: int = 0
+    """How many operations, or parts of programs, follow the rules there."""
+    kept: str = ""
+    """Why an operation does not follow the rule, if one does not."""
+    judged: bool = False
+    """Whether a report has judged it, which is not repeated."""
 
 
 class Effects:
-    """The user's rules that reached operations of one program."""
+    """The patterns that reached operations: of one program, or of the process."""
 
     def __init__(self) -> None:
-        self.followed: set[Reach] = set()
-        self.kept: dict[Reach, str] = {}
-        """Rules that an operation does not follow, and why."""
+        self.uses: defaultdict[Reach, Use] = defaultdict(Use)
         self.paths: set[str] = set()
         """Paths of the modules of the program, if rules for modules are in force."""
 
     def add(self, reached: Iterable[Reach], why_kept: str = "") -> None:
-        """Notes the rules that reach one operation; `why_kept`: why it does not follow them, empty if it does."""
-        if why_kept:
-            for pair in reached:
-                self.kept.setdefault(pair, why_kept)
-        else:
-            self.followed.update(reached)
-            _followed.update(reached)
+        """Counts the patterns that reach one operation; `why_kept`: why it does not follow them, empty if it does."""
+        for pair in reached:
+            use = self.uses[pair]
+            use.followed += not why_kept
+            use.kept = use.kept or why_kept
 
     def merge(self, other: Effects) -> None:
         """Adds the effects on a part of the program."""
-        self.followed |= other.followed
         self.paths |= other.paths
-        self.kept = {**other.kept, **self.kept}
+        for pair, use in other.uses.items():
+            self.uses[pair].followed += use.followed
+            self.uses[pair].kept = self.uses[pair].kept or use.kept
+
+    def follows(self, pair: Reach) -> bool:
+        """Whether an operation follows the rules where the pattern reaches it."""
+        return pair in self.uses and self.uses[pair].followed > 0
+
+
+_process = Effects()
+"""By value: a policy may be resolved several times."""
+_decided: defaultdict[RuleLayer, set[str]] = defaultdict(set)
+"""Layer -> operations of torch that a policy with it has decided."""
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.open: list[Effects] = []
+        self.open = [_process]
 
 
 _thread = _Thread()
@@ -77,36 +89,61 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def collect() -> Iterator[Effects]:
-    """Collects what `note` gets on this thread; an outer block gets it as well."""
+    """Collects what `note` gets on this thread; an outer block gets it as well, and in the end the process."""
     effects = Effects()
     _thread.open.append(effects)
     try:
         yield effects
     finally:
         _thread.open.pop()
-        if _thread.open:
-            _thread.open[-1].merge(effects)
-
-
-def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) -> None:
-    """`Effects.add` for the innermost `collect` of this thread, if there is one; `path`: of the operation's module."""
-    effects = _thread.open[-1] if _thread.open else Effects()
-    effects.add(reached, why_kept)
-    if path:
-        effects.paths.add(path)
-
-
-def repeat(effects: Effects) -> None:
-    """Notes the effects on a part of the program that has been collected before."""
-    if _thread.open:
         _thread.open[-1].merge(effects)
 
 
-def _hint(pattern: str, vocabulary: Vocabulary, paths: set[str]) -> str:
+def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) -> None:
+    """`Effects.add` for the innermost `collect` of this thread; `path`: of the operation's module."""
+    effects = _thread.open[-1]
+    effects.add(reached, why_kept)
+    if path and effects is not _process:
+        effects.paths.add(path)
+
+
+def remembered(cache: MutableMapping[Any, tuple[_T, Effects]], key: Any, make: Callable[[], _T]) -> _T:
+    """What `make` returns for a part of a program, from `cache` if it is there; its effects are counted each time.
+
+    While somebody listens to decisions, it is made each time, too.
+    """
+    if key in cache and not events.sinks:
+        made, effects = cache[key]
+        _thread.open[-1].merge(effects)
+        return made
+    with collect() as effects:
+        made = make()
+    cache[key] = made, effects
+    return made
+
+
+def asked(policy: Policy, operation: str, path: str | None) -> None:
+    """An operation of torch, in the module at `path`, is decided by `policy`."""
+    _process.add(policy.reaching(operation, path))
+    for layer in policy.layers:
+        _decided[layer].add(operation)
+
+
+def _patterns(layers: Iterable[RuleLayer]) -> Iterator[tuple[RuleLayer, Reach]]:
+    """The patterns of users' rules, with their layers."""
+    for layer in layers:
+        for rule in () if layer.layer == "builtin" else layer.rules:
+            yield from ((layer, Reach(pattern, rule)) for pattern in rule.operations)
+
+
+def unused(layers: Iterable[RuleLayer]) -> list[Reach]:
+    """The users' rules in `layers`, by pattern, that have had no effect in this process."""
+    return [pair for _, pair in _patterns(layers) if not _process.follows(pair)]
+
+
+def _hint(pattern: str, paths: set[str]) -> str:
     """What else to know about a pattern that matched nothing in a program with modules at `paths`."""
-    if module_patterns.is_module_pattern(pattern):
-        return module_patterns.nearest(pattern, paths)
-    return ""
+    return module_patterns.nearest(pattern, paths) if module_patterns.is_module_pattern(pattern) else ""
 
 
 @functools.cache
@@ -160,76 +197,54 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
     Raises:
         PolicyError: see above.
     """
-    _reported.update(Reach(name, rule) for layer in policy.layers for rule in layer.rules for name in rule.operations)
     without: dict[str, None] = {}
     never: dict[str, None] = {}
-    for layer in policy.layers:
-        for rule in () if layer.layer == "builtin" else layer.rules:
-            for pattern in rule.operations:
-                pair = Reach(pattern, rule)
-                if pair in effects.followed:
-                    continue
-                hidden = invisible(pattern, vocabulary)
-                if vocabulary == "jaxpr" and _is_gradient_sum(pattern) and _is_for_all(layer):
-                    continue
-                hidden = hidden or (no_modules if module_patterns.is_module_pattern(pattern) else "")
-                why = hidden or effects.kept.get(pair)
-                why = why or f"it matched no operation of the program{_hint(pattern, vocabulary, effects.paths)}"
-                line = f"{pattern} = {rule.cast} ({rule.origin}): {why}"
-                (never if hidden and layer.layer in _FOR_THIS_CALL else without)[line] = None
+    for layer, pair in _patterns(policy.layers):
+        _process.uses[pair].judged = True
+        if effects.follows(pair):
+            continue
+        hidden = invisible(pair.pattern, vocabulary)
+        if vocabulary == "jaxpr" and _is_gradient_sum(pair.pattern) and _is_for_all(layer):
+            continue
+        hidden = hidden or (no_modules if module_patterns.is_module_pattern(pair.pattern) else "")
+        why = hidden or (effects.uses[pair].kept if pair in effects.uses else "")
+        why = why or f"it matched no operation of the program{_hint(pair.pattern, effects.paths)}"
+        (never if hidden and layer.layer in _FOR_THIS_CALL else without)[_line(pair, why)] = None
     if never or (without and strict):
         raise PolicyError(_text([*never, *(without if strict else ())], f"the {_FRONTS[vocabulary]} program"))
     if without:
         _warn(_text([*without], f"the {_FRONTS[vocabulary]} program"))
 
 
-_asked: set[RuleLayer] = set()
-"""Layers of policies that have decided an operation of torch."""
-FUSED: Final = "scaled_dot_product_attention"
-"""An operation of torch with another inside, which rules for that do not reach."""
-_INSIDE: Final = ("softmax.int", "softmax", "_softmax")
-_fused: set[RuleLayer] = set()
-"""Layers of policies that have decided `FUSED`."""
-
-
-@functools.lru_cache(maxsize=8192)
-def asked(policy: Policy, operation: str, path: str | None) -> None:
-    """An operation of torch, in the module at `path`, is decided by `policy`."""
-    _asked.update(policy.layers)
-    _followed.update(policy.reaching(operation, path))
-    if operation == FUSED:
-        _fused.update(policy.layers)
-
-
 def _instead(pair: Reach, layer: RuleLayer) -> str:
     """What to write for an operation that ran inside `FUSED`."""
     inner = next((name for name in _INSIDE if pair.pattern == name or pair.pattern.endswith(f".{name}")), "")
-    if not inner or layer not in _fused:
+    if not inner or FUSED not in _decided[layer]:
         return ""
     outer = pair.pattern.removesuffix(inner) + FUSED
     return f"; it is a part of {FUSED}, which ran: write {outer} = {pair.rule.cast}"
 
 
-_reported: set[Reach] = set()
-"""Users' rules that `report` has judged; `report_unmatched` leaves them out."""
+def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> None:
+    """Reports the rules of a block that closes and have had no effect in this process.
 
+    Nothing is reported if no operation of torch has been decided with them: the block ran nothing under autocast.  A
+    rule for the sums of gradients is left out: they may come after the block.
 
-def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
-    """Reports the rules of an override that closes and have had no effect in this process.
-
-    Nothing is reported if no operation has been decided with them: the block ran nothing under autocast.  A rule for
-    the sums of gradients is left out: they may come after the block.
+    Args:
+        layer: the rules.
+        strict: raise instead of a warning.
+        once: not for a second block with the same rules.
 
     Raises:
-        PolicyError: with `strict`, instead of a warning.
+        PolicyError: with `strict`.
     """
-    if layer not in _asked:
+    if layer not in _decided:
         return
-    lines = [
-        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): it has matched no operation{_instead(pair, layer)}"
-        for pair in unused((layer,))
-        if pair not in _reported and not _is_gradient_sum(pair.pattern)
-    ]
+    found = [pair for pair in unused((layer,)) if not _process.uses[pair].judged and not _is_gradient_sum(pair.pattern)]
+    for pair in found if once else ():
+        _process.uses[pair].judged = True
+    lines = [_line(pair, f"it has matched no operation{_instead(pair, layer)}") for pair in found]
     if lines and strict:
         raise PolicyError(_text(lines, "what ran under autocast"))
     if lines:
@@ -237,26 +252,22 @@ def report_unmatched(layer: RuleLayer, *, strict: bool) -> None:
 
 
 @functools.lru_cache(maxsize=256)
+def _of_sums(policy: Policy) -> tuple[Reach, ...]:
+    return tuple(pair for _, pair in _patterns(policy.layers) if _is_gradient_sum(pair.pattern))
+
+
 def report_sums(policy: Policy, device_type: str) -> None:
     """Warns, once, of rules for the sums of gradients on a device of torch's own."""
-    pairs = [Reach(pattern, rule) for rule in policy.rules for pattern in rule.operations if _is_gradient_sum(pattern)]
-    lines = [
-        f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): torch's DistributedDataParallel adds gradients on "
-        f"{device_type!r}; give it a communication hook"
-        for pair in pairs
-    ]
-    if lines:
-        _warn(_text(lines, f"torch's device {device_type!r}"))
+    found = [pair for pair in _of_sums(policy) if not _process.uses[pair].judged]
+    for pair in found:
+        _process.uses[pair].judged = True
+    why = f"torch's DistributedDataParallel adds gradients on {device_type!r}; give it a communication hook"
+    if found:
+        _warn(_text([_line(pair, why) for pair in found], f"torch's device {device_type!r}"))
 
 
-def report_measured(layer: RuleLayer) -> None:
-    """Reports the rules of a plan that was measured for one program, once, when a region with it closes."""
-    if layer in _asked and layer not in _measured:
-        _measured.add(layer)
-        report_unmatched(layer, strict=False)
-
-
-_measured: set[RuleLayer] = set()
+def _line(pair: Reach, why: str) -> str:
+    return f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): {why}"
 
 
 def _warn(text: str) -> None:

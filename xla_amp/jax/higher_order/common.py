@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from xla_amp import events
 from xla_amp.jax import compat, override_scope
 from xla_amp.jax.decisions import dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
@@ -17,7 +16,7 @@ from xla_amp.jax.value_info import Facts, Value, arguments, arrays_of, inside
 from xla_amp.policy import effects
 from xla_amp.policy.effects import Effects
 
-_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[compat.ClosedJaxpr, list[Any], Effects]]] = (
+_retraced: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[compat.ClosedJaxpr, list[Any]], Effects]]] = (
     weakref.WeakKeyDictionary()
 )
 """Jaxpr -> settings and argument types -> result, so that a function that is called again is compiled once.
@@ -73,24 +72,20 @@ def retrace(
         keep_dtypes,
         tuple(map(id, closed.consts)),
     )
-    cache = _retraced.setdefault(closed.jaxpr, {})
-    traced, _, known = cache.get(key, (None, None, None))
-    if known is not None and not events.sinks:
-        effects.repeat(known)
-    if traced is None or events.sinks:
 
-        def evaluate(*arrays: Any) -> list[Any]:
-            given = with_low_copies(arguments(arrays[: len(values)], weights), copied, arrays[len(values) :])
-            for index in adopting:
-                given[index] = Value(given[index].array, Facts(constant=1.0))
-            outs = arrays_of(interpreter.eval_jaxpr(closed, given, f32_outputs=f32_outputs))
-            if keep_dtypes:
-                outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
-            return outs
+    def evaluate(*arrays: Any) -> list[Any]:
+        given = with_low_copies(arguments(arrays[: len(values)], weights), copied, arrays[len(values) :])
+        for index in adopting:
+            given[index] = Value(given[index].array, Facts(constant=1.0))
+        outs = arrays_of(interpreter.eval_jaxpr(closed, given, f32_outputs=f32_outputs))
+        if keep_dtypes:
+            outs = [cast(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
+        return outs
 
-        with effects.collect() as found:
-            traced = compat.trace(evaluate, avals, closed.jaxpr.debug_info)
-        cache[key] = (traced, closed.consts, found)
+    def trace() -> tuple[compat.ClosedJaxpr, list[Any]]:
+        return compat.trace(evaluate, avals, closed.jaxpr.debug_info), closed.consts
+
+    traced, _ = effects.remembered(_retraced.setdefault(closed.jaxpr, {}), key, trace)
     return traced
 
 

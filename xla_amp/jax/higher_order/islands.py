@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from xla_amp import events
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
 from xla_amp.jax.primitives import info
@@ -170,25 +169,23 @@ def function(key: Any, evaluate: Callable[..., list[Any]], avals: Sequence[Any])
         avals: types of its arguments.
     """
     try:
-        known = _functions.get(key)
+        hash(key)
     except TypeError:
-        known, key = None, None
-    if known is not None and not events.sinks:
-        effects.repeat(known[1])
-        return known[0]
-    with effects.collect() as found:
-        traced = compat.trace(evaluate, avals)
+        return _make(evaluate, avals)
+    made = effects.remembered(_functions, key, lambda: _make(evaluate, avals))
+    if len(_functions) > _MOST_FUNCTIONS:
+        _functions.popitem(last=False)
+    return made
+
+
+def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[..., list[Any]]:
+    traced = compat.trace(evaluate, avals)
 
     def float32_island(*arguments: Any) -> list[Any]:
         return compat.eval_jaxpr(traced, arguments)
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
-    made = jax.jit(jax.checkpoint(float32_island, prevent_cse=False))
-    if key is not None:
-        _functions[key] = made, found
-        if len(_functions) > _MOST_FUNCTIONS:
-            _functions.popitem(last=False)
-    return made
+    return jax.jit(jax.checkpoint(float32_island, prevent_cse=False))
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

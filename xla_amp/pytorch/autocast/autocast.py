@@ -158,7 +158,7 @@ class autocast:
                 if layer.layer == "context" or (self.strict and layer.layer in ("file", "environment")):
                     effects.report_unmatched(layer, strict=self.strict)
         if kind is None and rules is not None and self.policy is not None and self.policy.source == MEASURED:
-            effects.report_measured(self.policy.layers[-1])
+            effects.report_unmatched(self.policy.layers[-1], strict=False, once=True)
 
     def __call__(self, function: _Function) -> _Function:
         decorated: _Function = decorate.inside(self, function, self._again)

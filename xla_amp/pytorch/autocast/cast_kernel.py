@@ -68,32 +68,34 @@ def make(
     # Without a rule, only the parts of such an operation are recorded.
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
-    def choose(policy: Policy, path: str | None) -> tuple[Policy, Decision, casting.Prepare | None]:
+    def choose(policy: Policy, path: str | None) -> tuple[Decision, casting.Prepare | None]:
         decision = policy.decide(name, path)
         effects.asked(policy, name, path)
         if (decision.cast, decision.rule is not None) == torch_rule:
-            return policy, decision, None
+            return decision, None
         asked = decision.cast == "fp8" and decision.from_user
         prepare = made.get((decision.cast, asked))
         if prepare is None:
             prepare = casting.make(decision.cast, operands, device_type, asked=asked)
             made[decision.cast, asked] = prepare
-        return policy, decision, prepare
+        return decision, prepare
 
-    # The newest policy with its choice. Replaced as one tuple, because threads may be in regions of different policies.
-    chosen: Any = (None, None, None)
+    # The newest policy with its choices by module. Replaced as one tuple, because threads may be in regions of
+    # different policies.
+    chosen: tuple[Policy | None, dict[str | None, tuple[Decision, casting.Prepare | None]]] = (None, {})
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal chosen
         policy = rules()
-        path = None
-        if policy.by_module:
-            path = module_paths.current()
-            _, decision, prepare = choose(policy, path)
-        else:
-            seen, decision, prepare = chosen
-            if policy is not seen:
-                seen, decision, prepare = chosen = choose(policy, None)
+        path = module_paths.current() if policy.by_module else None
+        seen, choices = chosen
+        if policy is not seen:
+            choices = {}
+            chosen = policy, choices
+        choice = choices.get(path)
+        if choice is None:
+            choice = choices[path] = choose(policy, path)
+        decision, prepare = choice
         if prepare is None:
             if events.sinks and (decision.rule is not None or (decision_events.record_all and not composite)):
                 given = operands.all(args, kwargs)

@@ -210,15 +210,15 @@ def _check_casts(policy: Policy) -> None:
 
 def _effects(graph: CastGraph) -> effects.Effects:
     """The user's rules that the nodes of `graph` follow."""
-    found = effects.Effects()
-    found.paths.update(graph.classifier.paths.seen)
-    for node in graph.nodes:
-        each = node.op_class
-        if each is None or not each.reached or each.decision is None or node.in_opaque:
-            continue
-        stays = each.fixed and each.decision.cast in ("low", "promote", "keep")
-        lost = each.colour == "allow" and not node.low
-        found.add(each.reached, f"{each.name} stays float32: {node.why}" if stays or lost else "")
+    with effects.collect() as found:
+        found.paths.update(graph.classifier.paths.seen)
+        for node in graph.nodes:
+            each = node.op_class
+            if each is None or not each.reached or each.decision is None or node.in_opaque:
+                continue
+            stays = each.fixed and each.decision.cast in ("low", "promote", "keep")
+            lost = each.colour == "allow" and not node.low
+            effects.note(each.reached, f"{each.name} stays float32: {node.why}" if stays or lost else "")
     return found
 
 
