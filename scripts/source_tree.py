@@ -21,7 +21,7 @@ ENTRIES = frozenset({"checkpoint", "device", "metrics", "syncfree", "torch_xla",
 # A module belongs to the layer of its longest matching prefix, and imports its own folder and the layers below.
 # The root module is last because users enter there: it names everything, and no module inside imports it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("xla_amp.types", "xla_amp.errors", "xla_amp.files"),
+    ("xla_amp.types", "xla_amp.errors", "xla_amp.files", "xla_amp.renamed"),
     (
         "xla_amp.compiling",
         "xla_amp.config",

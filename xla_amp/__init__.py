@@ -15,6 +15,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from xla_amp import renamed as _renamed
+
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` and `_MODULES` load the same names at run time, on first use.
     from xla_amp import checkpoint as checkpoint
@@ -94,23 +96,13 @@ _MODULES = {
 }
 """Public module -> its full name."""
 
-_LEFT = {
-    "DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel after "
-    "torch.distributed.init_process_group('xla_amp'); for sums in float32, sparse gradients and parameters without "
-    "gradients call xla_model.broadcast_master_param(model) once, and xla_model.reduce_gradients(optimizer) before "
-    "each step of the optimizer",
-}
-"""Public name of an earlier release -> what to type instead."""
-
 __all__ = ["__version__", *sorted((*_PUBLIC, *_MODULES))]
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
 
     def __getattr__(name: str) -> object:
-        if name in _LEFT:
-            raise ImportError(f"xla_amp.{name} is no longer there: {_LEFT[name]}")
         if name not in _PUBLIC and name not in _MODULES:
-            raise AttributeError(f"module 'xla_amp' has no attribute {name!r}; public names: {', '.join(__all__)}")
+            raise _renamed.missing(__name__, name, __all__)
         try:
             module = importlib.import_module(_PUBLIC.get(name) or _MODULES[name])
         except ImportError as error:

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from xla_amp.errors import PolicyError, XlaAmpError
-from xla_amp.policy import BUILTIN, Policy, default_name, load
+from xla_amp.policy import BUILTIN, Policy, load
+from xla_amp.policy.load import default_name
 
 ROW = '[[rule]]\noperations = ["gelu"]\ncast = "fp32"\n'
 

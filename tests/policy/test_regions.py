@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import Region, current, load, on_push, override, pop, push, regions
+from xla_amp.policy import load, override, regions
+from xla_amp.policy.regions import Region, current, on_push, pop, push
 
 DEVICE = "a-device-of-this-test"
 TPU, GPU = (Region(policy=load(name), low=load(name).low) for name in ("tpu", "gpu"))

@@ -8,9 +8,9 @@ import tomllib
 import pytest
 
 from xla_amp.errors import PolicyError
-from xla_amp.policy import BUILTIN, Rule, equivalent, load, operation_class
+from xla_amp.policy import BUILTIN, Rule, load
 from xla_amp.policy.load import _policy
-from xla_amp.policy.op_catalog import catalogue, packet
+from xla_amp.policy.op_catalog import catalogue, equivalent, operation_class, packet
 from xla_amp.types import CASTS, OPERATION_CLASSES
 
 PARENTS = {"cautious": ("tpu",), "lean": ("tpu",), "fp8": ("gpu", "cuda")}

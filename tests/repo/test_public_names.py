@@ -15,7 +15,9 @@ import pytest
 
 import xla_amp
 import xla_amp.jax
+import xla_amp.policy
 import xla_amp.stablehlo
+from xla_amp.renamed import table
 
 PACKAGES = (xla_amp, xla_amp.jax, xla_amp.stablehlo)
 NAMES = [
@@ -25,8 +27,9 @@ NAMES = [
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
 def test_type_checkers_see_the_names_that_load(package: ModuleType):
-    tree = ast.parse(Path(str(package.__file__)).read_text())
-    (branch,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    (branch,) = (
+        node for node in parsed(package).body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
     imports = [node for node in branch.body if isinstance(node, ast.ImportFrom)]
     assert len(imports) == len(branch.body)
     assert all(alias.asname == alias.name for node in imports for alias in node.names)  # marks a re-export
@@ -89,9 +92,36 @@ def test_the_names_are_listed_and_others_rejected(package: ModuleType):
         package.autocastt  # noqa: B018
 
 
-def test_a_name_that_has_left_says_what_to_type():
-    with pytest.raises(ImportError, match=r"use torch\.nn\.parallel\.DistributedDataParallel after"):
-        from xla_amp import DistributedDataParallel  # noqa: F401
+def test_the_names_of_policies():
+    imported = {node.asname for node in ast.walk(parsed(xla_amp.policy)) if isinstance(node, ast.alias)}
+    assert sorted(each for each in imported if each and not each.startswith("_")) == xla_amp.policy.__all__
+    assert all(inspect.getdoc(getattr(xla_amp.policy, name)) for name in xla_amp.policy.__all__)
+    with pytest.raises(AttributeError, match=r"has no attribute 'overide'; public names: .*override"):
+        xla_amp.policy.overide  # noqa: B018
+    assert not hasattr(xla_amp.policy, "overide")
+
+
+def parsed(package: ModuleType) -> ast.Module:
+    return ast.parse(Path(str(package.__file__)).read_text())
+
+
+@pytest.mark.parametrize(("old", "new"), table().items())
+def test_a_name_of_an_earlier_release_tells_the_new_one(old: str, new: str):
+    package, _, name = old.rpartition(".")
+    for program in (f"from {package} import {name}", f"import {package}\n{old}"):
+        with pytest.raises(ImportError) as error:
+            exec(program)
+        assert str(error.value) == f"{old} -> {new}"
+    if " " not in new:
+        module, _, name = new.rpartition(".")
+        assert getattr(importlib.import_module(module), name).__name__ == name
+
+
+def test_the_guide_lists_the_earlier_names():
+    page = Path(__file__).parents[2] / "docs" / "migration.md"
+    _, _, section = page.read_text().partition("\n## Earlier names of xla_amp\n")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert [(old.strip("`"), new.strip("`")) for old, new in rows] == list(table().items())
 
 
 @pytest.mark.parametrize(("use", "answer"), [("", ""), ("xla_amp.jax.autocast", "jax")])

@@ -8,41 +8,29 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from xla_amp import renamed as _renamed
+
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
     from xla_amp.jax.api import autocast as autocast
     from xla_amp.jax.loss_scale import LossScale as LossScale
-    from xla_amp.jax.loss_scale import ScaledGradients as ScaledGradients
-    from xla_amp.jax.loss_scale import all_finite as all_finite
     from xla_amp.jax.loss_scale import reduce_gradients as reduce_gradients
     from xla_amp.jax.loss_scale import select as select
     from xla_amp.jax.loss_scale import value_and_grad as value_and_grad
     from xla_amp.jax.observations import observe as observe
-    from xla_amp.jax.optax_wrapper import SkipNonfiniteState as SkipNonfiniteState
     from xla_amp.jax.optax_wrapper import skip_nonfinite as skip_nonfinite
     from xla_amp.lazy.interop.arrays import from_jax as from_jax
     from xla_amp.lazy.interop.arrays import from_torch as from_torch
     from xla_amp.lazy.interop.arrays import to_jax as to_jax
-    from xla_amp.lazy.interop.functional import TorchFunction as TorchFunction
     from xla_amp.lazy.interop.functional import functional as functional
     from xla_amp.lazy.interop.torch_function import torch_function as torch_function
-    from xla_amp.tools.monitor.on_jax.monitor import Monitor as Monitor
     from xla_amp.tools.monitor.on_jax.monitor import monitor as monitor
-    from xla_amp.tools.monitor.on_jax.replay import Replay as Replay
     from xla_amp.tools.monitor.on_jax.replay import replay as replay
     from xla_amp.tools.overflow.on_jax import find_overflow as find_overflow
-    from xla_amp.tools.overflow.report import ProgramOverflowReport as ProgramOverflowReport
     from xla_amp.tools.search.on_jax import search as search
 
 _PUBLIC = {
     "LossScale": "xla_amp.jax.loss_scale",
-    "ScaledGradients": "xla_amp.jax.loss_scale",
-    "Monitor": "xla_amp.tools.monitor.on_jax.monitor",
-    "ProgramOverflowReport": "xla_amp.tools.overflow.report",
-    "Replay": "xla_amp.tools.monitor.on_jax.replay",
-    "SkipNonfiniteState": "xla_amp.jax.optax_wrapper",
-    "TorchFunction": "xla_amp.lazy.interop.functional",
-    "all_finite": "xla_amp.jax.loss_scale",
     "autocast": "xla_amp.jax.api",
     "find_overflow": "xla_amp.tools.overflow.on_jax",
     "from_jax": "xla_amp.lazy.interop.arrays",
@@ -67,7 +55,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
-            raise AttributeError(f"module 'xla_amp.jax' has no attribute {name!r}; public names: {', '.join(__all__)}")
+            raise _renamed.missing(__name__, name, __all__)
         try:
             module = importlib.import_module(_PUBLIC[name])
         except ImportError as error:

@@ -17,7 +17,9 @@ from xla_amp.errors import PolicyError, UnsupportedDtypeError
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
+from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import Reach
+from xla_amp.policy.resolve import overridden
 from xla_amp.types import LOW_DTYPES, Cast
 
 Carry: TypeAlias = Literal["keep", "low"]
@@ -70,7 +72,7 @@ class Settings:
 
     def current_policy(self) -> Policy:
         """The policy with the overrides that are open on this thread."""
-        return policies.overridden(self.policy)
+        return overridden(self.policy)
 
 
 def resolve_settings(
@@ -82,7 +84,7 @@ def resolve_settings(
         PolicyError: `policy` cannot be loaded, or `rules` are malformed.
         UnsupportedDtypeError: the policy does not offer this low dtype.
     """
-    chosen = policies.default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
+    chosen = default_name(jax.default_backend()) if policy in (None, policies.DEFAULT) else policy
     effective = policies.resolve(policies.load(chosen), rules)
     return Settings(policy=effective, low=_low_dtype(effective, dtype), carry=carry, residual=residual)
 

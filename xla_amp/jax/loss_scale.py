@@ -22,7 +22,8 @@ from xla_amp import loss_scaling as formula
 from xla_amp.errors import PolicyError
 from xla_amp.jax import compat
 from xla_amp.jax.observations import observe
-from xla_amp.policy import PolicyLike, default_name, gradient_sums
+from xla_amp.policy import PolicyLike, gradient_sums
+from xla_amp.policy.load import default_name
 
 _Tree = TypeVar("_Tree")
 _T = TypeVar("_T")

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 from xla_amp import events
-from xla_amp import policy as policies
 from xla_amp.errors import PolicyError
 from xla_amp.jax.modules import scopes
-from xla_amp.policy import Policy, RuleLayer
+from xla_amp.policy import Policy
+from xla_amp.policy.policy import RuleLayer
+from xla_amp.policy.resolve import on_override
 
 _key = jax.make_user_context(())
 _under_autocast = jax.make_user_context("")
@@ -76,4 +77,4 @@ def _shown(layer: RuleLayer) -> str:
     return ", ".join(f"{operation}={rule.cast}" for rule in layer.rules for operation in rule.operations)
 
 
-policies.on_override(_override)
+on_override(_override)

@@ -4,10 +4,12 @@
 operation.  Rules are data (``tables/*.toml``); docs/policy.md shows the format.
 """
 
+from typing import TYPE_CHECKING
+
+from xla_amp import renamed as _renamed
 from xla_amp.policy.load import BUILTIN as BUILTIN
 from xla_amp.policy.load import DEFAULT as DEFAULT
 from xla_amp.policy.load import PolicyLike as PolicyLike
-from xla_amp.policy.load import default_name as default_name
 from xla_amp.policy.load import load as load
 from xla_amp.policy.op_catalog import equivalent as equivalent
 from xla_amp.policy.op_catalog import extend_known_operations as extend_known_operations
@@ -15,19 +17,27 @@ from xla_amp.policy.op_catalog import operation_class as operation_class
 from xla_amp.policy.policy import Decision as Decision
 from xla_amp.policy.policy import Policy as Policy
 from xla_amp.policy.policy import Rule as Rule
-from xla_amp.policy.policy import RuleLayer as RuleLayer
-from xla_amp.policy.regions import Region as Region
-from xla_amp.policy.regions import Token as Token
-from xla_amp.policy.regions import current as current
-from xla_amp.policy.regions import on_pop as on_pop
-from xla_amp.policy.regions import on_push as on_push
-from xla_amp.policy.regions import pop as pop
-from xla_amp.policy.regions import push as push
-from xla_amp.policy.resolve import OpenRules as OpenRules
-from xla_amp.policy.resolve import on_override as on_override
-from xla_amp.policy.resolve import open_rules as open_rules
-from xla_amp.policy.resolve import overridden as overridden
 from xla_amp.policy.resolve import override as override
-from xla_amp.policy.resolve import reopened as reopened
 from xla_amp.policy.resolve import resolve as resolve
 from xla_amp.policy.resolve import unused_rules as unused_rules
+
+__all__ = [
+    "BUILTIN",
+    "DEFAULT",
+    "Decision",
+    "Policy",
+    "PolicyLike",
+    "Rule",
+    "equivalent",
+    "extend_known_operations",
+    "load",
+    "operation_class",
+    "override",
+    "resolve",
+    "unused_rules",
+]
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any name
+
+    def __getattr__(name: str) -> object:
+        raise _renamed.missing(__name__, name, __all__)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from xla_amp import renamed as _renamed
+
 if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
     from xla_amp.stablehlo.io import load as load
@@ -47,9 +49,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
 
     def __getattr__(name: str) -> object:
         if name not in _PUBLIC:
-            raise AttributeError(
-                f"module 'xla_amp.stablehlo' has no attribute {name!r}; public names: {', '.join(__all__)}"
-            )
+            raise _renamed.missing(__name__, name, __all__)
         value = getattr(importlib.import_module(_PUBLIC[name]), name)
         globals()[name] = value
         return value

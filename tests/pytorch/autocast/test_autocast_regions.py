@@ -12,7 +12,6 @@ import torch
 
 import xla_amp
 from xla_amp import autocast
-from xla_amp import policy as policies
 from xla_amp.policy import regions
 
 LOW, FULL = torch.bfloat16, torch.float32
@@ -393,7 +392,7 @@ def test_decorating_what_cannot_be_called(device):
 
 @pytest.mark.parametrize("what", ["torch's region", "the installation of kernels", "a mode that looks on"])
 def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monkeypatch, what):
-    before, depth = policies.current(device.type), torch.autocast_increment_nesting()
+    before, depth = regions.current(device.type), torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     region = autocast(device, dtype=torch.float16)
 
@@ -415,7 +414,7 @@ def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monk
         with pytest.raises(LookupError, match=what), region:
             pass
     assert mm_dtype() is FULL
-    assert policies.current(device.type) is before
+    assert regions.current(device.type) is before
     assert torch.autocast_increment_nesting() == depth
     torch.autocast_decrement_nesting()
     with region:

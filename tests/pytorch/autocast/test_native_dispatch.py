@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import xla_amp
 from xla_amp import autocast, policy
 from xla_amp.errors import PolicyError, UnsupportedDtypeError
-from xla_amp.policy import Policy, load
+from xla_amp.policy import Policy, load, regions
 from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
 
 LOW, FULL, HALF = torch.bfloat16, torch.float32, torch.float16
@@ -393,11 +393,11 @@ def test_cuda():
         torch.set_autocast_enabled("cuda", True)
         try:
             assert [torch.mm(x, x).dtype, torch.softmax(x.half(), -1).dtype] == [HALF, FULL]
-            region = policy.Region(policy=policy.resolve(load("cuda")), low="float16")
-            token = policy.push("cuda", region)
+            region = regions.Region(policy=policy.resolve(load("cuda")), low="float16")
+            token = regions.push("cuda", region)
             with policy.override(mm="fp32", softmax="low"):
                 assert [torch.mm(x, x).dtype, torch.softmax(x, -1).dtype] == [FULL, HALF]
-            policy.pop(token)
+            regions.pop(token)
             assert [torch.mm(x, x).dtype, torch.softmax(x.half(), -1).dtype] == [HALF, FULL]
         finally:
             torch.set_autocast_enabled("cuda", False)

@@ -28,6 +28,8 @@ from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
+from xla_amp.policy import regions
+from xla_amp.policy.load import default_name
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -344,11 +346,11 @@ def _modes() -> Iterator[Any]:
     yield torch.is_inference_mode_enabled()
     yield torch.get_default_dtype()
     yield torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE)
-    region = policies.current(DEVICE_TYPE)
+    region = regions.current(DEVICE_TYPE)
     yield region and (id(region.policy), region.low, region.enabled)
     yield id(policies.resolve(_default_policy()))
 
 
 @functools.cache
 def _default_policy() -> policies.Policy:
-    return policies.load(policies.default_name(pjrt.platform()))
+    return policies.load(default_name(pjrt.platform()))

@@ -32,7 +32,8 @@ from xla_amp.lazy.programs import mesh as meshes
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import default_name, gradient_sums
+from xla_amp.policy import gradient_sums
+from xla_amp.policy.load import default_name
 
 Axis: TypeAlias = str | Sequence[str] | None
 """The mesh axes that one tensor dimension is split over: one, several, or none."""

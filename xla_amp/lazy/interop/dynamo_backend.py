@@ -25,7 +25,8 @@ from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
-from xla_amp.policy import Policy
+from xla_amp.policy import Policy, regions
+from xla_amp.policy.load import default_name
 
 Compiled = Callable[..., Any]
 
@@ -82,8 +83,8 @@ def _has_region(graph: torch.fx.GraphModule) -> bool:
 
 
 def _rules() -> Policy:
-    region = policies.current(DEVICE_TYPE)
-    return policies.resolve(policies.default_name(pjrt.platform())) if region is None else region.policy
+    region = regions.current(DEVICE_TYPE)
+    return policies.resolve(default_name(pjrt.platform())) if region is None else region.policy
 
 
 def _trace(graph: torch.fx.GraphModule, inputs: Sequence[Any], rules: Policy | None = None) -> Compiled:

@@ -18,7 +18,8 @@ from xla_amp.errors import AutocastWarning
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import default_name, resolve
+from xla_amp.policy import resolve
+from xla_amp.policy.load import default_name
 
 NAMES = (DEVICE_TYPE, "xla")
 """What `torch.autocast` calls the lazy device."""

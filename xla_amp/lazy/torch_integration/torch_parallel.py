@@ -16,7 +16,8 @@ from xla_amp import config, events
 from xla_amp.errors import DeviceError, PolicyError
 from xla_amp.lazy.programs import pjrt
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-from xla_amp.policy import default_name, gradient_sums
+from xla_amp.policy import gradient_sums
+from xla_amp.policy.load import default_name
 
 _PINNED = ("find_unused_parameters", "static_graph")
 """Arguments for which torch's class counts in pinned memory."""

@@ -25,7 +25,8 @@ from xla_amp import policy as policies
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.backends.base import Engine
 from xla_amp.errors import UnsupportedDtypeError
-from xla_amp.policy import Policy, effects
+from xla_amp.policy import Policy, effects, regions
+from xla_amp.policy.load import default_name
 from xla_amp.policy.policy import MEASURED
 from xla_amp.pytorch.autocast import compiled, decorate, native, native_dispatch
 from xla_amp.pytorch.autocast import recomputation as recomputation
@@ -186,7 +187,7 @@ class autocast:
         """The effective policy: the chosen or default one, with file, environment and overrides on top."""
         if self._effective is not None:
             return self._effective
-        return policies.resolve(self.policy or policies.default_name(engine.platform()), self.rules)
+        return policies.resolve(self.policy or default_name(engine.platform()), self.rules)
 
     def _low(self, rules: Policy) -> torch.dtype:
         if self.dtype is None:
@@ -222,8 +223,8 @@ class autocast:
         with contextlib.ExitStack() as undo:
             if rules is not None:
                 low = str(region.fast_dtype).removeprefix("torch.")
-                made = policies.Region(policy=rules, low=low, enabled=self.enabled)
-                undo.callback(policies.pop, policies.push(self.device, made))
+                made = regions.Region(policy=rules, low=low, enabled=self.enabled)
+                undo.callback(regions.pop, regions.push(self.device, made))
             if self.enabled and not self._is_xla:
                 undo.callback(native.drop_casts_after_steps().remove)
             native.enter(region)
@@ -241,7 +242,7 @@ def _region_of_torch(
     """Arguments of the `torch.autocast` with the casts of ``autocast(device_type, ...)``; None if there is none."""
     made = autocast(device_type, dtype, enabled, cache_enabled)
     enabled = made.enabled
-    region = policies.current(made.device)
+    region = regions.current(made.device)
     around = None if region is None else region.policy
     if policy is not None or rules is not None:
         return None
@@ -257,7 +258,7 @@ def _region_of_torch(
     return made.device, made._low(rules) if enabled else getattr(torch, rules.low), enabled, cache_enabled
 
 
-def reopened(region: policies.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
+def reopened(region: regions.Region | None, device_type: str, dtype: torch.dtype) -> autocast:
     """A region with the rules of an earlier one, its overrides included."""
     again = autocast(device_type, dtype)
     again._effective = None if region is None else region.policy

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from xla_amp import events
-from xla_amp import policy as policies
 from xla_amp.backends import dynamo, module_paths
-from xla_amp.policy import Decision, Policy, effects
+from xla_amp.policy import Decision, Policy, effects, regions
 from xla_amp.pytorch.autocast import casting, decision_events, float8_products
 from xla_amp.types import Cast
 
@@ -174,7 +173,7 @@ def present_kernel(name: str, operator: Any, device_type: str, key: str) -> Kern
 
 def region_rules(device_type: str, without_region: Callable[[], Policy]) -> Rules:
     """Returns the policy of the innermost region of `device_type`, or else of `without_region`."""
-    current = policies.current
+    current = regions.current
 
     def rules() -> Policy:
         region = current(device_type)

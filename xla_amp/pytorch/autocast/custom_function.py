@@ -9,9 +9,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils._pytree import tree_map
 
-from xla_amp import policy as policies
 from xla_amp.backends import devices
 from xla_amp.errors import XlaAmpError
+from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import casting, native
 from xla_amp.pytorch.autocast.autocast import autocast, reopened
 
@@ -68,7 +68,7 @@ def custom_fwd(
         context = args[0]
         context._dtype = torch.get_autocast_dtype(name)
         enabled = torch.is_autocast_enabled(name)
-        context._region = policies.current(name)
+        context._region = regions.current(name)
         context._fwd_used_autocast = enabled and cast_inputs is None
         if not enabled or cast_inputs is None:
             return fwd(*args, **kwargs)

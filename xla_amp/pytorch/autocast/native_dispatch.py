@@ -20,7 +20,9 @@ import torch
 from xla_amp import policy as policies
 from xla_amp.backends import module_paths
 from xla_amp.errors import PolicyError
-from xla_amp.policy import Policy, RuleLayer, regions
+from xla_amp.policy import Policy, regions
+from xla_amp.policy.policy import RuleLayer
+from xla_amp.policy.resolve import OpenRules, on_override, overridden
 from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, xla_dispatch
 from xla_amp.types import Cast
 
@@ -103,9 +105,9 @@ def _rules_of_thread(device_type: str) -> cast_kernel.Rules:
     def find() -> Policy:
         region = regions.opened_here(device_type)
         if region is None and _thread.foreign:
-            region = policies.current(device_type)
+            region = regions.current(device_type)
         # Outside our regions torch's rules hold, changed only by overrides of this thread.
-        return region.policy if region is not None else policies.overridden(native)
+        return region.policy if region is not None else overridden(native)
 
     return find
 
@@ -140,7 +142,7 @@ _lock = threading.Lock()
 _held: dict[_Identity, list[_Holdings]] = {}
 
 
-def wanted(rules: policies.OpenRules) -> list[Wanted]:
+def wanted(rules: OpenRules) -> list[Wanted]:
     """The kernels that regions and overrides need while they are open."""
     found = [
         (device_type, operations)
@@ -160,7 +162,7 @@ def hold(wanted: Wanted) -> Holding:
     return xla_dispatch.acquire(device_type, operations)
 
 
-def _of_region(device_type: str, region: policies.Region) -> tuple[str, ...]:
+def _of_region(device_type: str, region: regions.Region) -> tuple[str, ...]:
     if device_type in KEYS:
         return changed(device_type, region.policy)
     return tuple(region.policy.ruled_in_modules()) if region.policy.by_module else ()
@@ -174,7 +176,7 @@ def _of_override(layer: RuleLayer) -> list[Wanted]:
     return found
 
 
-def _before_region(device_type: str, region: policies.Region) -> None:
+def _before_region(device_type: str, region: regions.Region) -> None:
     held: _Holdings = []
     if operations := _of_region(device_type, region):
         held.append(hold((device_type, operations)))
@@ -184,7 +186,7 @@ def _before_region(device_type: str, region: policies.Region) -> None:
         _keep((id(region),), held)
 
 
-def _after_region(_device_type: str, region: policies.Region) -> None:
+def _after_region(_device_type: str, region: regions.Region) -> None:
     _release((id(region),))
 
 
@@ -220,6 +222,6 @@ def _release(identity: _Identity) -> None:
             kernel_registry.release(*item)
 
 
-policies.on_push(_before_region)
-policies.on_pop(_after_region)
-policies.on_override(_override)
+regions.on_push(_before_region)
+regions.on_pop(_after_region)
+on_override(_override)

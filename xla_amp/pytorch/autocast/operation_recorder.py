@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
-from xla_amp import policy as policies
 from xla_amp.backends import module_paths
+from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import (
     cast_kernel,
     decision_events,
@@ -75,7 +75,7 @@ def _install(recording: Recording, device_type: str) -> None:
         recording.kernels[device_type] = xla_dispatch.acquire(device_type, _operations(xla_dispatch.KEYS[device_type]))
 
 
-def _before_region(device_type: str, _region: policies.Region) -> None:
+def _before_region(device_type: str, _region: regions.Region) -> None:
     if _running and device_type in xla_dispatch.KEYS:
         with _lock:
             for recording in _running:
@@ -83,7 +83,7 @@ def _before_region(device_type: str, _region: policies.Region) -> None:
                     _install(recording, device_type)
 
 
-policies.on_push(_before_region)
+regions.on_push(_before_region)
 
 
 def _operations(key: str) -> Iterator[str]:

@@ -17,7 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import checkpoint
 
-from xla_amp import policy as policies
+from xla_amp.policy import regions
+from xla_amp.policy.resolve import OpenRules, on_override, open_rules, reopened
 from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
 
 _ReentrantForward: TypeAlias = "staticmethod[..., Any]"
@@ -51,9 +52,9 @@ def _closes(identity: tuple[int, ...]) -> None:
             _torchs = None
 
 
-policies.on_push(lambda _, region: _opens((id(region),)))
-policies.on_pop(lambda _, region: _closes((id(region),)))
-policies.on_override(lambda layer, opens: (_opens if opens else _closes)((id(layer), threading.get_ident())))
+regions.on_push(lambda _, region: _opens((id(region),)))
+regions.on_pop(lambda _, region: _closes((id(region),)))
+on_override(lambda layer, opens: (_opens if opens else _closes)((id(layer), threading.get_ident())))
 
 
 def _non_reentrant(original: Callable[..., None]) -> Callable[..., None]:
@@ -76,13 +77,13 @@ def _reentrant(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_present_rules(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, to be run under the rules that are in force now."""
-    rules = policies.open_rules()
+    rules = open_rules()
     if rules is None:
         return function
 
     @functools.wraps(function)
     def again(*args: Any, **kwargs: Any) -> Any:
-        with policies.reopened(rules):
+        with reopened(rules):
             _keep_kernels(rules)
             return function(*args, **kwargs)
 
@@ -95,7 +96,7 @@ _kept: dict[int, dict[native_dispatch.Wanted, native_dispatch.Holding]] = {}
 """By backward pass."""
 
 
-def _keep_kernels(rules: policies.OpenRules) -> None:
+def _keep_kernels(rules: OpenRules) -> None:
     of_pass = torch._C._current_graph_task_id()
     wanted = native_dispatch.wanted(rules)
     if of_pass == -1 or not wanted:

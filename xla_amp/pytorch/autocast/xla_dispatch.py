@@ -20,7 +20,8 @@ import torch
 
 from xla_amp import policy as policies
 from xla_amp.backends import devices
-from xla_amp.policy import Policy, op_catalog
+from xla_amp.policy import Policy, op_catalog, regions
+from xla_amp.policy.load import default_name
 from xla_amp.pytorch.autocast import cast_kernel, kernel_registry
 
 KEYS: Mapping[str, str] = MappingProxyType({"jax": "AutocastPrivateUse1", "xla": "AutocastXLA"})
@@ -135,7 +136,7 @@ def _kernel_on_shared_key(device_type: str, name: str) -> cast_kernel.Kernel:
         ("keep", False),
         keep_kernel=name not in _foreign_operations(device_type),
     )
-    current = policies.current
+    current = regions.current
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = theirs if current(device_type) is None and device_type not in _complete else ours
@@ -169,7 +170,7 @@ def _registered() -> Iterable[str]:
     return torch._C._dispatch_get_all_op_names()
 
 
-def _before_region(device_type: str, region: policies.Region) -> None:
+def _before_region(device_type: str, region: regions.Region) -> None:
     if device_type in SHARED_KEYS:
         _installed.setdefault(device_type, set())
         held = acquire(device_type, _needed_operations(region.policy, device_type))
@@ -179,7 +180,7 @@ def _before_region(device_type: str, region: policies.Region) -> None:
         install(region.policy, device_type)
 
 
-def _after_region(device_type: str, region: policies.Region) -> None:
+def _after_region(device_type: str, region: regions.Region) -> None:
     if device_type not in SHARED_KEYS:
         return
     with _lock:
@@ -191,8 +192,8 @@ def _after_region(device_type: str, region: policies.Region) -> None:
 
 
 op_catalog.extend_known_operations(_registered)
-policies.on_push(_before_region)
-policies.on_pop(_after_region)
+regions.on_push(_before_region)
+regions.on_pop(_after_region)
 
 
 def _without_region() -> Policy:
@@ -201,7 +202,7 @@ def _without_region() -> Policy:
     They are the device's default policy with file, environment and overrides.
     """
     engine = devices.engine()
-    rules = policies.resolve(policies.default_name(engine.platform()))
+    rules = policies.resolve(default_name(engine.platform()))
     if engine.DEVICE_TYPE not in SHARED_KEYS:
         install(rules, engine.DEVICE_TYPE)
     return rules
