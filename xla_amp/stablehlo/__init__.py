@@ -20,20 +20,14 @@ if TYPE_CHECKING:
     # What type checkers and IDEs read. `_PUBLIC` loads the same names at run time, on first use.
     from xla_amp.stablehlo.io import load as load
     from xla_amp.stablehlo.io import save as save
-    from xla_amp.stablehlo.passes.autocast import Converted as Converted
     from xla_amp.stablehlo.passes.autocast import autocast as autocast
-    from xla_amp.stablehlo.passes.report import Report as Report
     from xla_amp.stablehlo.program import Program as Program
     from xla_amp.tools.inspect.comparison import compare as compare
     from xla_amp.tools.inspect.inspection import inspect as inspect
     from xla_amp.tools.overflow.on_stablehlo import find_overflow as find_overflow
-    from xla_amp.tools.overflow.report import ProgramOverflowReport as ProgramOverflowReport
 
 _PUBLIC = {
-    "Converted": "xla_amp.stablehlo.passes.autocast",
     "Program": "xla_amp.stablehlo.program",
-    "ProgramOverflowReport": "xla_amp.tools.overflow.report",
-    "Report": "xla_amp.stablehlo.passes.report",
     "autocast": "xla_amp.stablehlo.passes.autocast",
     "compare": "xla_amp.tools.inspect.comparison",
     "find_overflow": "xla_amp.tools.overflow.on_stablehlo",

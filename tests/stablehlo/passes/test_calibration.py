@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import Converted, autocast, ir
+from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo.passes.autocast import Converted
 
 W = (np.eye(8) + 0.1 * np.random.default_rng(0).standard_normal((8, 8))).astype(np.float32)
 X = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)

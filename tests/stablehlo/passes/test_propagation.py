@@ -10,7 +10,8 @@ import pytest
 
 from xla_amp.errors import ModuleError, PolicyError, RuleWarning, UnsupportedDtypeError
 from xla_amp.policy.op_catalog import catalogue
-from xla_amp.stablehlo import Converted, autocast, ir
+from xla_amp.stablehlo import autocast, ir
+from xla_amp.stablehlo.passes.autocast import Converted
 from xla_amp.stablehlo.passes.clone_functions import SMALL
 from xla_amp.stablehlo.passes.op_table import table
 
