@@ -10,17 +10,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from xla_amp import events
 from xla_amp.backends import devices
+from xla_amp.backends.step_state import OptimizerState, Path
 from xla_amp.pytorch.optim import capturable
-
-Path = tuple[Any, ...]
 
 INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
     {
@@ -42,15 +40,6 @@ INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
 of a group's option.  State that is not listed is deleted instead, which requires reading the flag."""
 
 
-class _State(NamedTuple):
-    """An optimizer's state for some parameters, and its groups' options, at one moment."""
-
-    tensors: dict[Path, torch.Tensor]
-    """On the XLA device."""
-    host: dict[Path, Any]
-    """All other state; tensors are copies."""
-
-
 def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Callable[[], Any] | None = None) -> Any:
     """Steps `optimizer`, with `step` if given; the step is undone where `found_inf` (on the XLA device) is not zero.
 
@@ -68,19 +57,18 @@ def step_where_finite(optimizer: Optimizer, found_inf: torch.Tensor, step: Calla
     if not all(devices.is_xla(parameter.device.type) for parameter in parameters):
         return None if found_inf.item() else step()
     with _counting_on_device(optimizer, parameters):
-        before = _collect(optimizer, parameters)
-        shape = _structure(optimizer, parameters)
+        before = OptimizerState(optimizer, parameters)
         kept = [*parameters, *before.tensors.values()]
         values = engine.snapshot(kept)
         result = step()
-        after = _collect(optimizer, parameters)
+        after = OptimizerState(optimizer, parameters)
         engine.restore_where(found_inf, kept, values)
         unknown = _reset_new_state(optimizer, found_inf, owners, before, after)
-        if unknown or not _same(before.host, after.host):
+        if unknown or not before.same_host(after):
             if not unknown:
                 _warn_of_host_state(optimizer)
             if bool(found_inf.item()):
-                _restore_host_state(optimizer, shape, before)
+                before.restore()
     return result
 
 
@@ -88,8 +76,8 @@ def _reset_new_state(
     optimizer: Optimizer,
     found_inf: torch.Tensor,
     owners: Mapping[torch.Tensor, dict[str, Any]],
-    before: _State,
-    after: _State,
+    before: OptimizerState,
+    after: OptimizerState,
 ) -> bool:
     """Resets state tensors that the step made; returns whether one of them has no known earlier value."""
     known = {id(tensor) for tensor in before.tensors.values()}
@@ -106,67 +94,6 @@ def _reset_new_state(
     return unknown
 
 
-def _collect(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> _State:
-    tensors: dict[Path, torch.Tensor] = {}
-    host: dict[Path, Any] = {}
-
-    def add(path: Path, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            if devices.is_xla(value.device.type):
-                tensors[path] = value
-            else:
-                host[path] = value.detach().clone()
-        elif isinstance(value, list | tuple | dict):
-            for index, leaf in enumerate(tree_leaves(value)):
-                add((*path, index), leaf)
-        else:
-            host[path] = value
-
-    for parameter in parameters:
-        if parameter in optimizer.state:
-            for name, value in optimizer.state[parameter].items():
-                add((parameter, name), value)
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name != "params":
-                add((number, name), value)
-    return _State(tensors, host)
-
-
-def _structure(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
-    """Copies of the containers that hold the state, with the same leaves."""
-
-    def copied(value: Any) -> Any:
-        return tree_map(lambda leaf: leaf, value) if isinstance(value, list | tuple | dict) else value
-
-    states = {
-        parameter: {name: copied(value) for name, value in optimizer.state[parameter].items()}
-        for parameter in parameters
-        if parameter in optimizer.state
-    }
-    groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return states, groups, parameters
-
-
-def _restore_host_state(optimizer: Optimizer, shape: tuple[Any, Any, Any], before: _State) -> None:
-    states, groups, parameters = shape
-    for parameter in parameters:
-        if parameter in states:
-            optimizer.state[parameter].clear()
-            optimizer.state[parameter].update(states[parameter])
-        else:
-            optimizer.state.pop(parameter, None)
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        kept = group["params"]
-        group.clear()
-        group.update(params=kept, **options)
-    for path, value in before.host.items():
-        if isinstance(value, torch.Tensor):
-            owner = optimizer.param_groups[path[0]] if isinstance(path[0], int) else optimizer.state[path[0]]
-            tensor = tree_leaves(owner[path[1]])[path[2]] if len(path) > 2 else owner[path[1]]
-            tensor.copy_(value)
-
-
 def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dict[str, Any]]) -> Any:
     """The value that undoes the creation of a state tensor by the first step, or None if unknown."""
     parameter, name = path[0], path[1]
@@ -180,17 +107,6 @@ def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dic
         return None  # torch does not dampen the first momentum, so a zero buffer is not the same as none
     value = row[name]
     return owners[parameter][value] if isinstance(value, str) else float(value)
-
-
-def _same(before: dict[Path, Any], after: dict[Path, Any]) -> bool:
-    """Whether the step left the host state unchanged."""
-    return before.keys() == after.keys() and all(_equal(value, after[path]) for path, value in before.items())
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return one is other or bool(one == other)
 
 
 @contextlib.contextmanager

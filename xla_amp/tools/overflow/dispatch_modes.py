@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from xla_amp.backends.places import LocatingMode, Place
+from xla_amp.backends.step_state import written_tensors
 from xla_amp.tools.overflow.report import Operand, Producer, produced
-from xla_amp.tools.overflow.state_restore import written_tensors
 
 UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_"}

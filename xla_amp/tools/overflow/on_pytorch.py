@@ -12,6 +12,7 @@ import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import Place
+from xla_amp.backends.step_state import reachable, restored
 from xla_amp.errors import StepError
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
 from xla_amp.report.shown import Shown
@@ -23,7 +24,6 @@ from xla_amp.tools.overflow.dispatch_modes import (
     nonfinite,
 )
 from xla_amp.tools.overflow.report import Operand, Producer, findings, reached, table
-from xla_amp.tools.overflow.state_restore import reachable, restoring
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 
@@ -141,7 +141,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
     scale = _scale(found)
     modules = module_paths.acquire()
     try:
-        with restoring(found), low.recording(), results:
+        with restored(found), low.recording(), results:
             returned = step(*args, **kwargs)
         results.read()
         given_back = nonfinite(returned)
@@ -152,7 +152,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
         suspects = list(results.nonfinite.items())
         while suspects and not producers:
             inputs = OperandStatistics(dict(suspects[:_SUSPECTS_PER_RUN]))
-            with restoring(found), GradientRecorder(parameters).recording(), inputs:
+            with restored(found), GradientRecorder(parameters).recording(), inputs:
                 step(*args, **kwargs)
             if inputs.diverged is not None or inputs.count != results.count:
                 raise StepError(_DIVERGED.format(results.count, inputs.count))
@@ -160,7 +160,7 @@ def find_overflow(step: Callable[..., Any], *args: Any, objects: Iterable[Any] =
             passed_on += given
         note = ""
         try:
-            with restoring(found), wide.recording(), SkipHalfCasts():  # type: ignore[no-untyped-call]
+            with restored(found), wide.recording(), SkipHalfCasts():  # type: ignore[no-untyped-call]
                 step(*args, **kwargs)
         except Exception as error:  # a model can raise anything in another dtype
             note = f"underflow is unknown: the step in float32 failed with {type(error).__name__}: {error}"

@@ -15,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_amp.backends import devices
+from xla_amp.backends.step_state import reachable, restored
 from xla_amp.errors import RecompileWarning, RuleWarning, SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
-from xla_amp.tools.overflow.state_restore import reachable, restoring
 from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
 from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
 from xla_amp.types import LowDtype
@@ -162,7 +162,7 @@ class TorchProgram(fronts.MeasuredProgram):
     def _run_on(self, batch: Any, plan: Plan | None, region: bool) -> fronts.Quantities:
         found: fronts.Quantities = {}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(restoring(self._objects))
+            stack.enter_context(restored(self._objects))
             stack.enter_context(warnings.catch_warnings())
             for expected in (RuleWarning, RecompileWarning):  # each plan is another program
                 warnings.simplefilter("ignore", expected)
@@ -200,14 +200,14 @@ class TorchProgram(fronts.MeasuredProgram):
         """Errors of float32 with each parameter and operand moved to one of its neighbours."""
         generator = torch.Generator().manual_seed(0)
         moved = tree_map_only(torch.Tensor, lambda tensor: _neighbours(tensor, generator), self._batches[0])
-        with restoring(self._objects), torch.no_grad():
+        with restored(self._objects), torch.no_grad():
             for parameter in self._parameters:
                 parameter.copy_(_neighbours(parameter.detach(), generator))
             return self.errors(self._run_on(moved, None, region=False), 0)
 
     def records(self, plan: Plan | None) -> list[DecisionRecord]:
         """The forward operations of a run."""
-        with explain() as report, restoring(self._objects), warnings.catch_warnings():
+        with explain() as report, restored(self._objects), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuleWarning)
             with torch.no_grad(), autocast(self.device, policy=self.policy(plan)):
                 self._call(self._batches[0])

@@ -1,0 +1,128 @@
+"""Saving and restoring what a training step changes: Python objects, optimizers, generators, tensors."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import xla_amp
+from xla_amp.backends.step_state import OptimizerState, StepState, restored
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def device(request) -> torch.device:
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
+def training(device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def step(model, optimizer, schedule):
+    device = next(model.parameters()).device
+    model(torch.randn(4, 3, device=device)).square().sum().backward()
+    optimizer.step()
+    schedule.step()
+    model.eval().seen = random.random()
+
+
+def values(model, optimizer, schedule):
+    found = {name: value.tolist() for name, value in model.state_dict().items()}
+    found |= {str(n): p.grad if p.grad is None else p.grad.tolist() for n, p in enumerate(model.parameters())}
+    state = [{k: torch.as_tensor(v).tolist() for k, v in each.items()} for each in optimizer.state.values()]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return found, state, groups, schedule.state_dict(), model.training, hasattr(model, "seen"), torch.rand(1).tolist()
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_step_and_its_values_are_restored(device, before):
+    objects = training(device)
+    for _ in range(before):
+        step(*objects)
+    kept = [objects[1].state, objects[1].param_groups, *objects[1].param_groups]
+    torch.manual_seed(1)
+    random.seed(1)
+    expected = values(*objects), random.random(), torch.rand(1, device=device).tolist()
+    torch.manual_seed(1)
+    random.seed(1)
+    with restored(objects):
+        step(*objects)
+        objects[1].param_groups[0]["new"] = 1
+    assert (values(*objects), random.random(), torch.rand(1, device=device).tolist()) == expected
+    assert all(map(lambda a, b: a is b, kept, [objects[1].state, objects[1].param_groups, *objects[1].param_groups]))
+
+
+def test_a_state_that_was_loaded_in_between_is_replaced_again(device):
+    model, optimizer, schedule = training(device)
+    step(model, optimizer, schedule)
+    state, saved = optimizer.state, StepState([optimizer])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state is not state
+    saved.restore()
+    assert optimizer.state is state
+    assert len(state) == 4
+
+
+def test_a_scaler_is_restored(device):
+    model, optimizer, _ = training(device)
+    scaler = xla_amp.GradScaler(device, init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 3, device=device)).sum()).backward()
+    saved = StepState([scaler])
+    scaler.unscale_(optimizer)
+    saved.restore()
+    scaler.unscale_(optimizer)  # it would raise if it had been called before
+    saved.restore()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_gradients_of_further_parameters_are_restored():
+    weight = torch.ones(2, requires_grad=True)
+    saved = StepState([], [weight])
+    weight.sum().backward()
+    saved.restore()
+    assert weight.grad is None
+
+
+def test_an_exception_restores_as_well(device):
+    objects = training(device)
+    expected = values(*objects)[:2]
+
+    def fails():
+        step(*objects)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), restored(objects):
+        fails()
+    assert values(*objects)[:2] == expected
+
+
+def test_the_host_state_of_an_optimizer_has_copies_of_tensors_in_containers():
+    weight = torch.ones(2, device=xla_amp.xla_device(), requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    count = torch.zeros(1)
+    optimizer.state[weight] = {"counts": [count, 3], "average": weight.detach().clone()}
+    before = OptimizerState(optimizer)
+    assert before.host[weight, "counts", 1] == 3
+    assert list(before.tensors) == [(weight, "average")]
+    assert before.same_host(OptimizerState(optimizer))
+    count += 1
+    optimizer.state[weight]["counts"].append(4)
+    assert not before.same_host(OptimizerState(optimizer))
+    before.restore()
+    assert before.same_host(OptimizerState(optimizer))
+    assert count.item() == 0
+
+
+def test_only_the_parameters_that_are_asked_for_are_restored():
+    first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.SGD([first, second], lr=0.1)
+    before = OptimizerState(optimizer, [first])
+    optimizer.state[first]["a"] = optimizer.state[second]["a"] = 1
+    before.restore()
+    assert list(optimizer.state) == [second]
