@@ -29,7 +29,10 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         known = dict(attrs)
         self.elements.append((tag, known))
-        self.loads += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag != "a":
+            self.loads += [
+                f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "action")
+            ]
         self._in_data = known.get("id") == "data"
         if tag not in VOID:
             self._open.append(tag)

@@ -129,6 +129,15 @@ class Plot:
     """The point that was chosen."""
 
 
+class Curve(NamedTuple):
+    """One number over the steps of a run; only pages draw it, above all else."""
+
+    title: str
+    steps: tuple[int, ...]
+    values: tuple[float | None, ...]
+    """One for each step; None where it is not known, inf or NaN where it was not finite."""
+
+
 class Edge(NamedTuple):
     """Values that flow from the operations of one scope to those of another."""
 
@@ -146,7 +155,12 @@ class Document:
     title: str
     kind: str
     """The function or command that made it: ``explain``."""
+    state: State = ""
+    """``risk`` makes the title red."""
+    link: tuple[str, str] | None = None
+    """(text, address) under the title of the page."""
     facts: tuple[tuple[str, str], ...] = ()
+    curves: tuple[Curve, ...] = ()
     findings: tuple[Finding, ...] = ()
     tables: tuple[Table, ...] = ()
     edges: tuple[Edge, ...] = ()

@@ -53,7 +53,8 @@ def html(document: Document) -> str:
     }
     template = environment.get_template("page.html.j2")
     plots = [(each, plot.drawing(each)) for each in document.plots if each.points]
-    return template.render(document=document, tables=shown, plots=plots, data=_embedded(data))
+    curves = [(each, plot.line(each)) for each in document.curves if each.steps]
+    return template.render(document=document, tables=shown, plots=plots, curves=curves, data=_embedded(data))
 
 
 def framed(document: Document) -> str:

@@ -73,7 +73,8 @@ def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tup
         if widths[widest] <= needed[widest]:
             break
         widths[widest] -= 1
-    return columns, [[_cut(*each) for each in zip(row, widths, columns, strict=True)] for row in written], total
+    cells = [_cut([row[i] for row in written], widths[i], column.kind) for i, column in enumerate(columns)]
+    return columns, [list(row) for row in zip(*cells, strict=True)], total
 
 
 def _largest(rows: list[list[Cell]], columns: Sequence[Column], most: int) -> list[list[Cell]]:
@@ -178,7 +179,21 @@ def _merged(columns: Sequence[Column], rows: Iterable[Sequence[Cell]]) -> list[l
     return [cells for cells, _ in found.values()]
 
 
-def _cut(cell: str, width: int, column: Column) -> str:
-    if len(cell) <= width:
-        return cell
-    return "…" + cell[1 - width :] if column.kind in ("name", "place", "scope") else cell[: width - 1] + "…"
+def _cut(cells: Sequence[str], width: int, kind: str) -> list[str]:
+    """The cells of a column, cut to `width` where most of them still differ, as ``block_0`` and ``block_1`` do."""
+    ways = (_left, _right) if kind in ("name", "place") else (_middle, _right, _left) if kind == "scope" else (_right,)
+    cut = [[way(cell, width) if len(cell) > width else cell for cell in cells] for way in ways]
+    return max(cut, key=lambda found: len(set(found)))
+
+
+def _left(cell: str, width: int) -> str:
+    return "…" + cell[1 - width :]
+
+
+def _right(cell: str, width: int) -> str:
+    return cell[: width - 1] + "…"
+
+
+def _middle(cell: str, width: int) -> str:
+    kept = width // 2
+    return f"{cell[: width - 1 - kept]}…{cell[-kept:]}"

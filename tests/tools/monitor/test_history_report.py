@@ -8,7 +8,9 @@ import pytest
 import report_pages
 
 from xla_amp.report import terminal
+from xla_amp.report.document import Column, Row, Table
 from xla_amp.tools.monitor import history_report
+from xla_amp.tools.monitor.advice import advice
 from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
 
 NAMES = ["h.0.attn", "h.1.attn", "head"]
@@ -106,3 +108,48 @@ def test_monitors_write_the_page(tmp_path):
     for name, layer in (("torch", "0"), ("jax", "layer")):
         page = report_pages.read((tmp_path / f"{name}.html").read_text())
         assert layer in {row["layer"] for row in page.rows("Layers")}
+
+
+def test_the_page_begins_with_curves_and_is_red_after_a_failed_step(history, tmp_path):
+    history_report.write(history, tmp_path / "page.html", kept=tmp_path / "run" / "bad_step")
+    text = (tmp_path / "page.html").read_text()
+    page = report_pages.read(text)
+    labels = [known.get("aria-label") for tag, known in page.elements if tag == "svg"]
+    assert labels[:2] == ["loss over steps", "loss scale over steps"]
+    assert ("header", {"class": "risk"}) in page.elements
+    assert ("a", {"href": "run/bad_step"}) in page.elements
+    assert text.count('class="bad"') == 1, "the loss of step 109 is not finite"
+    good = History(low="float16", steps=history.steps[:-1])
+    history_report.write(good, tmp_path / "good.html")
+    assert ("header", {"class": ""}) in report_pages.read((tmp_path / "good.html").read_text()).elements
+
+
+@pytest.mark.parametrize(
+    ("norms", "skipped", "said"),
+    [
+        ([1.0, math.nan], [False, True], "the gradient norm is nan in step 1"),
+        ([1.0, math.inf], [False, False], "the gradient norm is inf in step 1"),
+        ([math.inf, math.nan, math.nan], [False, True, True], "the gradient norm is inf in step 0 and in 2 more"),
+        ([1.0, math.inf], [False, True], None),
+    ],
+)
+def test_advice_about_gradient_norms(norms, skipped, said):
+    steps = [
+        StepRecord(step=i, gradient_norm=n, skipped=s) for i, (n, s) in enumerate(zip(norms, skipped, strict=True))
+    ]
+    found = [each.text for each in advice(History(low="float16", steps=steps)) if each.rule == "gradient_norm"]
+    assert found == ([] if said is None else [said])
+
+
+def test_two_halvings_are_advice():
+    scales = [4.0, 4.0, 2.0, 2.0, 1.0]
+    steps = [StepRecord(step=i, loss_scale=s, skipped=i in (1, 3)) for i, s in enumerate(scales)]
+    assert [each.rule for each in advice(History(low="float16", steps=steps))] == ["halvings"]
+
+
+def test_paths_that_are_cut_still_differ():
+    layers = [f"transformer.blocks.block_{i}.attention.projection_of_the_output" for i in range(3)]
+    columns = (Column("layer", "scope"), Column("n", "count"))
+    table = Table(title="t", columns=columns, rows=tuple(Row((layer, 1)) for layer in layers))
+    _, rows, _ = terminal.lines(table, 40)
+    assert len({row[0] for row in rows}) == 3

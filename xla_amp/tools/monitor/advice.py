@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -23,7 +24,7 @@ THRESHOLDS: Final[Mapping[str, Threshold]] = MappingProxyType(
             1.0, "A value that doubles overflows. Attention scores double within some hundred steps."
         ),
         "underflow": Threshold(0.1, "A tenth of the values is lost in the cast: more than rounding does to a mean."),
-        "halvings": Threshold(4, "A growth interval of 2000 explains one probe; four in the window do not come of it."),
+        "halvings": Threshold(2, "Tries of a larger scale do not count; one batch can overflow by chance."),
         "window": Threshold(500, "Steps in which halvings are counted: a quarter of torch's growth interval."),
         "smallest_scale": Threshold(1.0, "Below 1 the scale pushes gradients towards zero: the loss itself overflows."),
         "largest_update": Threshold(0.1, "An update of a tenth of the weight is no small step: the rate is too high."),
@@ -37,8 +38,8 @@ class Advice:
     """One sentence, and what it is about."""
 
     rule: str
-    """``nonfinite``, ``headroom``, ``underflow``, ``halvings``, ``smallest_scale``, ``largest_update``,
-    ``smallest_update`` or ``loss``."""
+    """``loss``, ``gradient_norm``, ``nonfinite``, ``headroom``, ``underflow``, ``halvings``, ``smallest_scale``,
+    ``largest_update`` or ``smallest_update``."""
     text: str
     key: Key | None = None
     """The layer and kind; None for the whole run."""
@@ -51,7 +52,7 @@ class Advice:
 
 def advice(history: History) -> list[Advice]:
     """What the history says that a user may want to change; the most urgent first."""
-    found = [*_losses(history), *_scales(history)]
+    found = [*_losses(history), *_norms(history), *_scales(history)]
     for key in history.layers():
         found += _of_layer(history, key)
     return sorted(found, key=lambda each: _URGENCY.index(each.rule))
@@ -59,6 +60,7 @@ def advice(history: History) -> list[Advice]:
 
 _URGENCY = (
     "loss",
+    "gradient_norm",
     "nonfinite",
     "smallest_scale",
     "halvings",
@@ -73,6 +75,21 @@ def _losses(history: History) -> Iterator[Advice]:
     first = next((r.step for r in history.steps if r.loss is not None and r.loss - r.loss != 0), None)
     if first is not None:
         yield Advice(rule="loss", text=f"the loss is not finite since step {first:,}", since=first)
+
+
+def _norms(history: History) -> Iterator[Advice]:
+    """A NaN, or an inf that no skipped step explains."""
+    bad = [
+        record
+        for record in history.steps
+        if record.gradient_norm is not None
+        and not math.isfinite(record.gradient_norm)
+        and (math.isnan(record.gradient_norm) or not record.skipped)
+    ]
+    if bad:
+        times = "" if len(bad) == 1 else f" and in {len(bad) - 1} more"
+        text = f"the gradient norm is {bad[0].gradient_norm} in step {bad[0].step:,}{times}"
+        yield Advice(rule="gradient_norm", text=text, since=bad[0].step)
 
 
 def _scales(history: History) -> Iterator[Advice]:

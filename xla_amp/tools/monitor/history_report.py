@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from xla_amp.report import page
-from xla_amp.report.document import Cell, Column, Document, Finding, Row, State, Table
+from xla_amp.report.document import Cell, Column, Curve, Document, Finding, Row, State, Table
 from xla_amp.tools.monitor.advice import THRESHOLDS, Advice, advice
 from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
 
+_COURSES = ("loss", "gradient_norm", "loss_scale")
+"""Numbers of a step that the page begins with, over the steps."""
 _MOST = 8
 """Pieces of advice that the report begins with."""
 
 
-def write(history: History, path: str | os.PathLike[str]) -> None:
+def write(history: History, path: str | os.PathLike[str], kept: Path | None = None) -> None:
     """Writes the report as one HTML file, which loads nothing.
+
+    Args:
+        history: the records.
+        path: of the file.
+        kept: folder of the bad step that the run kept, for a link.
 
     Raises:
         MissingLibraryError: jinja2 is not installed.
         FileError: the file cannot be written.
     """
-    page.write(document(history), path)
+    link = None
+    if kept is not None:
+        link = ("the first bad step is kept here", Path(os.path.relpath(kept, Path(path).resolve().parent)).as_posix())
+    page.write(dataclasses.replace(document(history), link=link), path)
 
 
 def document(history: History) -> Document:
@@ -36,7 +49,9 @@ def document(history: History) -> Document:
     return Document(
         title=headline(steps[-1]),
         kind="monitor",
+        state="risk" if _failed(steps[-1]) else "",
         facts=tuple(facts),
+        curves=_curves(steps),
         findings=(_advice(found), *_headroom(history)),
         tables=(_layers(history, found), _steps(history)),
     )
@@ -52,6 +67,19 @@ def headline(record: StepRecord) -> str:
     if record.gradient_norm is not None:
         parts.append(f"gradient norm {record.gradient_norm:.4g}")
     return ", ".join(parts) + (", skipped" if record.skipped else "")
+
+
+def _failed(record: StepRecord) -> bool:
+    """Whether a step was skipped, or its loss or gradient norm is not finite."""
+    numbers = (record.loss, record.gradient_norm)
+    return record.skipped or not all(math.isfinite(each) for each in numbers if each is not None)
+
+
+def _curves(steps: Sequence[StepRecord]) -> tuple[Curve, ...]:
+    numbers = tuple(record.step for record in steps)
+    found = {name: tuple(getattr(record, name) for record in steps) for name in _COURSES}
+    known = {name: values for name, values in found.items() if any(value is not None for value in values)}
+    return tuple(Curve(name.replace("_", " "), numbers, values) for name, values in known.items())
 
 
 def _advice(found: Sequence[Advice]) -> Finding:
@@ -149,7 +177,7 @@ def _steps(history: History) -> Table:
         Column("not finite", "count"),
     )
     rows = []
-    for name in ("loss", "loss_scale", "gradient_norm"):
+    for name in _COURSES:
         course = [getattr(record, name) for record in history.steps]
         known = [value for value in course if value is not None]
         finite = [value for value in known if value - value == 0]

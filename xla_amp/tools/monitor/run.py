@@ -187,7 +187,7 @@ class BaseMonitor(abc.ABC):
             MissingLibraryError: jinja2 is not installed.
             FileError: the file cannot be written.
         """
-        history_report.write(self.history, path)
+        history_report.write(self.history, path, self.bad_step)
 
     def saved(self, checkpoint: str | Path) -> None:
         """Tells that the run has just saved a checkpoint: a bad step refers to it."""
