@@ -116,6 +116,6 @@ PLATFORMS: Final[tuple[Platform, ...]] = get_args(Platform)
 LAZY: Final = "jax"
 """torch's name of the lazy device's type."""
 
-Kind: TypeAlias = Literal["activation", "gradient", "weight", "update"]
+ValueKind: TypeAlias = Literal["activation", "gradient", "weight", "update"]
 """What a monitor records of a layer."""
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+VALUE_KINDS: Final[tuple[ValueKind, ...]] = get_args(ValueKind)

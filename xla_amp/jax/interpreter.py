@@ -43,7 +43,7 @@ class Interpreter:
 
     Args:
         settings: of the region.
-        rules: kind of higher-order primitive (`xla_amp.jax.primitives.Kind`) -> rule.
+        rules: kind of higher-order primitive (`xla_amp.jax.primitives.PrimitiveKind`) -> rule.
         backward: whether the program belongs to a backward pass that JAX's own differentiation has made.
         outer: name scope and ``file:line`` of the primitive that contains the program, for reports.
         scopes: its name scopes, for rules for modules.

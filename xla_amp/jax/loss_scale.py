@@ -348,7 +348,7 @@ def _default_policy() -> str:
         return default_name("tpu")
 
 
-def _emit(sums: gradient_sums.Sums, leaf: Any, wanted: Any, path: str, asked: bool) -> None:
+def _emit(sums: gradient_sums.SumRules, leaf: Any, wanted: Any, path: str, asked: bool) -> None:
     decision = sums.decide(path)
     rule = None if asked else decision.rule
     unruled = f"dtype={wanted} was passed" if asked else "no rule: gradients are added in float32"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from xla_amp.jax import compat
-from xla_amp.types import KINDS
+from xla_amp.types import VALUE_KINDS
 
 SCALARS: Final = ("loss", "loss_scale", "skipped")
 """What `observe` takes besides the kinds of values: numbers of the step."""
@@ -21,7 +21,7 @@ class Mark(NamedTuple):
     """A mark on a value."""
 
     what: str
-    """Of `xla_amp.types.KINDS` or `SCALARS`."""
+    """Of `xla_amp.types.VALUE_KINDS` or `SCALARS`."""
     layer: str
     """Path of the layer, with dots; empty for a number."""
 
@@ -46,8 +46,8 @@ def observe(what: str, tree: Any, *, layer: str = "") -> Any:
         ...     grads = jax.grad(lambda params: jnp.sum(params["w"] @ x))(observe("weight", params))
         ...     return observe("gradient", grads)
     """
-    if what not in (*KINDS, *SCALARS):
-        raise ValueError(f"observe({what!r}): expected one of {', '.join((*KINDS, *SCALARS))}")
+    if what not in (*VALUE_KINDS, *SCALARS):
+        raise ValueError(f"observe({what!r}): expected one of {', '.join((*VALUE_KINDS, *SCALARS))}")
 
     def mark(path: Any, leaf: Any) -> Any:
         if what in SCALARS:

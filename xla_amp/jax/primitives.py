@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-Kind: TypeAlias = Literal[
+PrimitiveKind: TypeAlias = Literal[
     "contraction",
     "data_movement",
     "independent",
@@ -45,7 +45,7 @@ the others         contain jaxprs; each has a rule in `xla_amp.jax.higher_order.
 class PrimitiveInfo(NamedTuple):
     """The columns of the table."""
 
-    kind: Kind | None
+    kind: PrimitiveKind | None
     """How the interpreter applies a decision; None: as a primitive without a row."""
     why: str
     passes_gradient: bool = False
@@ -68,7 +68,7 @@ class PrimitiveInfo(NamedTuple):
     """The parameter that holds, for each axis of its result, the axis of its operand."""
 
 
-def _row(kind: Kind | None, why: str, *primitives: str, **columns: Any) -> dict[str, PrimitiveInfo]:
+def _row(kind: PrimitiveKind | None, why: str, *primitives: str, **columns: Any) -> dict[str, PrimitiveInfo]:
     return dict.fromkeys(primitives, PrimitiveInfo(kind, why, **columns))
 
 

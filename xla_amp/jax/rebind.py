@@ -193,7 +193,7 @@ def _with_all_constants(
 
 
 _RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType({"cond": _cond, "scan": _scan, "while": _while})
-"""Kind of primitive (`xla_amp.jax.primitives.Kind`) -> operands and parameters with other jaxprs; `_call` for one jaxpr
+"""`PrimitiveKind` of `xla_amp.jax.primitives` -> operands and parameters with other jaxprs; `_call` for one jaxpr
 that takes all operands."""
 
 

@@ -17,7 +17,7 @@ _WIDE: Final = "float32"
 _HALF: Final = ("bfloat16", "float16")
 
 
-class Sums(NamedTuple):
+class SumRules(NamedTuple):
     """A policy in force, and its low dtype."""
 
     policy: Policy
@@ -48,18 +48,18 @@ class Sums(NamedTuple):
         return _by_module(self.policy)
 
 
-def after_region(device_type: str, default: PolicyLike) -> Sums:
+def after_region(device_type: str, default: PolicyLike) -> SumRules:
     """The rules of the region that is open or was the last to be opened; those of `default` before any."""
     region = regions.latest(device_type)
     if region is None:
         return of(default)
-    return Sums(resolve(region.policy), region.low)
+    return SumRules(resolve(region.policy), region.low)
 
 
-def of(policy: PolicyLike) -> Sums:
+def of(policy: PolicyLike) -> SumRules:
     """The rules of a policy, with those of file, environment and overrides."""
     effective = resolve(policy)
-    return Sums(effective, effective.low)
+    return SumRules(effective, effective.low)
 
 
 @functools.lru_cache(maxsize=64)

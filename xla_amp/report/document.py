@@ -23,7 +23,7 @@ STATES: Final[dict[State, str]] = {
 }
 """State of a row -> its words. ``plumbing`` is integers, views and constants: hidden until the reader asks."""
 
-Kind: TypeAlias = Literal[
+CellKind: TypeAlias = Literal[
     "text", "name", "scope", "place", "count", "bytes", "flops", "seconds", "share", "error", "series"
 ]
 """How the cells of a column are written. ``scope`` is a path with dots, ``place`` ``file:line``, ``name`` says most at
@@ -37,7 +37,7 @@ class Column(NamedTuple):
     """One column of a table."""
 
     name: str
-    kind: Kind = "text"
+    kind: CellKind = "text"
     sum: bool = False
     """Whether layers show the sum of their rows."""
     least: bool = False

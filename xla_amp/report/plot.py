@@ -13,7 +13,7 @@ HEIGHT: Final = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 90, 620, 15, 250
 
 
-class Mark(NamedTuple):
+class Dot(NamedTuple):
     """A point in pixels."""
 
     x: float
@@ -25,7 +25,7 @@ class Mark(NamedTuple):
 class Drawing(NamedTuple):
     """What the template draws, in pixels."""
 
-    marks: tuple[Mark, ...]
+    marks: tuple[Dot, ...]
     front: str
     """``points`` of the line through the plans that no other plan beats in both axes."""
     columns: tuple[tuple[float, str], ...]
@@ -51,7 +51,7 @@ def drawing(plot: Plot) -> Drawing:
         return round(_BOTTOM - y / top * (_BOTTOM - _TOP), 1)
 
     marks = tuple(
-        Mark(across_at(p.x), down_at(p.y), p.state, f"{p.label}: {units.error(p.x)}, {units.time(p.y)}") for p in shown
+        Dot(across_at(p.x), down_at(p.y), p.state, f"{p.label}: {units.error(p.x)}, {units.time(p.y)}") for p in shown
     )
     front: list[str] = []
     best = math.inf

@@ -6,7 +6,7 @@ import math
 import re
 from typing import Final
 
-from xla_amp.report.document import Cell, Kind
+from xla_amp.report.document import Cell, CellKind
 
 _SHORT: Final = {
     "bfloat16": "bf16",
@@ -24,7 +24,7 @@ _SHORT: Final = {
 _DIGITS = re.compile(r"\d+")
 
 
-def cell(value: Cell, kind: Kind) -> str:
+def cell(value: Cell, kind: CellKind) -> str:
     """A cell as text; a series is its last number."""
     if value is None or isinstance(value, str):
         return value or ""

@@ -17,7 +17,7 @@ from xla_amp.tools.monitor.history import Key, Statistics, Sums
 from xla_amp.tools.monitor.on_pytorch.columns import LayerError
 from xla_amp.tools.monitor.on_pytorch.host import StepCountError
 from xla_amp.tools.monitor.on_pytorch.statistics import tensor_sums
-from xla_amp.types import KINDS, RANGES
+from xla_amp.types import RANGES, VALUE_KINDS
 
 TINY = 2.0**-26  # float16 rounds it to zero
 
@@ -401,4 +401,4 @@ def test_ranges_are_torchs():
             name = {"complex64": "float32"}.get(name, name)
             double = torch.tensor([zero, zero * 1.001], dtype=torch.float64)
             assert (double.to(getattr(torch, name)) != 0).tolist() == [False, True]
-    assert KINDS == ("activation", "gradient", "weight", "update")
+    assert VALUE_KINDS == ("activation", "gradient", "weight", "update")

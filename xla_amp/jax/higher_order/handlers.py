@@ -233,4 +233,4 @@ HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(
         "while": while_loop,
     }
 )
-"""Kind of primitive (`xla_amp.jax.primitives.Kind`) -> rule."""
+"""Kind of primitive (`xla_amp.jax.primitives.PrimitiveKind`) -> rule."""

@@ -47,7 +47,7 @@ _LONGEST = 1 << 26
 """Most bytes of a message's text."""
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message says."""
 
     SAME = 0
@@ -63,7 +63,7 @@ class Kind(enum.IntEnum):
 class Message(NamedTuple):
     """One message; `number` counts programs with collectives, from 1."""
 
-    kind: Kind
+    kind: MessageKind
     number: int
     digest: bytes = bytes(32)
     text: bytes = b""
@@ -91,7 +91,7 @@ class Peer:
         try:
             kind, number, digest, size = _HEADER.unpack(_read(self.wire, _HEADER.size, until))
             text = _read(self.wire, size, until) if size <= _LONGEST else b""
-            return Message(Kind(kind), number, digest, text)
+            return Message(MessageKind(kind), number, digest, text)
         except TimeoutError:
             raise
         except (OSError, ValueError):
@@ -180,7 +180,7 @@ class Agreement:
         self._number += 1
         if self._history:
             digest = hashlib.sha256(digest + self._history).digest()
-        same = Message(Kind.SAME, self._number, digest)
+        same = Message(MessageKind.SAME, self._number, digest)
         until = time.monotonic() + self._timeout
         try:
             waiting = set(self._children)
@@ -188,20 +188,20 @@ class Agreement:
                 peer, message = self._next(waiting, until)
                 if message.digest != digest:
                     text = difference(self._rank, describe(), peer.rank, self._told(peer, until))
-                    raise _Stop(Message(Kind.STOP, self._number, text=text.encode()))
+                    raise _Stop(Message(MessageKind.STOP, self._number, text=text.encode()))
                 waiting.discard(peer)
             if self._parent is not None:
                 self._parent.send(same)
                 until += self._patience
-                while self._next({self._parent}, until)[1].kind is Kind.TELL:
-                    self._parent.send(Message(Kind.TELL, self._number, text=describe()))
+                while self._next({self._parent}, until)[1].kind is MessageKind.TELL:
+                    self._parent.send(Message(MessageKind.TELL, self._number, text=describe()))
         except _Stop as stop:
             self._stop(stop, where)
         self._tell(self._children, same)
 
     def _told(self, peer: Peer, until: float) -> bytes:
         """What `peer` says about its program."""
-        peer.send(Message(Kind.TELL, self._number))
+        peer.send(Message(MessageKind.TELL, self._number))
         while True:
             teller, message = self._next({peer}, until)
             if teller is peer:
@@ -217,11 +217,13 @@ class Agreement:
                 peer = self._of[ready[0][0]]
                 message = peer.receive(until)
             except TimeoutError:
-                raise _Stop(Message(Kind.LEFT, self._number, text=self._late(waiting).encode())) from None
+                raise _Stop(Message(MessageKind.LEFT, self._number, text=self._late(waiting).encode())) from None
             if message is None:
                 text = f"{self._name(peer.rank)} has ended without a word: it was killed, or crashed"
-                raise _Stop(Message(Kind.LEFT, self._number, text=text.encode()), peer)
-            if message.kind is Kind.LEFT or (message.kind is Kind.STOP and message.number == self._number):
+                raise _Stop(Message(MessageKind.LEFT, self._number, text=text.encode()), peer)
+            if message.kind is MessageKind.LEFT or (
+                message.kind is MessageKind.STOP and message.number == self._number
+            ):
                 raise _Stop(message, peer)
             if message.number == self._number:  # an older one belongs to a program that was stopped
                 return peer, message
@@ -230,7 +232,7 @@ class Agreement:
         message = stop.message._replace(digest=_FAILED)
         self._tell((peer for peer in self._peers if peer is not stop.source), message)
         text = message.text.decode()
-        if message.kind is Kind.LEFT:
+        if message.kind is MessageKind.LEFT:
             at = f"process {self._rank} was at its program {self._number} with collectives, {where()}"
             text = self._over = f"{text}; {at}. Start all processes again, from the last checkpoint"
         raise EngineError(text) from None
@@ -264,7 +266,9 @@ class Agreement:
             failed: whether this process failed.
         """
         self._over = self._over or text
-        self._tell(self._peers, Message(Kind.LEFT, self._number, _FAILED if failed else bytes(32), text.encode()))
+        self._tell(
+            self._peers, Message(MessageKind.LEFT, self._number, _FAILED if failed else bytes(32), text.encode())
+        )
         reasons = [] if failed else [self._last_word(peer, time.monotonic() + _FOREVER) for peer in self._peers]
         bad = next(filter(None, reasons), "")
         if failed or bad:
@@ -299,7 +303,7 @@ class Agreement:
         """Waits for the end of `peer`; returns how it failed, empty if it ended well."""
         with contextlib.suppress(TimeoutError):
             while (message := peer.receive(until)) is not None:
-                if message.kind is Kind.LEFT:
+                if message.kind is MessageKind.LEFT:
                     return "" if message.digest != _FAILED else message.text.decode()
         return f"{self._name(peer.rank)} has not ended as it should"
 

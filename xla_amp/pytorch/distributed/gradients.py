@@ -106,7 +106,9 @@ def _dtypes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], asked: torch.dty
     return found
 
 
-def _emit(sums: gradient_sums.Sums, gradient: torch.Tensor, wanted: torch.dtype, path: str | None, asked: bool) -> None:
+def _emit(
+    sums: gradient_sums.SumRules, gradient: torch.Tensor, wanted: torch.dtype, path: str | None, asked: bool
+) -> None:
     decision = sums.decide(path)
     told = "" if decision.rule else "no rule: gradients are added in float32"
     if asked or decision.rule is None:

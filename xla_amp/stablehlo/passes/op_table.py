@@ -38,7 +38,7 @@ _TABLE: Final = "operations.toml"
 _DIALECT: Final = "stablehlo."
 
 
-class Row(NamedTuple):
+class OperationRow(NamedTuple):
     """One operation in the table."""
 
     colour: Colour | Literal["fixed"]
@@ -86,8 +86,8 @@ class OpClass(NamedTuple):
 class Table(NamedTuple):
     """The parsed ``operations.toml``."""
 
-    rows: Mapping[str, Row]
-    unknown: Row
+    rows: Mapping[str, OperationRow]
+    unknown: OperationRow
     narrowed: Mapping[str, str]
     """Operation -> what its class also depends on: body, callee, request, source or target."""
 
@@ -101,7 +101,7 @@ def table() -> Table:
     """
     text = importlib.resources.files(__package__).joinpath(_TABLE).read_text(encoding="utf-8")
     data: dict[str, Any] = tomllib.loads(text)
-    rows: dict[str, Row] = {}
+    rows: dict[str, OperationRow] = {}
     for entry in data["row"]:
         row = _row(entry)
         for name in entry["operations"]:
@@ -112,11 +112,13 @@ def table() -> Table:
     return Table(rows, _row(data["unknown"]), narrowed)
 
 
-def _row(entry: Mapping[str, Any]) -> Row:
+def _row(entry: Mapping[str, Any]) -> OperationRow:
     structure = entry.get("structure", "op")
     if structure not in get_args(Structure) or entry["colour"] not in (*get_args(Colour), "fixed"):
         raise PolicyError(f"{_TABLE}: unknown colour {entry['colour']!r} or structure {structure!r}")
-    return Row(entry["colour"], structure, entry.get("upstream", True), entry.get("builtin", True), entry["why"])
+    return OperationRow(
+        entry["colour"], structure, entry.get("upstream", True), entry.get("builtin", True), entry["why"]
+    )
 
 
 class Classifier:

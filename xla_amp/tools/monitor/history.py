@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TextIO, get_args
 
 from xla_amp import files
 from xla_amp.errors import FileError
-from xla_amp.types import DTYPES, RANGES, Dtype, Kind
+from xla_amp.types import DTYPES, RANGES, Dtype, ValueKind
 
 FORMAT: Final = "xla_amp history 1"
 """The first line of a file is ``{"format": FORMAT, "low": dtype}``; each other line is one step."""
@@ -57,7 +57,7 @@ class Key(NamedTuple):
 
     layer: str
     """Path as ``named_modules`` gives it, with dots; empty for the model itself."""
-    kind: Kind
+    kind: ValueKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +158,7 @@ class StepRecord:
                 for layer, kind, *numbers in line["statistics"]
             }
             given = {name: number(line[name]) for name in _FIELDS if name in line}
-            if not isinstance(given["step"], int) or any(key.kind not in get_args(Kind) for key in rows):
+            if not isinstance(given["step"], int) or any(key.kind not in get_args(ValueKind) for key in rows):
                 raise ValueError("expected a whole number as step, and statistics by layer and kind")
             return cls(**given, statistics=rows)
         except (KeyError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from xla_amp.tools.monitor import advice, bad_step, history_report, table
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import History, StepRecord
 from xla_amp.tools.monitor.sinks import JsonLines
-from xla_amp.types import DTYPES, KINDS, Dtype, Kind
+from xla_amp.types import DTYPES, VALUE_KINDS, Dtype, ValueKind
 
 SAMPLE: Final = 50
 """By default the statistics are computed in one step of this many: they read all activations, gradients, weights and
@@ -28,7 +28,7 @@ class Options:
     every: int
     history: int
     layers: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ValueKind, ...]
     sample: int
     directory: Path | None = None
     low: Dtype | None = None
@@ -41,7 +41,7 @@ class Options:
         cls,
         *,
         layers: str | Iterable[str],
-        kinds: Iterable[Kind],
+        kinds: Iterable[ValueKind],
         directory: str | Path | None,
         sinks: Iterable[Callable[[StepRecord], object]],
         low: Dtype | None,
@@ -58,8 +58,10 @@ class Options:
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"monitor({name}={number!r}): expected an integer of at least {least}")
         kinds = tuple(kinds)
-        if unknown := set(kinds) - set(KINDS):
-            raise ValueError(f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(KINDS)}")
+        if unknown := set(kinds) - set(VALUE_KINDS):
+            raise ValueError(
+                f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(VALUE_KINDS)}"
+            )
         if low is not None and low not in DTYPES:
             raise ValueError(f"monitor(low={low!r}): expected one of {list(DTYPES)}")
         if save_state and directory is None:

@@ -380,7 +380,7 @@ _RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
         "while": _while,
     }
 )
-"""Kind of primitive (`xla_amp.jax.primitives.Kind`) -> how to look into it."""
+"""Kind of primitive (`xla_amp.jax.primitives.PrimitiveKind`) -> how to look into it."""
 
 
 def _concrete(value: Any) -> Any:

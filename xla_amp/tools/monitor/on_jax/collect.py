@@ -23,7 +23,7 @@ from xla_amp.jax.primitives import info
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
 from xla_amp.tools.monitor.history import Key, Sums
-from xla_amp.types import Kind
+from xla_amp.types import ValueKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Wanted:
     """What to record."""
 
     layers: tuple[str, ...]
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ValueKind, ...]
     zero: float
     """Largest magnitude that the low dtype rounds to zero."""
 
@@ -44,7 +44,7 @@ _Label: TypeAlias = "Key | str"
 """Of what a program records: the values of a layer, or a scalar."""
 
 
-class Found(NamedTuple):
+class Observed(NamedTuple):
     """What a program recorded."""
 
     sums: dict[Key, jax.Array]
@@ -53,7 +53,7 @@ class Found(NamedTuple):
     """float32 (): by a name of `SCALARS`; ``norm2`` is the sum of the squares of all gradients, nonfinite if one is."""
 
 
-def evaluate(closed: Any, values: Sequence[Any], wanted: Wanted) -> tuple[list[Any], Found]:
+def evaluate(closed: Any, values: Sequence[Any], wanted: Wanted) -> tuple[list[Any], Observed]:
     """The results of a jaxpr, and what it recorded."""
     collector = _Collector(wanted, ())
     outs = collector.evaluate(closed, values, [True] * len(closed.jaxpr.outvars))
@@ -78,10 +78,10 @@ class _Collector:
         self.axes: dict[str, int] = {}
         """Axes of the shard_map around, with their sizes."""
 
-    def found(self) -> Found:
+    def found(self) -> Observed:
         """What has been recorded, joined."""
         sums = {key: rows[0] if len(rows) == 1 else statistics.joined(rows) for key, rows in self.rows.items()}
-        return Found(sums, dict(self.scalars))
+        return Observed(sums, dict(self.scalars))
 
     def add(self, label: _Label, value: Any) -> None:
         """Adds what a part of the program recorded."""
@@ -356,7 +356,7 @@ _ON_DEVICES: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
 _RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
     {"call": _call, "checkpoint": _call, "cond": _cond, "scan": _scan, "shard_map": _shard_map, "while": _while}
 )
-"""Kind of primitive (`xla_amp.jax.primitives.Kind`) -> how to record inside of it.
+"""Kind of primitive (`xla_amp.jax.primitives.PrimitiveKind`) -> how to record inside of it.
 
 Functions with a custom derivative are operations: their results count, not what is inside.
 """

@@ -24,9 +24,9 @@ from xla_amp.jax.observations import SCALARS
 from xla_amp.policy import module_patterns
 from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord, Sums
 from xla_amp.tools.monitor.on_jax import collect, kept_step
-from xla_amp.tools.monitor.on_jax.collect import Found, Wanted
+from xla_amp.tools.monitor.on_jax.collect import Observed, Wanted
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
-from xla_amp.types import KINDS, RANGES, Dtype, Kind
+from xla_amp.types import RANGES, VALUE_KINDS, Dtype, ValueKind
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -41,7 +41,7 @@ def monitor(
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[ValueKind] = VALUE_KINDS,
     sample: int = SAMPLE,
     low: Dtype | None = None,
     save_state: bool = False,
@@ -270,7 +270,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
             donated=donated,
         )
 
-    def _check(self, found: Found) -> None:
+    def _check(self, found: Observed) -> None:
         layers = {key.layer for key in found.sums}
         if not layers and not found.scalars and self._options.layers == ("*",):
             raise StepError(
@@ -369,7 +369,7 @@ def _dtypes(jaxpr: Any) -> Iterable[str]:
             yield from _dtypes(inner)
 
 
-def _without_common_root(found: Found) -> Found:
+def _without_common_root(found: Observed) -> Observed:
     """Paths without the scope of the outermost module, if parameters have none: Flax linen opens one for it."""
     activations = {key.layer for key in found.sums if key.kind == "activation"}
     others = {key.layer for key in found.sums if key.kind != "activation"}

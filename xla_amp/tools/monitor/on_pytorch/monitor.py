@@ -25,7 +25,7 @@ from xla_amp.tools.monitor.on_pytorch.host import Host
 from xla_amp.tools.monitor.on_pytorch.recording import Recording
 from xla_amp.tools.monitor.on_pytorch.running_step import Step
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
-from xla_amp.types import KINDS, Dtype, Kind
+from xla_amp.types import VALUE_KINDS, Dtype, ValueKind
 
 
 def monitor(
@@ -37,7 +37,7 @@ def monitor(
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
-    kinds: Iterable[Kind] = KINDS,
+    kinds: Iterable[ValueKind] = VALUE_KINDS,
     sample: int = SAMPLE,
     low: Dtype | None = None,
     save_state: bool = False,

@@ -9,7 +9,7 @@ import torch
 from xla_amp.tools.monitor.history import Key
 from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS, tensor_sums
-from xla_amp.types import KINDS, Kind
+from xla_amp.types import VALUE_KINDS, ValueKind
 
 
 class Parameters:
@@ -22,11 +22,11 @@ class Parameters:
     """
 
     def __init__(
-        self, owned: Mapping[str, Sequence[torch.nn.Parameter]], kinds: Sequence[Kind], device: torch.device
+        self, owned: Mapping[str, Sequence[torch.nn.Parameter]], kinds: Sequence[ValueKind], device: torch.device
     ) -> None:
         self._owned, self._device = owned, device
-        self._kinds = [kind for kind in KINDS[1:] if kind in kinds and owned]
-        self._found: dict[Kind, torch.Tensor] = {}
+        self._kinds = [kind for kind in VALUE_KINDS[1:] if kind in kinds and owned]
+        self._found: dict[ValueKind, torch.Tensor] = {}
         self._old: list[torch.Tensor] = []
 
     def keys(self) -> list[Key]:
