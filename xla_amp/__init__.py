@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from xla_amp.pytorch.autocast.custom_function import custom_bwd as custom_bwd
     from xla_amp.pytorch.autocast.custom_function import custom_fwd as custom_fwd
     from xla_amp.pytorch.autocast.custom_function import is_autocast_available as is_autocast_available
+    from xla_amp.pytorch.data.buckets import pad_batch as pad_batch
     from xla_amp.pytorch.data.buckets import pad_to_bucket as pad_to_bucket
     from xla_amp.pytorch.data.loader import DeviceLoader as DeviceLoader
     from xla_amp.pytorch.distributed.xla_model import xla_device as xla_device
@@ -75,6 +76,7 @@ _PUBLIC = {
     "mark_sharding": "xla_amp.lazy.distributed.spmd",
     "metrics": "xla_amp.backends.base",
     "monitor": "xla_amp.tools.monitor.on_pytorch.monitor",
+    "pad_batch": "xla_amp.pytorch.data.buckets",
     "pad_to_bucket": "xla_amp.pytorch.data.buckets",
     "search": "xla_amp.tools.search.on_pytorch",
     "shard": "xla_amp.lazy.distributed.layouts",

@@ -1,9 +1,10 @@
-"""The fixture that records what a test found about a framework, for the table of docs/frameworks.md."""
+"""Fixtures: what a test found about a framework, for the table of docs/frameworks.md; Hugging Face's patches."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import result_tables
@@ -21,3 +22,17 @@ def record(record_property: Callable[[str, object], None]) -> Callable[..., None
         assert {name: row.get(name) for name in facts} == facts, "run scripts/result_tables.py frameworks"
 
     return note
+
+
+@pytest.fixture(scope="module")
+def huggingface_enabled() -> Iterator[None]:
+    """Inside the module `xla_amp.integrations.huggingface` is enabled; afterwards its patches are gone."""
+    from xla_amp.integrations import huggingface as ours
+
+    ours.enable()
+    yield
+    for patch, original in ours._installed.items():
+        owner = sys.modules[patch.module]
+        setattr(getattr(owner, patch.owner) if patch.owner else owner, patch.name, original)
+    ours._installed.clear()
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, ours._Finder)]

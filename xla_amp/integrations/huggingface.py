@@ -40,6 +40,7 @@ from xla_amp import events
 from xla_amp import policy as policies
 from xla_amp.backends import base, devices
 from xla_amp.errors import PolicyError
+from xla_amp.integrations import huggingface_padding
 from xla_amp.policy import Policy
 from xla_amp.pytorch.autocast.autocast import autocast
 from xla_amp.pytorch.distributed import gradients, xla_model
@@ -53,6 +54,7 @@ _RANDOM_STATE = "rng_state_xla{}.pth"
 
 _policy: Policy | None = None
 _read_skips = False
+_pad_to_buckets = True
 _hide_fp16: contextvars.ContextVar[bool] = contextvars.ContextVar("_hide_fp16", default=False)
 
 
@@ -338,6 +340,15 @@ def _integers_to_host(value: Any) -> Any:
     return value
 
 
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def _pads() -> bool:
+    """Whether batches go to the XLA device, as far as it is known, and are to have few lengths."""
+    device = _accelerates_state().get("device")
+    return _pad_to_buckets and (device is None or _ours(device))
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -535,6 +546,27 @@ PATCHES = (
         reason="Concatenates what `add` kept, on the host.",
         replace=_concatenate_on_host,
     ),
+    Patch(
+        module="transformers.tokenization_utils_base",
+        owner="PreTrainedTokenizerBase",
+        name="pad",
+        reason="Pads examples to the longest of a batch: each length is another program.",
+        replace=functools.partial(huggingface_padding.pad_examples, _pads),
+    ),
+    Patch(
+        module="transformers.tokenization_utils_tokenizers",
+        owner="TokenizersBackend",
+        name="_encode_plus",
+        reason="Pads texts to the longest of a batch: each length is another program.",
+        replace=functools.partial(huggingface_padding.encode_texts, _pads),
+    ),
+    Patch(
+        module="transformers.data.data_collator",
+        owner="DataCollatorForSeq2Seq",
+        name="__call__",
+        reason="Pads labels to the longest of a batch: each length is another program.",
+        replace=functools.partial(huggingface_padding.pad_labels, _pads),
+    ),
 )
 """Each does what the framework does unless the device is the XLA device."""
 
@@ -596,7 +628,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 _PACKAGES = ("accelerate", "transformers")
 
 
-def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = False) -> None:
+def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = False, pad_to_buckets: bool = True) -> None:
     """Makes Accelerate and transformers' Trainer use the XLA device; call it before their first object is made.
 
     ``Accelerator(cpu=True)`` and ``TrainingArguments(use_cpu=True)`` still use the CPU.  Warns if Accelerate has chosen
@@ -608,13 +640,15 @@ def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = Fals
         read_skips: with ``"fp16"``, wait after each step to learn whether it was skipped.  Then
             ``accelerator.optimizer_step_was_skipped`` and ``optimizer.step_was_skipped`` are right, and a prepared
             schedule stays where it is in a skipped step.  Otherwise they are always False.
+        pad_to_buckets: pad batches of tokens to 16, 32, 48, 64, 96, ... where transformers would pad them to their
+            longest row, so that there are few programs.
 
     Raises:
         ImportError: Accelerate is not installed.
         PolicyError: `policy` cannot be loaded.
         DeviceError: the engine in use is torch_xla, which Accelerate finds by itself.
     """
-    global _policy, _read_skips
+    global _policy, _read_skips, _pad_to_buckets
     if importlib.util.find_spec("accelerate") is None:
         raise ImportError(
             "xla_amp.integrations.huggingface needs the package `accelerate`: pip install 'xla-amp[huggingface]'"
@@ -622,15 +656,20 @@ def enable(policy: Policy | str | Path | None = None, *, read_skips: bool = Fals
     base.require_lazy("xla_amp.integrations.huggingface.enable()", "Accelerate's own support of torch_xla")
     _policy = None if policy is None else policies.load(policy)
     _read_skips = read_skips
+    _pad_to_buckets = pad_to_buckets
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _apply()
     _warn_of_chosen_device()
 
 
-def _warn_of_chosen_device() -> None:
+def _accelerates_state() -> dict[str, Any]:
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    chosen = {} if state is None else state._shared_state
+    return {} if state is None else state._shared_state
+
+
+def _warn_of_chosen_device() -> None:
+    chosen = _accelerates_state()
     device = chosen.get("device")
     if device is not None and not chosen["_cpu"] and not _ours(device):
         events.warn(

@@ -141,3 +141,75 @@ def test_each_batch_ends_the_step():
         state = state + batch
     assert xla_amp.metrics()["executions"] - before == 4  # nothing but the recording of each batch
     assert state.tolist() == [6.0, 6.0]
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def rows(length, kind=dict):
+    batch = {"ids": torch.full((2, length), 7), "labels": torch.full((2, length), 5), "kind": torch.tensor([1, 2])}
+    return batch if kind is dict else kind(batch.values())
+
+
+def test_batches_are_padded_to_buckets(device):
+    found = list(DeviceLoader(map(rows, (3, 17, 33)), device, buckets=40, padding={"ids": 0, "labels": -100}))
+    assert [tuple(batch["ids"].shape) for batch in found] == [(2, 16), (2, 32), (2, 40)]
+    assert found[0]["ids"].tolist() == [[7] * 3 + [0] * 13] * 2
+    assert found[0]["labels"].tolist() == [[5] * 3 + [-100] * 13] * 2
+    assert found[0]["kind"].tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_entries_are_named_by_index(kind, device):
+    (batch,) = DeviceLoader([rows(3, kind)], device, buckets=(4, 8), padding={0: 0, 1: -100})
+    assert type(batch) is kind
+    assert [tuple(x.shape) for x in batch] == [(2, 4), (2, 4), (2,)]
+
+
+def test_a_named_tuple_stays_one():
+    (batch,) = DeviceLoader([Batch(torch.ones(1, 3), 5)], "cpu", buckets=(4,), padding={0: 0})
+    assert (type(batch), batch.x.tolist(), batch.y) == (Batch, [[1, 1, 1, 0]], 5)
+
+
+def test_lengths_of_a_loop_have_a_program_for_each_bucket():
+    torch.manual_seed(0)
+    table = torch.nn.Embedding(8, 4).to(xla_amp.xla_device())
+    xla_amp.sync(wait=True)
+    counts = {}
+    for name, options in {"padded": {"buckets": 32, "padding": {"ids": 0}}, "plain": {}}.items():
+        before = xla_amp.metrics()["compilations"]
+        for batch in DeviceLoader([{"ids": torch.full((1, n), 7)} for n in range(9, 31, 3)], **options):
+            total = table(batch["ids"]).sum()
+        del total
+        counts[name] = xla_amp.metrics()["compilations"] - before
+    assert counts == {"padded": 2, "plain": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"buckets": (4, 8)}, "expected both or neither"),
+        ({"padding": {"ids": 0}}, "expected both or neither"),
+        ({"buckets": (4, 8), "padding": {}}, "expected both or neither"),
+        ({"buckets": 0, "padding": {"ids": 0}}, r"bucket_sizes\(0\): expected the longest extent"),
+    ],
+)
+def test_buckets_that_say_too_little(options, match):
+    with pytest.raises(ValueError, match=match):
+        DeviceLoader([], "cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding", "match"),
+    [
+        (rows(9), {"ids": 0}, "an extent of 9 .* fits in none of them"),
+        (rows(3), {"other": 0}, r"the batch has no tensor 'other', only \['ids', 'labels', 'kind'\]"),
+        (rows(3), {"kind": 0}, r"shape \[2\] has no such dimension"),
+        (rows(3, tuple), {5: 0}, r"the batch has no tensor 5, only \[0, 1, 2\]"),
+        ({"ids": [1]}, {"ids": 0}, "the batch has no tensor 'ids'"),
+        (torch.ones(2, 3), {0: 0}, "expected a dict, tuple or list of tensors, got Tensor"),
+    ],
+)
+def test_a_batch_that_does_not_fit_raises_in_the_loop(batch, padding, match):
+    with pytest.raises(ValueError, match=match):
+        next(iter(DeviceLoader([batch], "cpu", buckets=(4, 8), padding=padding)))
