@@ -29,6 +29,15 @@ _log = logging.getLogger(__name__)
 PATIENCE = 6
 """Programs of one line at which it warns.  A training loop has up to three: the first step, the others, and the last
 batch, which is smaller."""
+_CHANGING = (
+    "Each shape, dtype and Python argument that shapes a program is another one: pad to few shapes "
+    "(xla_amp.pad_to_bucket), or make the value a tensor"
+)
+_GROWING = (
+    "It seems that a sequence grows, and each length is another program, without end: give it its final length at the "
+    "beginning, padded on the right of a causal model (docs/pytorch.md#sequences-that-grow), or use a static cache; pad "
+    "prompts of many lengths on the left to few (pad_to_multiple_of=64)"
+)
 _ROWS = 10
 """Most lines in a table of the report."""
 
@@ -59,6 +68,8 @@ class _Line:
     program: weakref.ref[Program] | None = None
     programs: int = 0
     captures: int = 0
+    grown: int = 0
+    """Last programs in a row that differ from the one before by a longer dimension."""
     warned: bool = False
     newest: str = ""
     """The reason of the last one."""
@@ -90,6 +101,7 @@ def compiled(program: Program) -> None:
     before = None if line.program is None else line.program()
     dropped = line.program is not None and before is None
     line.program, line.programs = weakref.ref(program), line.programs + 1
+    line.grown = line.grown + 1 if before is not None and _grows(before, program) else 0
     if line.programs == 1:
         return
     reason = (
@@ -119,11 +131,24 @@ def _again(location: str, line: _Line, what: str, reason: str) -> None:
     text = (
         f"{location or 'a backward pass'} has compiled {line.programs} programs"
         + (f" and had a captured step recorded again {line.captures} times" if line.captures else "")
-        + f"; the last time because {reason}. Each shape, dtype and Python argument that shapes a program is another "
-        "one: pad to few shapes (xla_amp.pad_to_bucket), or make the value a tensor. XLA_AMP_DEBUG=recompile logs "
-        "each, and metrics.report() counts them"
+        + f"; the last time because {reason}. {_GROWING if line.grown >= PATIENCE - 2 else _CHANGING}. "
+        "XLA_AMP_DEBUG=recompile logs each, and metrics.report() counts them"
     )
     events.warn(text, RecompileWarning, at=(file or "<backward pass>", int(number or 0)))
+
+
+def _grows(old: Program, new: Program) -> bool:
+    """Whether the first value that differs has become longer in one dimension."""
+    for before, after in zip(steps(old.key.code), steps(new.key.code), strict=False):
+        if before[0] is not after[0]:
+            outs = zip(before[0].outs, after[0].outs, strict=False)
+            return any(a is not None and b is not None and _is_longer(a.shape, b.shape) for a, b in outs)
+    return False
+
+
+def _is_longer(old: Sequence[int], new: Sequence[int]) -> bool:
+    changed = [(a, b) for a, b in zip(old, new, strict=False) if a != b]
+    return len(old) == len(new) and len(changed) == 1 and changed[0][0] < changed[0][1]
 
 
 def _change(old: Program, new: Program) -> str:
