@@ -52,6 +52,9 @@ STUB = """<!doctype html>
 <a href="{address}">This page has moved.</a>
 """
 
+UNSEARCHED = ("lists/changelog_archive.md",)
+"""Pages beside those of sources that the search leaves out."""
+
 INCLUDED = (
     "README.md",
     "CHANGELOG.md",
@@ -189,9 +192,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Points links that leave docs/ to the pages of `on_files`; the search shows pages for readers first."""
     address = page.file.src_uri
-    if address.startswith("source/") and address != "source/CONTRIBUTING.md":
+    if address in UNSEARCHED or (address.startswith("source/") and address != "source/CONTRIBUTING.md"):
         page.meta["search"] = {"exclude": True}
-    elif address.startswith(("reference/", "lists/")):
+    elif address == "index.md" or address.startswith(("reference/", "lists/")):
         page.meta["search"] = {"boost": 0.5}
     return markdown if page.file.generated_by else _relinked(markdown, f"docs/{page.file.src_uri}")
 

