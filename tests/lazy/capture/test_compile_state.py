@@ -1,4 +1,4 @@
-"""State that a captured step owns between replays: reads and writes outside see and change the right values."""
+"""State of a captured step: reads and writes between replays see and change the right values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import nn
 import xla_amp
 import xla_amp.jax
 from xla_amp.errors import StepFailedError
-from xla_amp.lazy.capture import guards
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
@@ -44,18 +43,6 @@ class Counter:
 
     def add(self):
         self.total.add_(self.by)
-
-    def is_away(self):
-        return any(tensor_io.buffer_of(t).owner is not None for t in (self.total, self.by))
-
-
-def test_between_replays_the_state_is_away(device):
-    counter = Counter(device)
-    assert counter.is_away()
-    assert counter.total.tolist() == [counter.step.replays + 2.0] * 3
-    assert not counter.is_away()  # the twin: reading brought it back
-    counter.step()
-    assert counter.is_away()
 
 
 CHANGES = {
@@ -132,11 +119,9 @@ def test_state_without_references_is_freed(device):
     owner = Owner()
     x = torch.ones(3, device=device)
     step = replaying(owner.add, x)
-    buffer = tensor_io.buffer_of(owner.state["total"])
-    array = weakref.ref(buffer.owner._inputs[0])
+    array = weakref.ref(tensor_io.buffer_of(owner.state["total"]).array)
     assert array() is not None
     owner.state["total"] = torch.ones(3, device=device)
-    del buffer
     gc.collect()
     assert array() is None
     before = step.replays
@@ -185,11 +170,8 @@ def small():
     return model
 
 
-@pytest.mark.parametrize("versions", [True, False], ids=["by version", "one by one"])
 @pytest.mark.parametrize("name", TOUCHES)
-def test_what_modules_hold_is_compared(name, versions, monkeypatch):
-    if not versions:
-        monkeypatch.setattr(guards, "dict_version", None)
+def test_what_modules_hold_is_compared(name):
     model = small()
     guarded = Guards(lambda: model)
     before = guarded.values()
@@ -199,19 +181,15 @@ def test_what_modules_hold_is_compared(name, versions, monkeypatch):
     assert guarded.difference(before, guarded.values()) is not None
 
 
-def test_modules_are_read_again_only_when_touched(monkeypatch):
-    assert guards.dict_version is not None  # otherwise replays are slower, and no other test notices
+def test_a_buffer_may_be_replaced_and_an_attribute_set_to_the_same_value():
     model = small()
     guarded = Guards(lambda: model)
-    reads = []
-    read = guarded._read_modules
-    monkeypatch.setattr(guarded, "_read_modules", lambda: reads.append(1) or read())
     before = guarded.values()
+    model[1].running_mean = torch.ones(2)
+    model[1].eps = float(repr(model[1].eps))
     assert guarded.values() == before
-    assert len(reads) == 1
-    model[1].running_mean = torch.ones(2)  # a buffer may be replaced
-    assert guarded.values() == before
-    assert len(reads) == 2
+    model[1].eps = 1
+    assert guarded.values() != before
 
 
 def test_only_referenced_state_is_copied(device, monkeypatch):
@@ -220,7 +198,7 @@ def test_only_referenced_state_is_copied(device, monkeypatch):
     real = memory_layout.copy
     monkeypatch.setattr(memory_layout, "copy", lambda array: copied.append(array.shape) or real(array))
     counter = Counter(device)
-    assert counter.total.sum().item()  # returns the state to its buffers, so that it is collected again
+    assert counter.total.sum().item()
     counter.step()
     assert not copied
     kept = counter.total.clone()

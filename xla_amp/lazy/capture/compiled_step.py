@@ -17,10 +17,10 @@ from xla_amp import events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError
-from xla_amp.lazy.capture.cache_entry import CacheEntry
-from xla_amp.lazy.capture.guards import PLAIN, Guards
-from xla_amp.lazy.capture.observer import NotReplayableError, ProgramObserver
-from xla_amp.lazy.capture.optimizer_replay import OptimizerSteps
+from xla_amp.lazy.capture.cache_entry import CacheEntry, Call
+from xla_amp.lazy.capture.guards import Gradients, Guards, Values
+from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
+from xla_amp.lazy.capture.recording import NotReplayableError, Recording
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import causes, execute, mesh, pjrt
@@ -35,7 +35,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 PATIENCE = 4
-"""Recorded calls that may differ from the one before until a warning; optimizers create their state in the first."""
+"""Recording calls that may differ from the one before until a warning; optimizers create their state in the first."""
 
 
 @overload
@@ -141,9 +141,10 @@ class Compiled(Generic[_Arguments, _Result]):
         if execute.eager:
             return 0
         flat_args, _ = tree_flatten((args, kwargs))
-        trial, entry, before = Compiled(self._step, True, 1), CacheEntry(None, []), metrics()["compilations"]
+        trial, before = Compiled(self._step, True, 1), metrics()["compilations"]
         try:
-            guards = Guards(self._step)
+            trial._guards = guards = Guards(self._step)
+            entry = CacheEntry(guards.values())
         except NotReplayableError as reason:
             raise CaptureError(f"{self!r} cannot be replayed: {reason}") from None
         with restored_state(guards):
@@ -167,83 +168,69 @@ class Compiled(Generic[_Arguments, _Result]):
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
         try:
-            if self._guards is None:
-                _require_the_lazy_device()
-                self._guards = Guards(self._step)
-            entry = self._find_entry(self._guards, flat_args, tree)
+            entry = self._find_entry(flat_args, tree)
         except NotReplayableError as reason:  # a value that cannot be compared
             self._give_up(str(reason))
             return self._step(*args, **kwargs)
         if entry is None:
             return self._step(*args, **kwargs)
-        if entry.lost is not None:
-            causes.captured_again(events.user_location(), entry.lost)
-            entry.lost = None
-        if entry.is_stale():
-            entry.drop_capture()
-            causes.captured_again(events.user_location(), "an option of an optimizer or a scaler has changed")
-        elif entry.captured and self._guards.storages(entry.values) != entry.storages:
-            entry.drop_capture()
-            causes.captured_again(events.user_location(), "a tensor of its state was freed or replaced")
-        elif entry.captured and not entry.audit_is_due():
+        assert self._guards is not None  # noqa: S101  (`_find_entry`)
+        if (lost := entry.lost(self._guards.storages(entry.values) if entry.captured else [])) is not None:
+            causes.captured_again(events.user_location(), lost)
+        if entry.captured and not entry.audit_is_due():
             with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
-                values = entry.run(flat_args)
-                if values is not None:
-                    self.replays += 1
-                    replayed: _Result = entry.outputs(values, flat_args)
-                    return replayed
-            if entry.captured:
-                causes.captured_again(events.user_location(), "a tensor of its state was freed or replaced")
+                found = entry.run(_tensors(flat_args))
+            if found is not None:
+                self.replays += 1
+                replayed: _Result = found[0]
+                return replayed
             entry.drop_capture()
         recorded: _Result = self._record(entry, flat_args, args, kwargs)
         return recorded
 
-    def _find_entry(self, guards: Guards, flat_args: list[Any], tree: Any) -> CacheEntry | None:
+    def _find_entry(self, flat_args: list[Any], tree: Any) -> CacheEntry | None:
         """The cache entry of a call; a new one if there is none; None beyond the limit."""
-        signature = [*_signature(flat_args), *_modes()]
+        if self._guards is None:
+            _require_the_lazy_device()
+        guards = self._guards or Guards(self._step)
+        values, signature = guards.values(), _signature(flat_args, guards)
+        found = _match(self._cache.get((tree, *signature), []), values)
+        if found is None and guards is self._guards:  # closures and attributes may hold other objects now
+            guards = Guards(self._step)
+            values, signature = guards.values(), _signature(flat_args, guards)
+            found = _match(self._cache.get((tree, *signature), []), values)
+        self._guards = guards
+        if found is not None:
+            return found
         entries = self._cache.setdefault((tree, *signature), [])
-        values, missing = guards.values(), guards.missing_gradients()
-        for entry in entries:
-            if entry.values == values and entry.missing_gradients == missing:
-                entry.values = values  # shares the list of modules' values, so that comparing them is fast
-                return entry
-        if entries:  # closures and attributes may hold other objects now
-            self._guards = guards = Guards(self._step)
-            values, missing = guards.values(), guards.missing_gradients()
-            for entry in entries:
-                if entry.values == values and entry.missing_gradients == missing:
-                    entry.values = values
-                    return entry
         captures = sum(map(len, self._cache.values()))
         if captures >= self._limit:
-            if not self._limit_reported:
-                self._limit_reported = True
-                changed = guards.difference(entries[-1].values, values) if entries else None
-                self._report(
-                    f"it has been captured in {captures} forms, its limit; "
-                    + (
-                        f"Python changes {changed}"
-                        if changed
-                        else "its arguments differ again (shapes? plain numbers?)"
-                    )
-                )
+            self._report_the_limit(captures, entries, values)
             return None
         if captures:
             causes.captured_again(events.user_location(), self._new_form(entries, values, signature, len(flat_args)))
         self._newest = signature
-        entries.append(CacheEntry(values, missing))
+        entries.append(CacheEntry(values))
         return entries[-1]
+
+    def _report_the_limit(self, captures: int, entries: list[CacheEntry], values: Values) -> None:
+        if self._limit_reported:
+            return
+        self._limit_reported = True
+        changed = self._guards.difference(entries[-1].values, values) if entries and self._guards else None
+        what = f"Python changes {changed}" if changed else "its arguments differ again (shapes? plain numbers?)"
+        self._report(f"it has been captured in {captures} forms, its limit; {what}")
 
     def _new_form(self, entries: list[CacheEntry], values: Any, signature: list[Any], arguments: int) -> str:
         """Why a call needs another entry than those that exist."""
-        if entries:
-            guards = self._guards
-            changed = None if guards is None else guards.difference(entries[-1].values, values)
-            return f"Python changes {changed}" if changed else "other parameters have a gradient"
+        if entries and self._guards is not None:
+            return f"Python changes {self._guards.difference(entries[-1].values, values)}"
         if len(self._newest) != len(signature):
             return "the number of its arguments has changed"
         for index, (old, new) in enumerate(zip(self._newest, signature, strict=True)):
             if old != new:
+                if index == len(signature) - 1:
+                    return "other parameters have a gradient"
                 name = f"argument {index}" if index < arguments else "a mode (grad, autocast, default dtype, policy)"
                 return f"{name} is {_described(new)}, {_described(old)} before"
         return "the structure of its arguments has changed"
@@ -251,23 +238,28 @@ class Compiled(Generic[_Arguments, _Result]):
     @interrupts.deferred
     def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
         """Calls the step, records its program, and compares it with the last recorded call."""
-        self._guards = guards = Guards(self._step)
-        before = guards.values()
-        gradients = [(p, p.grad) for p in guards.parameters]
-        steps = OptimizerSteps(entry.calls % 2)
+        guards, tensors = self._guards, _tensors(flat_args)
+        assert guards is not None  # noqa: S101  (the callers have made it)
+        guards.forget()
+        gradients, steps = Gradients(guards.parameters), OptimizerSteps(entry.calls % 2)
         entry.calls += 1
-        programs = ProgramObserver(steps.table.resolve, entry.last_run())
-        with step_marker.paused(), steps.tracked(), programs:
+        execute.flush()
+        arguments = [tensor_io.buffer_of(tensor) for tensor in tensors]
+        run = Recording(steps.table.resolve, arguments, None if entry.last is None else entry.last.run)
+        with step_marker.paused(), steps.tracked(), run:
             result = self._step(*args, **kwargs)
             execute.flush()
         try:
-            changed = guards.difference(before, guards.values())
+            after = guards.values()
+            changed = guards.difference(entry.values, after)
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
-            result = entry.add_recorded_call(steps, programs, flat_args, gradients, result, guards)
+            plain = [item for item in tree_flatten(result)[0] if not isinstance(item, torch.Tensor)]
+            run.require_one_program()
+            call = Call(steps=steps, run=run, plain=plain)
+            result = entry.add(call, result, tensors, gradients, guards.storages(after), guards.scalers)
             if entry.captured:
                 self._failures = 0
-                entry.storages = guards.storages(guards.values())
             return result
         except NotReplayableError as reason:
             if entry.captured:
@@ -300,7 +292,7 @@ def _require_the_lazy_device() -> None:
     base.select().device()
 
 
-_PYTREE_LEAVES = tensor_io.PLAIN.union(PLAIN)
+_PYTREE_LEAVES = tensor_io.PLAIN.union((bool, int, float, str, type(None)))
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -310,7 +302,24 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
     return tree_flatten((args, kwargs))
 
 
-def _signature(flat_args: list[Any]) -> Iterator[Any]:
+def _tensors(flat_args: list[Any]) -> list[torch.Tensor]:
+    return [item for item in flat_args if isinstance(item, torch.Tensor)]
+
+
+def _match(entries: list[CacheEntry], values: Values) -> CacheEntry | None:
+    for entry in entries:
+        if entry.values == values:
+            entry.values = values  # shares the list of modules' values, so that comparing them is fast
+            return entry
+    return None
+
+
+def _signature(flat_args: list[Any], guards: Guards) -> list[Any]:
+    """The properties of a call, besides Python values, that shape its program."""
+    return [*_described_arguments(flat_args), *_modes(), guards.missing_gradients()]
+
+
+def _described_arguments(flat_args: list[Any]) -> Iterator[Any]:
     """The properties of the arguments that shape the program."""
     first_uses: dict[int, int] = {}
     for index, arg in enumerate(flat_args):

@@ -32,7 +32,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.observer import NotReplayableError
+from xla_amp.lazy.capture.recording import NotReplayableError
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -44,6 +44,8 @@ LARGEST_ARRAY: Final = 64 * 1024
 _LEAVES: Final = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
 )
+_PLAIN: Final = (bool, int, float, str, type(None))
+_CONTAINERS: Final = (list, tuple, dict, set, frozenset)
 _BASES: Final = (bool, int, float, complex, str, bytes)
 _OPAQUE: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp", "logging", "optax", "flax"})
 """Packages whose objects are compared by identity."""
@@ -101,11 +103,14 @@ class Reach:
         """
         return self._walk().result()
 
-    def labels(self) -> list[str]:
-        """What each entry of `values` is, for messages."""
+    def difference(self, before: Values, after: Values) -> str:
+        """A description of the first value that differs between two results of `values`, the later one of now."""
         labels: list[str] = []
         walk = self._walk(labels)
-        return labels[: len(walk.found)]
+        for label, old, new in zip(labels[: len(walk.found)], before.found, after.found, strict=False):
+            if old != new:
+                return changed(label, old, new)
+        return "which values it can see"
 
     def _start(self, walk: _Walk) -> None:
         walk.value(self._function, "the step")
@@ -134,15 +139,17 @@ class Values:
         kept: objects that are compared by identity.
     """
 
-    __slots__ = ("_kept", "found", "storages")
+    __slots__ = ("_kept", "found", "modules", "storages")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, found: list[Any], storages: list[int], kept: list[Any]) -> None:
         self.found, self.storages = found, storages
+        self.modules: list[tuple[str, Any]] = []
+        """(name, type and value) of what modules have (`guards`)."""
         self._kept = kept  # so that no other object gets the id of one that is compared by it
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Values) and self.found == other.found
+        return isinstance(other, Values) and self.found == other.found and self.modules == other.modules
 
 
 class _Walk:
@@ -484,6 +491,17 @@ _NODES: Final[tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...]] = (
     ((io.IOBase, types.GeneratorType), _Walk._file),
 )
 """Kinds of values -> how a walk adds them, the first that fits."""
+
+
+def changed(label: str, old: tuple[Any, Any], new: tuple[Any, Any]) -> str:
+    """A description of a change: name, type and value before, type and value now."""
+    (old_kind, before), (new_kind, now) = old, new
+    container = old_kind is new_kind and isinstance(old_kind, type) and issubclass(old_kind, _CONTAINERS)
+    if container and isinstance(now, int):
+        return f"{label} (a {old_kind.__name__}) from {before} to {now} items"
+    if old_kind in _PLAIN and new_kind in _PLAIN:
+        return f"{label} from {before!r} to {now!r}"
+    return label
 
 
 def is_frozen(value: Any) -> bool:

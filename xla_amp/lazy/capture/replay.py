@@ -1,365 +1,245 @@
-"""Run the program of two agreeing calls again without recording it.
+"""Repeat a recorded call: write the integers that it recorded to the trace, and flush.
 
-Each input of the program is classified by what the two calls had in common: an argument; a constant from the host; or a
-value that lives on between the calls, the state of the step.  An input that is none of these prevents a replay.
-
-A step of a large model has hundreds of arrays of state, and touching each of them in Python costs as much as JAX's own
-dispatch.  So between two replays the `Replay` owns these arrays, in the order of the program, and their buffers are
-empty; reading one of the buffers returns all arrays (`Buffer.owner`), and the next replay collects them again.
+The trace is what the step would have recorded: the same code, the buffers that its inputs have now, Python numbers and
+random streams as they are now, and a buffer for each value that the call leaves.  So the flush finds the same program,
+and everything that a flush does (meshes, memory, failures, waiting) is as after a recorded call.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, call, itemgetter
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax
-import numpy as np
+import torch
 
 from xla_amp.errors import StepFailedError
-from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.observer import NotReplayableError, ObservedRun, Reference, first_difference
+from xla_amp.lazy.capture.recording import (
+    Argument,
+    Carried,
+    Constant,
+    NotReplayableError,
+    Recording,
+    Reference,
+    Source,
+    State,
+    Target,
+    Unknown,
+    first_difference,
+)
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs import execute, memory_layout, mesh, pjrt
-from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.programs import execute, memory_layout
+from xla_amp.lazy.tensors import tensor_io
+from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
 
 
 class Replay:
-    """A program with the sources of its inputs and the destinations of its outputs.
+    """The call that two recorded calls in a row agree on.
 
     Args:
-        earlier: the run of one call.
-        later: the run of the next call.
-        begin, end: random state around the later call.
-        arguments: buffers of the later call's tensor arguments.
+        earlier, later: what the two ran.
+        results: the items that the later call returned.
+        tensors: its tensor arguments.
 
     Raises:
-        NotReplayableError: an input is neither an argument, nor state, nor the same in both calls.
+        NotReplayableError: they differ, or an input is neither an argument, nor state, nor the same in both calls.
     """
 
-    def __init__(
-        self,
-        earlier: ObservedRun,
-        later: ObservedRun,
-        begin: tuple[int, int],
-        end: tuple[int, int],
-        arguments: Sequence[Buffer],
-    ) -> None:
-        if earlier.program is not later.program:
-            raise NotReplayableError(f"its calls differ: {first_difference(earlier.code, later.code)}")
-        if earlier.ints != later.ints:
-            raise NotReplayableError(
-                f"whole numbers in it change from call to call: {_first_change(earlier.ints, later.ints)}"
-            )
-        self.program = program = later.program
-        self.ints = later.ints
-        self._targets = later.targets
-        self._donations = len(program.donated)
-        # Inputs are numbered in the order of the program: the donated ones, then those that it only reads.
+    def __init__(self, earlier: Recording, later: Recording, results: list[Any], tensors: list[torch.Tensor]) -> None:
+        difference = first_difference(earlier, later)
+        if difference is not None:
+            raise NotReplayableError(f"its calls differ: {difference}")
+        self._recorded = later
+        self._references: list[Reference] = [_nothing] * len(later.sources)
+        """The buffers of state, by slot."""
         self._arguments: list[tuple[int, int]] = []
-        """(input, argument) pairs."""
-        self._constants: list[tuple[int, jax.Array]] = []
-        """(input, value) pairs."""
-        self._state: list[tuple[int, Reference]] = []
-        """(input, buffer) pairs."""
-        argument_of = {id(buffer): index for index, buffer in enumerate(arguments)}
-        for slot, parameter in enumerate((*program.donated, *program.kept)):
-            self._classify(slot, parameter, earlier, later, argument_of)
-        self._connect(argument_of)
-        self._layouts = [struct.sharding for part in program.abstract[:2] for struct in part]
-        self._formats = {each.position: each.format for each in program.input_formats}
-        self._inputs: list[Any] | None = None
-        """The arrays of the inputs, None for arguments; None as a whole while the state is in its buffers."""
-        self._mesh: Any = None
-        self._new_arrays: list[weakref.ref[jax.Array]] = []
-        self._pending = functools.partial(_newest_of, weakref.ref(self))
-        self._floats: Any = None
-        self._words: tuple[int, ...] | None = None
-        seed, offset = begin
+        """(slot, argument) pairs."""
+        self._constants: list[tuple[int, Spec, jax.Array]] = []
+        self._dropped: list[int] = []
+        """Slots whose buffer gets a value of this call, which does not overwrite the old one."""
+        for slot, source in enumerate(later.sources):
+            self._add_source(slot, source)
+        self._computed = later.targets[later.overwritten :]
+        seed, offset = later.begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
-        if end[0] != seed:
-            raise NotReplayableError("it seeds the random generator; seed it outside")
-        self._advance = end[1] - offset
+        self._draws = later.end[1] - offset
+        self._results = [self._result(item, tensors) for item in results]
 
-    # -- capturing ------------------------------------------------------------------------------------------------
+    def _add_source(self, slot: int, source: Source) -> None:
+        match source:
+            case Argument(index):
+                self._arguments.append((slot, index))
+            case State(buffer):
+                self._references[slot] = buffer
+            case Carried(target):  # what the next call reads is what this one has left
+                self._references[slot] = self._recorded.targets[target].buffer
+                self._dropped.append(slot)
+            case Constant(spec, array):
+                self._constants.append((slot, spec, array))
+            case Unknown(reason):
+                raise NotReplayableError(reason)
 
-    def _classify(
-        self, slot: int, parameter: int, earlier: ObservedRun, later: ObservedRun, argument_of: dict[int, int]
-    ) -> None:
-        buffer, spec = later.parameters[parameter](), later.specs[parameter]
-        if buffer is not None and id(buffer) in argument_of:
-            self._arguments.append((slot, argument_of[id(buffer)]))
-        elif buffer is not None and earlier.parameters[parameter]() is buffer:
-            self._state.append((slot, later.parameters[parameter]))
-        elif parameter in later.carried:  # the last call left it: this one's counterpart is what the next call reads
-            self._state.append((slot, later.targets[later.carried[parameter]]))
-        elif parameter not in later.arrays:
+    def _result(self, item: Any, tensors: list[torch.Tensor]) -> _Result:
+        if not isinstance(item, torch.Tensor):
+            return _Result(value=item)
+        if item.device.type != DEVICE_TYPE or item.layout is not torch.strided:
             raise NotReplayableError(
-                f"it reads a tensor, {spec}, that is another one in each call and no argument; pass it as an argument"
+                f"it returns a tensor on {item.device} ({item.layout}), which a replay would not compute; return a "
+                f"dense tensor on {DEVICE_TYPE!r}"
             )
-        elif parameter not in earlier.arrays or not _same(earlier.arrays[parameter], later.arrays[parameter]):
-            raise NotReplayableError(
-                f"it brings a value from the host, {spec}, that is another in each call; make it a tensor on the "
-                "device outside and pass it as an argument"
-            )
-        else:
-            self._constants.append((slot, later.arrays[parameter]))
-
-    def _connect(self, argument_of: dict[int, int]) -> None:
-        """Finds the next call's inputs among the results: the outputs, the inputs that are only read, and one None."""
-        program = self.program
-        computed = len({slot for slot in program.outputs if slot >= 0})
-        kept = {parameter: computed + slot for slot, parameter in enumerate(program.kept)}
-        self._size = computed + len(kept) + 1
-        self._result_indices = [slot if slot >= 0 else kept[~slot] for slot in program.outputs]
-        given = {
-            id(ref()): slot for ref, slot in zip(self._targets, self._result_indices, strict=True) if ref() is not None
-        }
-        next_inputs: list[Any] = [*([None] * self._donations), *range(computed, self._size - 1)]
-        for slot, _ in self._arguments:
-            next_inputs[slot] = self._size - 1
-        for slot, ref in self._state:
-            next_inputs[slot] = given.get(id(ref()), next_inputs[slot])
-        lives_on = {id(ref()) for _, ref in self._state}
-        if None in next_inputs:
-            raise NotReplayableError("it uses up a value that nothing replaces, so that a next call has none")
-        self._next_inputs = _getter(next_inputs)
-        self._others: list[tuple[int, Reference]] = []
-        """(result, buffer) for other buffers that get a value."""
-        self._overwritten: list[tuple[int, int]] = []
-        """(result, argument) for arguments that the step overwrites."""
-        for ref, slot in zip(self._targets, self._result_indices, strict=True):
-            buffer = ref()
-            if buffer is not None and id(buffer) in argument_of:
-                self._overwritten.append((slot, argument_of[id(buffer)]))
-            elif buffer is None or id(buffer) not in lives_on:
-                self._others.append((slot, ref))
-        uses = Counter((*next_inputs, *(slot for slot, _ in self._others), *(slot for slot, _ in self._overwritten)))
-        self._shared = [slot for slot in range(self._donations) if uses[next_inputs[slot]] > 1]
-        """Donated inputs whose array another tensor may hold too."""
-        self._broken = False
-        self._state = [
-            (
-                slot,
-                ref if (buffer := ref()) is None else weakref.ref(buffer, functools.partial(self._buffer_freed, slot)),
-            )
-            for slot, ref in self._state
-        ]
-
-    def _buffer_freed(self, slot: int, _: Any) -> None:
-        """Called when a buffer of the state is freed: frees its array."""
-        self._broken = True
-        if self._inputs is not None:
-            self._inputs[slot] = None
-
-    def result_index(self, buffer: Buffer) -> int | None:
-        """The index among the results of `run` of the value of `buffer`, or None."""
-        found = zip(self._targets, self._result_indices, strict=True)
-        return next((slot for ref, slot in found if ref() is buffer), None)
-
-    def values(self) -> list[Any]:
-        """What `run` would have returned for the recorded call; None for buffers that no longer exist."""
-        values: list[Any] = [None] * self._size
-        for ref, slot in zip(self._targets, self._result_indices, strict=True):
-            if (buffer := ref()) is not None:
-                values[slot] = buffer.array
-        return values
-
-    def keeps(self, buffer: Buffer) -> bool:
-        """Whether `buffer` is part of the state."""
-        return any(ref() is buffer for _, ref in self._state)
+        if item.is_conj() or item.is_neg():
+            raise NotReplayableError("it returns a view that is conjugated or negated; call resolve_conj() on it")
+        buffer = tensor_io.buffer_of(item)
+        offset: Any = item.storage_offset()  # an int; torch's stubs also allow a SymInt
+        geometry = None if tensor_io.is_whole(item) else (item.dtype, tuple(item.shape), item.stride(), offset)
+        for index, tensor in enumerate(tensors):
+            if tensor is item:
+                return _Result(argument=index)
+        for index, tensor in enumerate(tensors):
+            if tensor_io.buffer_of(tensor) is buffer:
+                return _Result(argument=index, geometry=geometry or (item.dtype, tuple(item.shape), item.stride(), 0))
+        for position, target in enumerate(self._computed):
+            if target.buffer() is buffer:
+                return _Result(computed=position, geometry=geometry)
+        return _Result(value=item)  # of the state
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
-    def run(self, arguments: Sequence[Buffer], floats: Any) -> list[Any] | None:
-        """Runs the program; returns its results, or None if a value that it needs no longer exists.
+    def run(self, tensors: list[torch.Tensor], floats: Iterable[float]) -> list[Any] | None:
+        """Runs the call again; the caller holds the trace's lock.
 
         Args:
-            arguments: buffers of the tensor arguments.
-            floats: the lifted floats, float64; the same object as in the last run if they are equal.
+            tensors: tensor arguments.
+            floats: the lifted floats.
+
+        Returns:
+            What the call returns; None if a value that it needs does not exist.
 
         Raises:
-            StepFailedError: a value that it needs was lost in a failed step.
+            StepFailedError: the program failed, or a value was lost in a failed step.
         """
-        if mesh.active is not None:
-            mesh.move_to_mesh(arguments)
-        given = list(map(_array, arguments))  # first: this may bring the state back
-        if not _all_written(given) or not self._collect():
+        execute.flush()
+        computed = self._fill([tensor_io.buffer_of(tensor) for tensor in tensors], floats)
+        if computed is None:
             return None
-        inputs = self._inputs
-        assert inputs is not None  # noqa: S101  (collected)
-        for slot, index in self._arguments:
-            inputs[slot] = self._in_memory_order(slot, given[index])
-        if mesh.is_partitioned():
-            slots = [slot for slot, _ in self._arguments]
-            if not all(_has_layout(inputs[slot], self._layouts[slot]) for slot in slots):
-                return None
-        del given
-        donated, kept = inputs[: self._donations], inputs[self._donations :]
-        self._copy_shared(donated)
         seed, offset = generator.state()
-        try:
-            numbers = self._upload_floats(floats), self._upload_ints(seed, offset)
-            with private_api.x64():
-                outputs = execute.dispatch(self.program, donated, kept, *numbers)
-        except Exception as error:
-            raise self._failed(arguments, error) from error
-        metrics.executions += 1
-        metrics.operations += self.program.operations
-        if self._advance:
-            generator.set_state(seed, offset + self._advance)
-        results = [*outputs, *kept, None]
-        self._inputs = self._next_inputs(results)
-        for slot, ref in self._others:
-            if (buffer := ref()) is not None:
-                buffer.array = results[slot]
-        for slot, index in self._overwritten:
-            arguments[index].array = results[slot]
-        self._new_arrays = [weakref.ref(results[slot]) for slot, _ in (*self._others, *self._overwritten)]
-        execute.add_pending(self._pending)
+        execute.flush()
+        if self._draws:
+            generator.set_state(seed, offset + self._draws)
+        return self.results(tensors, computed)
+
+    def _fill(self, arguments: Sequence[Buffer], floats: Iterable[float]) -> list[Buffer] | None:
+        """Writes the call to the empty trace; returns the buffers of what it computes.
+
+        A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
+        """
+        recorded = self._recorded
+        parameters = [reference() for reference in self._references]
+        for slot, index in self._arguments:
+            parameters[slot] = arguments[index]
+        for slot, spec, array in self._constants:
+            parameters[slot] = Buffer(spec, array=array)
+        if None in parameters or not _all_written(parameters):
+            return None
+        for slot in self._dropped:
+            parameters[slot] = Buffer(parameters[slot].spec, array=parameters[slot].array)
+        computed = [_buffer(target, arguments) for target in self._computed]
+        for buffer, target in zip(computed, self._computed, strict=True):
+            buffer.number = target.number
+            if target.is_new:
+                buffer.array = None  # the program may use the old value's memory
+        _unshare([parameters[slot] for slot in recorded.donated])
+        for buffer, number in zip(parameters, recorded.final_numbers, strict=True):
+            buffer.number = number
+        trace.parameters.extend(parameters)
+        trace.parameter_numbers.extend(recorded.parameter_numbers)
+        trace.computed.extend(map(weakref.ref, computed))
+        trace.code.extend(recorded.code)
+        trace.count = recorded.count
+        trace.floats.extend(floats)
+        trace.ints.extend(recorded.ints)
+        seed, offset = generator.state()
+        trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
+        return computed
+
+    def results(self, tensors: list[torch.Tensor], computed: list[Buffer] | None = None) -> list[Any]:
+        """What the call returns, as new tensors, so that no replay overwrites them.
+
+        Args:
+            tensors: tensor arguments.
+            computed: the buffers of what it computed; None for the recorded call.
+        """
+        if computed is None:
+            computed = [_buffer(target, ()) for target in self._computed]
+        bases: dict[int, torch.Tensor] = {}
+        results = []
+        for result in self._results:
+            if result.argument is not None:
+                base = tensors[result.argument]
+            elif result.computed is not None:
+                base = bases.get(result.computed)
+                if base is None:
+                    buffer = computed[result.computed]
+                    shared = self._computed[result.computed].buffer() is buffer  # an attribute has it, too
+                    buffer = Buffer(buffer.spec, array=buffer.array) if shared else buffer
+                    base = bases[result.computed] = tensor_io.tensor_over(buffer)
+            else:
+                results.append(result.value)
+                continue
+            results.append(base if result.geometry is None else tensor_io.new_view(base, *result.geometry))
         return results
 
-    def _collect(self) -> bool:
-        """Takes ownership of the state's arrays; False if one is missing or has another layout on the mesh."""
-        if self._broken:
-            self.release()
-            return False
-        if self._inputs is not None:
-            if self._mesh is mesh.active:
-                return True
-            self.release()
-        buffers = [ref() for _, ref in self._state]
-        if None in buffers:
-            return False
-        if mesh.active is not None:
-            mesh.move_to_mesh(buffers)  # type: ignore[arg-type]
-        arrays = list(map(_array, buffers))
-        if not _all_written(arrays):
-            return False
-        inputs: list[Any] = [None] * len(self._layouts)
-        self._fill(inputs, self._constants)
-        self._fill(inputs, zip((slot for slot, _ in self._state), arrays, strict=True))
-        if mesh.is_partitioned():
-            here = [(array, layout) for array, layout in zip(inputs, self._layouts, strict=True) if array is not None]
-            if not all(_has_layout(*pair) for pair in here):
-                return False
-            del here
-        counts = execute.reference_counts(arrays)
-        for (slot, _), buffer, count in zip(self._state, buffers, counts, strict=True):
-            # Held outside the two lists and its buffer: by a copy of the tensor, a pending read, or JAX.
-            if slot < self._donations and count > execute.ALONE + 2:
-                inputs[slot] = memory_layout.copy(inputs[slot])
-                buffer.external = None  # type: ignore[union-attr]
-        for buffer in dict.fromkeys(buffers):
-            buffer.set_owner(self)  # type: ignore[union-attr]
-        self._inputs, self._mesh = inputs, mesh.active
-        self._floats = self._words = None  # uploaded for the previous placement
-        return True
 
-    def _fill(self, inputs: list[Any], values: Iterable[tuple[int, jax.Array]]) -> None:
-        for slot, array in values:  # a separate function: a variable left behind would count as a reference
-            inputs[slot] = self._in_memory_order(slot, array)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Result:
+    """An item that a call returns: a Python value or a tensor of the state, an argument, or what the call computes."""
 
-    def _in_memory_order(self, slot: int, array: jax.Array) -> jax.Array:
-        """`array` in the memory order of the input `slot`; results of the program already have it."""
-        order = self._formats.get(slot)
-        return array if order is None else memory_layout.put(array, order)
+    value: Any = None
+    argument: int | None = None
+    """Index among the tensor arguments."""
+    computed: int | None = None
+    """Index among the values that the call computes."""
+    geometry: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int] | None = None
+    """dtype, shape, strides and offset of a view; None for the whole value."""
 
-    def release(self) -> None:
-        """Returns the state to its buffers."""
-        with trace.lock:
-            inputs, self._inputs = self._inputs, None
-            if inputs is not None:
-                for slot, ref in self._state:
-                    if (buffer := ref()) is not None:
-                        buffer.clear_owner(inputs[slot])
 
-    def _copy_shared(self, donated: list[Any]) -> None:
-        for slot, _ in self._arguments:
-            # References: two lists, the tensor's own buffer, and the list that is made for counting.
-            if slot < self._donations and execute.reference_counts(donated[slot : slot + 1])[0] > execute.ALONE + 3:
-                donated[slot] = memory_layout.copy(donated[slot])
-        for slot in self._shared:
-            if execute.reference_counts(donated[slot : slot + 1])[0] > execute.ALONE + 2:
-                donated[slot] = memory_layout.copy(donated[slot])
+def _nothing() -> None:
+    """In place of a reference, for an input that is no state."""
 
-    def _newest(self) -> list[Any]:
-        """The results of the last run that still exist."""
-        results = [ref() for ref in self._new_arrays]
-        if self._inputs is not None:
-            return [*self._inputs, *results]
-        return [*(buffer.array for _, ref in self._state if (buffer := ref()) is not None), *results]
 
-    def _upload_floats(self, floats: np.ndarray) -> Any:
-        """The lifted floats on the device."""
-        if floats is not self._floats:
-            self._floats, self._device_floats = floats, _upload(floats)
-        return self._device_floats
-
-    def _upload_ints(self, seed: int, offset: int) -> Any:
-        """The random streams and the lifted ints on the device."""
-        words = tuple(word for s, at in self._streams for word in ((seed, offset + at) if s is None else (s, at)))
-        if words != self._words:
-            self._words, self._device_ints = words, _upload(np.array([*words, *self.ints], np.int64))
-        return self._device_ints
-
-    def _failed(self, arguments: Sequence[Buffer], error: Exception) -> StepFailedError:
-        self.release()
-        reason = f"{type(error).__name__}: {error}"
-        for buffer in (*map(call, (ref for _, ref in self._state)), *arguments):
-            if buffer is not None and isinstance(buffer.array, jax.Array) and buffer.array.is_deleted():
-                buffer.array = Poisoned(f"this tensor's memory was handed to a step that then failed: {reason}")
-        return StepFailedError(reason)
+def _buffer(target: Target, arguments: Sequence[Buffer]) -> Buffer:
+    """The buffer that gets a value: an argument's, the one that the recorded call left, or a new one."""
+    if target.argument is not None and arguments:
+        return arguments[target.argument]
+    return target.buffer() or Buffer(target.spec)
 
 
 _array = attrgetter("array")
 
 
-def _all_written(arrays: Sequence[Any]) -> bool:
-    """Whether each of them is an array; False if memory was never written.
+def _all_written(buffers: Sequence[Any]) -> bool:
+    """Whether each of them has an array; False if memory was never written.
 
     Raises:
         StepFailedError: one was lost in a failed step.
     """
-    kinds = set(map(type, arrays))
+    kinds = set(map(type, map(_array, buffers)))
     if Poisoned in kinds:
-        raise StepFailedError(next(array.reason for array in arrays if type(array) is Poisoned))
+        raise StepFailedError(next(each.array.reason for each in buffers if type(each.array) is Poisoned))
     return type(None) not in kinds
 
 
-def _has_layout(array: jax.Array, layout: Any) -> bool:
-    """Whether an array has the layout over the mesh that the program expects."""
-    return layout is not None and array.sharding.is_equivalent_to(layout, array.ndim)
+def _unshare(buffers: list[Buffer]) -> None:
+    """Copies arrays that others hold too, such as a copy of a weight: the program may take their memory.
 
-
-def _getter(slots: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function that returns the items at these indices."""
-    if len(slots) < 2:  # `itemgetter` of one gives no tuple
-        return lambda items: [items[slot] for slot in slots]
-    getter = itemgetter(*slots)
-    return lambda items: list(getter(items))
-
-
-def _upload(numbers: np.ndarray) -> Any:
-    """Numbers for a program; over a mesh JAX brings them to each device."""
-    return numbers if mesh.active is not None else private_api.upload_numbers(numbers, pjrt.jax_device())
-
-
-def _first_change(one: Sequence[Any], other: Sequence[Any]) -> str:
-    return next((f"{a} in one, {b} in the next" for a, b in zip(one, other, strict=False) if a != b), "")
-
-
-def _same(one: jax.Array, other: jax.Array) -> bool:
-    a, b = np.asarray(one), np.asarray(other)
-    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
-
-
-def _newest_of(replay: weakref.ref[Replay]) -> list[Any]:
-    found = replay()
-    return [] if found is None else found._newest()
+    Otherwise the flush would not donate them, which is another program.
+    """
+    counts = execute.reference_counts(list(map(_array, buffers)))
+    for buffer, count in zip(buffers, counts, strict=True):
+        if count > execute.ALONE + 1:  # its buffer's
+            buffer.array = memory_layout.copy(buffer.array)

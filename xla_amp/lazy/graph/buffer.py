@@ -1,30 +1,14 @@
-"""The value behind one torch storage, and who may use its array."""
+"""The value behind one torch storage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import jax
     import torch
 
     from xla_amp.lazy.graph.trace import Spec
-
-
-class Owner(Protocol):
-    """Keeps the arrays of buffers between two steps (`xla_amp.lazy.capture.replay`)."""
-
-    def release(self) -> None:
-        """Returns every array to its buffer (`Buffer.clear_owner`); takes the trace's lock."""
-
-
-class Owned:
-    """Stored in a buffer instead of an array that `owner` has."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
 
 
 class Poisoned:
@@ -58,34 +42,11 @@ class Buffer:
 
     @property
     def array(self) -> Any:
-        """A `jax.Array`, `Poisoned`, or None for memory that was never written.
-
-        If another object owns the array, reading or setting it here first makes the owner release it.
-        """
-        array = self._array
-        while type(array) is Owned:
-            array.owner.release()
-            array = self._array
-        return array
+        """A `jax.Array`, `Poisoned`, or None for memory that was never written."""
+        return self._array
 
     @array.setter
     def array(self, value: jax.Array | Poisoned | None) -> None:
-        if type(self._array) is Owned:
-            self._array.owner.release()
-        self.clear_owner(value)
-
-    @property
-    def owner(self) -> Owner | None:
-        """The object that has the array now, None for the buffer itself."""
-        array = self._array
-        return array.owner if type(array) is Owned else None
-
-    def set_owner(self, owner: Owner) -> None:
-        """Makes `owner`, which has read the array, its owner."""
-        self._array = Owned(owner)
-
-    def clear_owner(self, array: jax.Array | Poisoned | None) -> None:
-        """Stores `array`, and makes the buffer its owner."""
-        self._array = array
-        if self.external is not array:
+        self._array = value
+        if self.external is not value:
             self.external = None

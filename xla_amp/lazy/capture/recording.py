@@ -1,0 +1,250 @@
+"""Record one call of a step: the program that it ran, and where each of its inputs came from.
+
+If two calls in a row ran one program each, and the same one, then the program of a third call is known up to its data:
+arguments, state, Python numbers and the random state.  `replay` runs it again.  Nothing here depends on optimizers or
+modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from xla_amp import events
+from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.programs import causes, execute
+from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.torch_integration import generator
+
+Reference: TypeAlias = "weakref.ref[Buffer]"
+
+
+class NotReplayableError(Exception):
+    """A step cannot be replayed; the text is the reason for the user."""
+
+
+class Argument(NamedTuple):
+    """An input that is a tensor argument."""
+
+    index: int
+    """Among the tensor arguments."""
+
+
+class State(NamedTuple):
+    """An input that is the same buffer in each call."""
+
+    buffer: Reference
+
+
+class Carried(NamedTuple):
+    """An input that the call before computed; what this call computes takes its place."""
+
+    target: int
+    """Among the values that a call leaves."""
+
+
+class Constant(NamedTuple):
+    """An input from the host, with the same bytes in each call."""
+
+    spec: Spec
+    array: jax.Array
+
+
+class Unknown(NamedTuple):
+    """An input that prevents a replay."""
+
+    reason: str
+
+
+Source: TypeAlias = Argument | State | Carried | Constant | Unknown
+
+
+class Target(NamedTuple):
+    """A value that a call leaves in a buffer."""
+
+    buffer: Reference
+    spec: Spec
+    number: int
+    argument: int | None
+    """Index of the tensor argument that has the buffer."""
+    is_new: bool
+    """Whether the buffer had no value before."""
+
+
+class Recording:
+    """Context manager around a call: the program that runs inside, as the trace held it when it was flushed.
+
+    Args:
+        resolve: called with the lifted floats of each program before it runs; may change them in place.
+        arguments: the buffers of the call's tensor arguments.
+        previous: the call before.
+    """
+
+    begin: tuple[int, int]
+    """(seed, offset) of the random generator at the beginning of the call."""
+    end: tuple[int, int]
+    code: tuple[int, ...]
+    count: int
+    ints: list[int]
+    raw_floats: list[float]
+    """The lifted floats as the operations received them."""
+    floats: list[float]
+    """The lifted floats as the program received them."""
+    streams: list[tuple[int, int]]
+    parameters: list[Reference]
+    parameter_numbers: list[int]
+    final_numbers: list[int]
+    """Number of the value that each parameter has at the end."""
+    sources: list[Source]
+    """Of each parameter."""
+    host_arrays: dict[int, jax.Array]
+    """Arrays of parameters that no tensor holds after the call and that were neither arguments nor carried."""
+    targets: list[Target]
+    """Parameters that the call overwrites come first."""
+    overwritten: int
+    """How many they are."""
+    program: weakref.ref[Program]
+    donated: tuple[int, ...]
+    """Parameters whose memory the program takes."""
+
+    def __init__(
+        self, resolve: Callable[[list[float]], None], arguments: Sequence[Buffer], previous: Recording | None
+    ) -> None:
+        self._resolve, self._previous = resolve, previous
+        self._argument_of = {id(buffer): index for index, buffer in enumerate(arguments)}
+        self._locations: list[str] = []
+        """Where the user's code ended each program."""
+        self._generators = False
+
+    def __enter__(self) -> Recording:
+        execute.flush()
+        self.begin = generator.state()
+        self._counts = metrics.host_syncs, generator.seedings
+        self._outer, execute.observer = execute.observer, self
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        execute.observer, self._previous = self._outer, None
+        self.end = generator.state()
+        self._reads, self._seedings = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
+
+    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
+        """Called before a program runs.  Arrays from the host are kept, so that no program takes their memory."""
+        if self._outer is not None:
+            self._outer.before(parameters, held)
+        self._locations.append(events.user_location())
+        self._generators = self._generators or bool(trace.generators)
+        self.raw_floats = list(trace.floats)
+        self._resolve(trace.floats)
+        self.host_arrays = {}
+        before = () if self._previous is None else self._previous.targets
+        carried = {id(found): index for index, target in enumerate(before) if (found := target.buffer()) is not None}
+        self.sources = [
+            self._source(slot, buffer, carried.get(id(buffer)), held[slot]) for slot, buffer in enumerate(parameters)
+        ]
+
+    def _source(self, slot: int, buffer: Buffer, carried: int | None, held: bool) -> Source:
+        if (index := self._argument_of.get(id(buffer))) is not None:
+            return Argument(index)
+        earlier = self._previous
+        if earlier is not None and slot < len(earlier.parameters) and earlier.parameters[slot]() is buffer:
+            return State(weakref.ref(buffer))
+        if carried is not None:
+            return Carried(carried)
+        if held or not isinstance(buffer.array, jax.Array):
+            return Unknown(
+                f"it reads a tensor, {buffer.spec}, that is another one in each call and no argument; pass it as an "
+                "argument"
+            )
+        self.host_arrays[slot] = buffer.array
+        old = None if earlier is None else earlier.host_arrays.get(slot)
+        if old is not None and _same(old, buffer.array):
+            return Constant(buffer.spec, buffer.array)
+        return Unknown(
+            f"it brings a value from the host, {buffer.spec}, that is another in each call; make it a tensor on the "
+            "device outside and pass it as an argument"
+        )
+
+    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+        """Called after `program` was dispatched."""
+        self.program, self.donated = weakref.ref(program), program.donated
+        self.code, self.count = code, trace.count
+        self.floats, self.ints = list(trace.floats), list(trace.ints)
+        self.streams = list(trace.streams) or [generator.stream()]
+        self.parameters = [weakref.ref(buffer) for buffer in trace.parameters]
+        self.parameter_numbers = list(trace.parameter_numbers)
+        self.final_numbers = [buffer.number for buffer in trace.parameters]
+        self.targets = [
+            Target(weakref.ref(each), each.spec, each.number, self._argument_of.get(id(each)), each.array is None)
+            for each in targets
+        ]
+        parameters = set(map(id, trace.parameters))
+        self.overwritten = sum(id(each) in parameters for each in targets)
+
+    def require_one_program(self) -> None:
+        """Checks that a replay can do what the call did.
+
+        Raises:
+            NotReplayableError: there was no program, or more than one, or Python read a value or seeded the generator.
+        """
+        if not self._locations:
+            raise NotReplayableError("it records nothing on the lazy device")
+        location = self._locations[0]
+        if self._reads:
+            raise NotReplayableError(
+                f"it reads a value on the host at {location} (item(), print, an `if` on a tensor, or a result whose "
+                "size depends on data)"
+            )
+        if len(self._locations) > 1:
+            raise NotReplayableError(f"it ends a step at {location}, so it is more than one program")
+        if self._generators:
+            raise NotReplayableError("it draws from a torch.Generator; draw from the device's own (leave it out)")
+        if self._seedings or self.begin[0] != self.end[0]:
+            raise NotReplayableError("it seeds the random generator; seed it outside")
+
+
+def require_replaced(earlier: Recording, later: Recording, storages: Sequence[int]) -> None:
+    """Checks that the step keeps no tensor which `earlier` computed beside the one of `later`.
+
+    A replay writes each value where the call before has left its own.
+
+    Args:
+        earlier, later: two calls in a row.
+        storages: the ids of buffers that the step can see after `later`.
+
+    Raises:
+        NotReplayableError: it keeps one.
+    """
+    replaced = {id(target.buffer()) for target in later.targets}
+    kept = set(storages) - replaced
+    for target in earlier.targets:
+        if (buffer := target.buffer()) is not None and id(buffer) in kept:
+            raise NotReplayableError(
+                f"it keeps a tensor, {target.spec}, that the call before computed, and computes another one; write "
+                "both into tensors that exist (`kept.copy_(last)`)"
+            )
+
+
+def first_difference(one: Recording, other: Recording) -> str | None:
+    """A description of the first difference of two calls' operations, whole numbers and values kept; None if none."""
+    if one.code != other.code:
+        return causes.difference(one.code, other.code) or "another operation"
+    if one.ints != other.ints:
+        change = next(f"{a} in one, {b} in the next" for a, b in zip(one.ints, other.ints, strict=True) if a != b)
+        return f"whole numbers in it change from call to call: {change}"
+    if [target.number for target in one.targets] != [target.number for target in other.targets]:
+        return (
+            "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
+        )
+    return None
+
+
+def _same(one: jax.Array, other: jax.Array) -> bool:
+    a, b = np.asarray(one), np.asarray(other)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
