@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from xla_amp import config
-from xla_amp.lazy.capture.guards import Gradients, Values
-from xla_amp.lazy.capture.optimizer_steps import Numbers, OptimizerSteps
-from xla_amp.lazy.capture.recording import NotReplayableError, Recording, require_replaced
+from xla_amp.lazy.capture.guards import Gradients
+from xla_amp.lazy.capture.numbers import Numbers
+from xla_amp.lazy.capture.reach import NotReplayableError, Values
+from xla_amp.lazy.capture.recording import Recording, require_replaced
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.programs.compile import Program
 
 AUDIT = 8
 """After 8, 64, 512, ... replays one call is recorded again and compared."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """A recorded call."""
-
-    steps: OptimizerSteps
-    run: Recording
-    plain: list[Any]
-    """Python values that it returned."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Capture:
-    """What replays a call."""
-
-    replay: Replay
-    numbers: Numbers
-    gradients: list[tuple[torch.nn.Parameter, torch.Tensor | None]]
-    """Those that the call sets or drops."""
-    structure: TreeSpec | None
-    """Of what the call returns; None for one item."""
-    storages: list[int]
-    """`Values.storages` and those of modules and optimizers that it left."""
 
 
 class CacheEntry:
@@ -54,10 +30,10 @@ class CacheEntry:
     def __init__(self, values: Values) -> None:
         self.values = values
         self.calls = self.replays = 0
-        self._audit_at = AUDIT
-        self.last: Call | None = None
+        self.last: Recording | None = None
         """The last recorded call, if the next one can be compared with it."""
-        self._capture: Capture | None = None
+        self._audit_at = AUDIT
+        self._replay: Replay | None = None
         self._program: weakref.ref[Program] | None = None
         self._lost: str | None = None
         """Why the capture was dropped, to be reported at the next call."""
@@ -65,7 +41,7 @@ class CacheEntry:
     @property
     def captured(self) -> bool:
         """Whether there is a replay."""
-        return self._capture is not None
+        return self._replay is not None
 
     def audit_is_due(self) -> bool:
         """Whether the next call is recorded although there is a replay."""
@@ -73,12 +49,12 @@ class CacheEntry:
 
     def drop_capture(self) -> None:
         """Drops the replay; the next two recorded calls can capture again."""
-        self._capture = self.last = None
+        self._replay = self.last = None
         self.replays, self._audit_at = 0, AUDIT
 
     def _release(self) -> None:
         """Called when the cache of programs drops this one's: to stay within bounds, a capture must not keep it."""
-        if self._capture is not None:
+        if self._replay is not None:
             self._lost = f"its program was dropped to stay within {config.PROGRAM_MEMORY}"
         self.drop_capture()
 
@@ -88,20 +64,18 @@ class CacheEntry:
             self._program, release = reference, weakref.WeakMethod(self._release)
             program.holders.append(lambda: None if (method := release()) is None else method())
 
-    # -- capturing -----------------------------------------------------------------------------------------------
-
     def add(
-        self, call: Call, result: Any, tensors: list[torch.Tensor], gradients: Gradients, storages: list[int],
+        self, run: Recording, result: Any, tensors: list[torch.Tensor], gradients: Gradients, storages: list[int],
         scalers: list[torch.amp.GradScaler],
     ) -> Any:  # fmt: skip
         """Compares a recorded call with the one before it, and captures if they agree.
 
         Args:
-            call: the recorded call.
+            run: the recorded call.
             result: what the step returned.
             tensors: tensor arguments.
             gradients: of the step's parameters, before the call.
-            storages: as in `Capture`.
+            storages: `Guards.storages` after the call.
             scalers: that the step can see.
 
         Returns:
@@ -111,41 +85,28 @@ class CacheEntry:
             NotReplayableError: they do not agree, or something in the call cannot be replayed.
         """
         last, self.last = self.last, None
-        if call.steps.obstacle is not None:
-            raise NotReplayableError(call.steps.obstacle)
-        flat, structure = tree_flatten(result)
-        changed = gradients.changed()
-        needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in flat)
-        if needs_backward and not (call.steps.optimizers or changed):
+        run.require_one_program()
+        leaves, changed = tree_leaves(result), gradients.changed()
+        run.plain = [item for item in leaves if not isinstance(item, torch.Tensor)]
+        needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in leaves)
+        if needs_backward and not (run.steps.optimizers or changed):
             raise NotReplayableError(
                 "it returns a tensor that requires grad, and gradients do not reach into a replay; call backward() "
                 "inside, or run it under torch.no_grad()"
             )
-        self._hold(call.run.program)
-        self.last = call
+        self._hold(run.program)
         if last is None:
+            self.last = run
             return result
-        self.last = None
-        if call.plain != last.plain or list(map(type, call.plain)) != list(map(type, last.plain)):
-            raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {call.plain}")
-        require_replaced(last.run, call.run, storages)
-        replay = Replay(last.run, call.run, flat, tensors)
-        numbers = Numbers((last.steps, last.run), (call.steps, call.run), scalers)
-        if self._capture is not None:
+        if [(type(item), item) for item in run.plain] != [(type(item), item) for item in last.plain]:
+            raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {run.plain}")
+        require_replaced(last, run, storages)
+        replay, numbers = Replay(last, run, result, tensors), Numbers(last, run, scalers)
+        if self._replay is not None:
             self._audit_at *= AUDIT
-        one = len(flat) == 1 and flat[0] is result
-        self._capture = Capture(
-            replay=replay, numbers=numbers, gradients=changed, structure=None if one else structure, storages=storages
-        )
-        self.last = call
-        return self._returned(replay.results(tensors))
-
-    def _returned(self, items: list[Any]) -> Any:
-        assert self._capture is not None  # noqa: S101  (the callers have one)
-        structure = self._capture.structure
-        return items[0] if structure is None else tree_unflatten(items, structure)
-
-    # -- replaying -----------------------------------------------------------------------------------------------
+        self._replay, self._numbers, self._gradients, self._storages = replay, numbers, changed, storages
+        self.last = run
+        return replay.results(tensors)
 
     def lost(self, storages: list[int]) -> str | None:
         """Drops the capture if it no longer holds, and says why; None if it holds or if there is none.
@@ -154,12 +115,11 @@ class CacheEntry:
             storages: those of now.
         """
         lost, self._lost = self._lost, None
-        capture = self._capture
-        if capture is None:
+        if self._replay is None:
             return lost
-        if capture.numbers.current() is None:
+        if self._numbers.current() is None:
             lost = "an option of an optimizer or a scaler has changed"
-        elif storages != capture.storages:
+        elif storages != self._storages:
             lost = "a tensor of its state was freed or replaced"
         if lost is not None:
             self.drop_capture()
@@ -171,16 +131,14 @@ class CacheEntry:
         Args:
             tensors: tensor arguments.
         """
-        capture = self._capture
-        floats = None if capture is None else capture.numbers.current()
-        if capture is None or floats is None:
-            return None
-        items = capture.replay.run(tensors, floats)
-        if items is None:
+        replay, numbers, gradients = self._replay, self._numbers, self._gradients
+        floats = numbers.current()
+        computed = None if replay is None or floats is None else replay.run(tensors, floats)
+        if replay is None or computed is None:
             self._lost = "a tensor of its state was freed or replaced"
             return None
         self.replays += 1
-        for parameter, grad in capture.gradients:
+        for parameter, grad in gradients:
             if parameter.grad is not grad:
                 parameter.grad = grad
-        return (self._returned(items),)
+        return (replay.results(tensors, computed),)

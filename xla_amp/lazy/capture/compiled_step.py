@@ -17,10 +17,11 @@ from xla_amp import events, interrupts
 from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError
-from xla_amp.lazy.capture.cache_entry import CacheEntry, Call
-from xla_amp.lazy.capture.guards import Gradients, Guards, Values
+from xla_amp.lazy.capture.cache_entry import CacheEntry
+from xla_amp.lazy.capture.guards import Gradients, Guards
 from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
-from xla_amp.lazy.capture.recording import NotReplayableError, Recording
+from xla_amp.lazy.capture.reach import NotReplayableError, Values
+from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.warmup import restored_state
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import causes, execute, mesh, pjrt
@@ -192,26 +193,27 @@ class Compiled(Generic[_Arguments, _Result]):
         """The cache entry of a call; a new one if there is none; None beyond the limit."""
         if self._guards is None:
             _require_the_lazy_device()
-        guards = self._guards or Guards(self._step)
+        guards, fresh = self._guards or Guards(self._step), self._guards is None
         values, signature = guards.values(), _signature(flat_args, guards)
-        found = _match(self._cache.get((tree, *signature), []), values)
-        if found is None and guards is self._guards:  # closures and attributes may hold other objects now
-            guards = Guards(self._step)
+        entries = self._cache.get((tree, *signature), [])
+        found, captures = _match(entries, values), sum(map(len, self._cache.values()))
+        if found is None and not fresh and (entries or captures < self._limit):
+            guards = Guards(self._step)  # closures and attributes may hold other objects now
             values, signature = guards.values(), _signature(flat_args, guards)
-            found = _match(self._cache.get((tree, *signature), []), values)
+            entries = self._cache.get((tree, *signature), [])
+            found = _match(entries, values)
         self._guards = guards
         if found is not None:
             return found
-        entries = self._cache.setdefault((tree, *signature), [])
-        captures = sum(map(len, self._cache.values()))
         if captures >= self._limit:
             self._report_the_limit(captures, entries, values)
             return None
         if captures:
             causes.captured_again(events.user_location(), self._new_form(entries, values, signature, len(flat_args)))
         self._newest = signature
-        entries.append(CacheEntry(values))
-        return entries[-1]
+        entry = CacheEntry(values)
+        self._cache.setdefault((tree, *signature), []).append(entry)
+        return entry
 
     def _report_the_limit(self, captures: int, entries: list[CacheEntry], values: Values) -> None:
         if self._limit_reported:
@@ -243,9 +245,7 @@ class Compiled(Generic[_Arguments, _Result]):
         guards.forget()
         gradients, steps = Gradients(guards.parameters), OptimizerSteps(entry.calls % 2)
         entry.calls += 1
-        execute.flush()
-        arguments = [tensor_io.buffer_of(tensor) for tensor in tensors]
-        run = Recording(steps.table.resolve, arguments, None if entry.last is None else entry.last.run)
+        run = Recording(steps, tensors, entry.last)
         with step_marker.paused(), steps.tracked(), run:
             result = self._step(*args, **kwargs)
             execute.flush()
@@ -254,14 +254,12 @@ class Compiled(Generic[_Arguments, _Result]):
             changed = guards.difference(entry.values, after)
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
-            plain = [item for item in tree_flatten(result)[0] if not isinstance(item, torch.Tensor)]
-            run.require_one_program()
-            call = Call(steps=steps, run=run, plain=plain)
-            result = entry.add(call, result, tensors, gradients, guards.storages(after), guards.scalers)
+            result = entry.add(run, result, tensors, gradients, guards.storages(after), guards.scalers)
             if entry.captured:
                 self._failures = 0
             return result
         except NotReplayableError as reason:
+            entry.last = None
             if entry.captured:
                 self._given_up = True
                 raise CaptureError(

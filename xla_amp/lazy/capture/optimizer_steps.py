@@ -1,15 +1,14 @@
-"""What optimizers do in a recorded call, and the numbers that a replay needs to repeat it without them.
+"""What optimizers do in a recorded call.
 
-Float options in ``param_groups`` are tracked to the numbers of the program (`symbolic_scalars`).  The other options,
-and the growth parameters of scalers, are fixed in a capture.  State that the optimizer computes with on the host
-prevents a replay.
+Float options in ``param_groups`` are tracked to the numbers of the program (`symbolic_scalars`).  The other options are
+fixed in a capture.  State that the optimizer computes with on the host prevents a replay.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from xla_amp.lazy.capture.recording import NotReplayableError, Recording
-from xla_amp.lazy.capture.symbolic_scalars import FormulaTable, Hyperparameter, Term, evaluate
-from xla_amp.lazy.programs.compile import steps as steps_of
+from xla_amp.lazy.capture.symbolic_scalars import FormulaTable, Hyperparameter
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 
@@ -105,83 +102,6 @@ class OptimizerSteps:
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
-
-
-class Numbers:
-    """The lifted floats of a step for the hyperparameters that optimizers have now.
-
-    Args:
-        earlier, later: what optimizers did in two recorded calls in a row, and what these ran.
-        scalers: that the step can see.
-
-    Raises:
-        NotReplayableError: a number differs between the calls and was not computed from hyperparameters.
-    """
-
-    def __init__(
-        self,
-        earlier: tuple[OptimizerSteps, Recording],
-        later: tuple[OptimizerSteps, Recording],
-        scalers: list[torch.amp.GradScaler],
-    ) -> None:
-        (steps_before, run_before), (steps, run) = earlier, later
-        terms, before = steps.table.terms_of(run.raw_floats), steps_before.table.terms_of(run_before.raw_floats)
-        self._indices: dict[tuple[Term, ...], list[int]] = {}
-        for index, (name, old, new) in enumerate(zip(_names(run.code), run_before.floats, run.floats, strict=True)):
-            if index in terms and terms[index] == before.get(index):
-                self._indices.setdefault(terms[index], []).append(index)
-            elif old != new or math.isnan(new):
-                raise NotReplayableError(
-                    f"Python computes {new!r} for {name}, a number that changes from call to call ({old!r} before) and "
-                    "is no hyperparameter; keep it in a tensor on the device, or pass it as one"
-                )
-        self._floats, self._steps, self._scalers = run.floats, steps, scalers
-        self._reads, self._fixed = steps.reads(), self._fixed_options()
-        self._hyperparameters: list[float] | None = None
-        """Those of the last call."""
-        self._current: list[float] | None = None
-
-    def current(self) -> list[float] | None:
-        """The floats, None if the step has to be recorded again.
-
-        That is if an option that is fixed has changed, if a comparison has another outcome than when captured, or if
-        terms that were equal then are not now.
-        """
-        if self._fixed_options() != self._fixed:
-            return None
-        now = [read() for read in self._reads.values()]
-        if now != self._hyperparameters:
-            self._hyperparameters, self._current = now, self._compute()
-        return self._current
-
-    def _fixed_options(self) -> list[Any]:
-        return [*self._steps.fixed_options(), *map(_growth, self._scalers)]
-
-    def _compute(self) -> list[float] | None:
-        if any(evaluate(test, self._reads) != outcome for test, outcome in self._steps.table.conditions.items()):
-            return None
-        floats = list(self._floats)
-        for equal_terms, indices in self._indices.items():
-            numbers = {evaluate(term, self._reads) for term in equal_terms}
-            if len(numbers) > 1:
-                return None
-            number = numbers.pop()
-            for index in indices:
-                floats[index] = number
-        return floats
-
-
-def _names(code: Sequence[int]) -> Iterator[str]:
-    """For each lifted float of a trace, the operation that takes it."""
-    for instruction, _, _ in steps_of(code):
-        for _ in range(instruction.floats):
-            yield instruction.name
-
-
-def _growth(scaler: torch.amp.GradScaler) -> tuple[float, ...]:
-    if not scaler.is_enabled():
-        return ()
-    return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
 
 def _plain_options(optimizer: Optimizer) -> list[list[Any]]:

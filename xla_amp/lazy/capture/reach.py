@@ -32,7 +32,6 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.recording import NotReplayableError
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -68,6 +67,10 @@ _CHANGING: Final[Mapping[str, str]] = types.MappingProxyType(
 _DATA: Final = ("types", "argparse")
 """Packages of the standard library whose objects hold values of the user."""
 _FOLDERS: Final = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+class NotReplayableError(Exception):
+    """A step cannot be replayed; the text is the reason for the user."""
 
 
 class Reach:

@@ -8,31 +8,31 @@ modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+import torch
 
 from xla_amp import events
+from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
+from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, trace
 from xla_amp.lazy.programs import causes, execute
 from xla_amp.lazy.programs.compile import Program
 from xla_amp.lazy.programs.metrics import metrics
+from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 
 Reference: TypeAlias = "weakref.ref[Buffer]"
 
 
-class NotReplayableError(Exception):
-    """A step cannot be replayed; the text is the reason for the user."""
-
-
 class Argument(NamedTuple):
     """An input that is a tensor argument."""
 
-    index: int
+    position: int
     """Among the tensor arguments."""
 
 
@@ -81,8 +81,8 @@ class Recording:
     """Context manager around a call: the program that runs inside, as the trace held it when it was flushed.
 
     Args:
-        resolve: called with the lifted floats of each program before it runs; may change them in place.
-        arguments: the buffers of the call's tensor arguments.
+        steps: follows what optimizers do in the call.
+        tensors: tensor arguments of the call.
         previous: the call before.
     """
 
@@ -113,17 +113,18 @@ class Recording:
     donated: tuple[int, ...]
     """Parameters whose memory the program takes."""
 
-    def __init__(
-        self, resolve: Callable[[list[float]], None], arguments: Sequence[Buffer], previous: Recording | None
-    ) -> None:
-        self._resolve, self._previous = resolve, previous
-        self._argument_of = {id(buffer): index for index, buffer in enumerate(arguments)}
+    plain: list[Any]
+    """Python values that the call returned."""
+
+    def __init__(self, steps: OptimizerSteps, tensors: Sequence[torch.Tensor], previous: Recording | None) -> None:
+        self.steps, self._previous = steps, previous
+        execute.flush()
+        self._argument_of = {id(tensor_io.buffer_of(tensor)): index for index, tensor in enumerate(tensors)}
         self._locations: list[str] = []
         """Where the user's code ended each program."""
         self._generators = False
 
     def __enter__(self) -> Recording:
-        execute.flush()
         self.begin = generator.state()
         self._counts = metrics.host_syncs, generator.seedings
         self._outer, execute.observer = execute.observer, self
@@ -141,7 +142,7 @@ class Recording:
         self._locations.append(events.user_location())
         self._generators = self._generators or bool(trace.generators)
         self.raw_floats = list(trace.floats)
-        self._resolve(trace.floats)
+        self.steps.table.resolve(trace.floats)
         self.host_arrays = {}
         before = () if self._previous is None else self._previous.targets
         carried = {id(found): index for index, target in enumerate(before) if (found := target.buffer()) is not None}
@@ -191,8 +192,11 @@ class Recording:
         """Checks that a replay can do what the call did.
 
         Raises:
-            NotReplayableError: there was no program, or more than one, or Python read a value or seeded the generator.
+            NotReplayableError: there was no program, or more than one, or Python read a value or seeded the generator,
+                or an optimizer computed on the host.
         """
+        if self.steps.obstacle is not None:
+            raise NotReplayableError(self.steps.obstacle)
         if not self._locations:
             raise NotReplayableError("it records nothing on the lazy device")
         location = self._locations[0]

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import jax
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xla_amp.errors import StepFailedError
+from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.capture.recording import (
     Argument,
     Carried,
     Constant,
-    NotReplayableError,
     Recording,
-    Reference,
     Source,
     State,
     Target,
@@ -42,20 +42,20 @@ class Replay:
     """The call that two recorded calls in a row agree on.
 
     Args:
-        earlier, later: what the two ran.
-        results: the items that the later call returned.
+        earlier, later: the two calls.
+        result: what the later one returned.
         tensors: its tensor arguments.
 
     Raises:
         NotReplayableError: they differ, or an input is neither an argument, nor state, nor the same in both calls.
     """
 
-    def __init__(self, earlier: Recording, later: Recording, results: list[Any], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, earlier: Recording, later: Recording, result: Any, tensors: list[torch.Tensor]) -> None:
         difference = first_difference(earlier, later)
         if difference is not None:
             raise NotReplayableError(f"its calls differ: {difference}")
         self._recorded = later
-        self._references: list[Reference] = [_nothing] * len(later.sources)
+        self._references: list[Callable[[], Buffer | None]] = [_nothing] * len(later.sources)
         """The buffers of state, by slot."""
         self._arguments: list[tuple[int, int]] = []
         """(slot, argument) pairs."""
@@ -68,12 +68,14 @@ class Replay:
         seed, offset = later.begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
         self._draws = later.end[1] - offset
-        self._results = [self._result(item, tensors) for item in results]
+        items, structure = tree_flatten(result)
+        self._structure = None if len(items) == 1 and items[0] is result else structure
+        self._results = [self._result(item, tensors) for item in items]
 
     def _add_source(self, slot: int, source: Source) -> None:
         match source:
-            case Argument(index):
-                self._arguments.append((slot, index))
+            case Argument(position):
+                self._arguments.append((slot, position))
             case State(buffer):
                 self._references[slot] = buffer
             case Carried(target):  # what the next call reads is what this one has left
@@ -94,23 +96,22 @@ class Replay:
             )
         if item.is_conj() or item.is_neg():
             raise NotReplayableError("it returns a view that is conjugated or negated; call resolve_conj() on it")
-        buffer = tensor_io.buffer_of(item)
-        offset: Any = item.storage_offset()  # an int; torch's stubs also allow a SymInt
-        geometry = None if tensor_io.is_whole(item) else (item.dtype, tuple(item.shape), item.stride(), offset)
+        buffer, offset = tensor_io.buffer_of(item), item.storage_offset()
+        geometry = item.dtype, tuple(item.shape), item.stride(), offset
         for index, tensor in enumerate(tensors):
             if tensor is item:
                 return _Result(argument=index)
         for index, tensor in enumerate(tensors):
             if tensor_io.buffer_of(tensor) is buffer:
-                return _Result(argument=index, geometry=geometry or (item.dtype, tuple(item.shape), item.stride(), 0))
+                return _Result(argument=index, geometry=geometry)
         for position, target in enumerate(self._computed):
             if target.buffer() is buffer:
-                return _Result(computed=position, geometry=geometry)
+                return _Result(computed=position, geometry=None if tensor_io.is_whole(item) else geometry)
         return _Result(value=item)  # of the state
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
-    def run(self, tensors: list[torch.Tensor], floats: Iterable[float]) -> list[Any] | None:
+    def run(self, tensors: list[torch.Tensor], floats: Iterable[float]) -> list[Buffer] | None:
         """Runs the call again; the caller holds the trace's lock.
 
         Args:
@@ -118,33 +119,32 @@ class Replay:
             floats: the lifted floats.
 
         Returns:
-            What the call returns; None if a value that it needs does not exist.
+            The buffers of what it computes, for `results`; None if a value that it needs does not exist.
 
         Raises:
             StepFailedError: the program failed, or a value was lost in a failed step.
         """
         execute.flush()
         computed = self._fill([tensor_io.buffer_of(tensor) for tensor in tensors], floats)
-        if computed is None:
-            return None
-        seed, offset = generator.state()
-        execute.flush()
-        if self._draws:
-            generator.set_state(seed, offset + self._draws)
-        return self.results(tensors, computed)
+        if computed is not None:
+            seed, offset = generator.state()
+            execute.flush()
+            if self._draws:
+                generator.set_state(seed, offset + self._draws)
+        return computed
 
     def _fill(self, arguments: Sequence[Buffer], floats: Iterable[float]) -> list[Buffer] | None:
         """Writes the call to the empty trace; returns the buffers of what it computes.
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
-        recorded = self._recorded
-        parameters = [reference() for reference in self._references]
+        recorded, found = self._recorded, [reference() for reference in self._references]
         for slot, index in self._arguments:
-            parameters[slot] = arguments[index]
+            found[slot] = arguments[index]
         for slot, spec, array in self._constants:
-            parameters[slot] = Buffer(spec, array=array)
-        if None in parameters or not _all_written(parameters):
+            found[slot] = Buffer(spec, array=array)
+        parameters = [buffer for buffer in found if buffer is not None]
+        if len(parameters) < len(found) or not _all_written(parameters):
             return None
         for slot in self._dropped:
             parameters[slot] = Buffer(parameters[slot].spec, array=parameters[slot].array)
@@ -167,7 +167,7 @@ class Replay:
         trace.streams.extend((seed, offset + at) if s is None else (s, at) for s, at in self._streams)
         return computed
 
-    def results(self, tensors: list[torch.Tensor], computed: list[Buffer] | None = None) -> list[Any]:
+    def results(self, tensors: list[torch.Tensor], computed: list[Buffer] | None = None) -> Any:
         """What the call returns, as new tensors, so that no replay overwrites them.
 
         Args:
@@ -177,22 +177,25 @@ class Replay:
         if computed is None:
             computed = [_buffer(target, ()) for target in self._computed]
         bases: dict[int, torch.Tensor] = {}
-        results = []
-        for result in self._results:
-            if result.argument is not None:
-                base = tensors[result.argument]
-            elif result.computed is not None:
-                base = bases.get(result.computed)
-                if base is None:
-                    buffer = computed[result.computed]
-                    shared = self._computed[result.computed].buffer() is buffer  # an attribute has it, too
-                    buffer = Buffer(buffer.spec, array=buffer.array) if shared else buffer
-                    base = bases[result.computed] = tensor_io.tensor_over(buffer)
-            else:
-                results.append(result.value)
-                continue
-            results.append(base if result.geometry is None else tensor_io.new_view(base, *result.geometry))
-        return results
+        items = [self._item(each, tensors, computed, bases) for each in self._results]
+        return items[0] if self._structure is None else tree_unflatten(items, self._structure)
+
+    def _item(
+        self, result: _Result, tensors: list[torch.Tensor], computed: list[Buffer], bases: dict[int, torch.Tensor]
+    ) -> Any:
+        position = result.computed
+        if result.argument is not None:
+            base = tensors[result.argument]
+        elif position is None:
+            return result.value
+        elif position in bases:
+            base = bases[position]
+        else:
+            buffer = computed[position]
+            if self._computed[position].buffer() is buffer:  # an attribute has it, too
+                buffer = Buffer(buffer.spec, array=buffer.array)
+            base = bases[position] = tensor_io.tensor_over(buffer)
+        return base if result.geometry is None else tensor_io.new_view(base, *result.geometry)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +207,7 @@ class _Result:
     """Index among the tensor arguments."""
     computed: int | None = None
     """Index among the values that the call computes."""
-    geometry: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int] | None = None
+    geometry: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], Any] | None = None
     """dtype, shape, strides and offset of a view; None for the whole value."""
 
 
@@ -222,7 +225,7 @@ def _buffer(target: Target, arguments: Sequence[Buffer]) -> Buffer:
 _array = attrgetter("array")
 
 
-def _all_written(buffers: Sequence[Any]) -> bool:
+def _all_written(buffers: Sequence[Buffer]) -> bool:
     """Whether each of them has an array; False if memory was never written.
 
     Raises:
