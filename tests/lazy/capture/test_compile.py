@@ -305,7 +305,10 @@ class Refusals:
     @staticmethod
     def number_from_elsewhere(device):
         number = counter_in_c()
-        return lambda x: x * (number() + 0.5), r"Python computes \d\.5 for mul.*, a number that changes from call to call \(\d\.5 before\)"
+        return (
+            lambda x: x * (number() + 0.5),
+            r"Python computes \d\.5 for mul.*, a number that changes from call to call \(\d\.5 before\)",
+        )
 
     @staticmethod
     def value_from_the_host(device):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 
 import jax
@@ -14,7 +15,7 @@ from torch import nn
 
 import xla_amp
 import xla_amp.jax
-from xla_amp.errors import StepFailedError
+from xla_amp.errors import CaptureError, StepFailedError
 from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
@@ -106,6 +107,109 @@ def test_a_result_that_is_also_state(device):
     results = [compiled() for _ in range(7)]
     assert [result.tolist() for result in results] == [[n + 1.0] * 3 for n in range(7)]
     assert compiled.replays >= 4
+
+
+class Kept:
+    """Steps that bind tensors to attributes: what they keep must be what recording keeps."""
+
+    def __init__(self, device):
+        self.current, self.previous = torch.zeros(2, device=device), torch.zeros(2, device=device)
+        self.history = {"current": self.current}
+
+    def last_result(self, x):
+        self.current = (x * 3).detach()
+        return x * 2
+
+    def returned(self, x):
+        self.current = self.current * 0.5 + x
+        return self.current
+
+    def in_a_dict(self, x):
+        self.history["current"] = self.history["current"] + x
+        return self.history["current"] * 2
+
+    def shifted(self, x):
+        self.previous, self.current = self.current, self.current + x
+        return self.current * 1
+
+    def shifted_unread(self, x):
+        self.previous, self.current = self.current, x * 2
+        return self.current * 1
+
+    def exchanged(self, x):
+        self.previous, self.current = self.current, self.previous
+        self.current.add_(x)
+        return self.current * 1
+
+    def tensors(self):
+        return [value.tolist() for value in (self.current, self.previous, self.history["current"])]
+
+
+REPLAYED = {"last_result", "returned", "in_a_dict"}
+
+
+@pytest.mark.parametrize("name", [*sorted(REPLAYED), "shifted", "shifted_unread", "exchanged"])
+def test_what_a_step_binds_is_never_stale(name, device):
+    one, other = Kept(device), Kept(device)
+    step, results = xla_amp.compile(getattr(one, name)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(14):  # beyond the first comparison
+            x = torch.full((2,), float(number), device=device)
+            results.append((step(x), getattr(other, name)(x)))
+            assert one.tensors() == other.tensors()
+    assert all(torch.equal(found, expected) for found, expected in results)  # no replay has overwritten one
+    assert (step.replays > 8) is (name in REPLAYED)
+    if name.startswith("shifted"):
+        assert "keeps a tensor, float32[2], that the call before computed" in step.reasons[0]
+
+
+def test_results_that_are_views_of_an_argument(device):
+    step = xla_amp.compile(lambda x: (x.view(-1), x[1:], (x + 1).view(torch.int32)), strict=True)
+    for number in range(6):
+        x = torch.full((2, 2), float(number), device=device)
+        flat, rest, other_bytes = step(x)
+        assert flat.tolist() == [float(number)] * 4
+        assert other_bytes.view(torch.float32).tolist() == [[number + 1.0] * 2] * 2
+        flat.add_(1)
+        assert (x.tolist(), rest.tolist()) == ([[number + 1.0] * 2] * 2, [[number + 1.0] * 2])
+    assert step.replays == 4
+
+
+def test_an_argument_that_is_only_written(device):
+    step = xla_amp.compile(lambda x: x.zero_() + 1, strict=True)
+    for _ in range(5):
+        x = torch.ones(2, device=device)
+        assert (step(x).tolist(), x.tolist()) == ([1.0, 1.0], [0.0, 0.0])
+    assert step.replays == 3
+
+
+def test_a_buffer_of_a_module_that_is_replaced(device):
+    module = nn.Module()
+    module.register_buffer("scale", torch.ones(2, device=device))
+    x, kept = torch.ones(2, device=device), module.scale
+    step = replaying(lambda x: x * module.scale, x)
+    module.scale = torch.full((2,), 5.0, device=device)
+    assert [step(x).tolist() for _ in range(4)] == [[5.0, 5.0]] * 4
+    assert kept.tolist() == [1.0, 1.0]
+
+
+def test_a_result_on_the_host_is_refused(device):
+    step = xla_amp.compile(lambda x: (x + 1, torch.rand(2)), strict=True)
+    with pytest.raises(CaptureError, match="returns a tensor on cpu"):
+        [step(torch.ones(2, device=device)) for _ in range(8)]
+
+
+def test_a_copy_of_the_state_costs_no_program(device):
+    counter, kept = Counter(device), []
+    kept.append(counter.total.clone())
+    xla_amp.sync()
+    before = xla_amp.metrics()["compilations"]
+    for _ in range(3):
+        counter.step()
+        kept.append(counter.total.clone())
+    assert xla_amp.metrics()["compilations"] == before
+    assert [copy.tolist()[0] - kept[0].tolist()[0] for copy in kept] == [0, 1, 2, 3]
 
 
 def test_state_without_references_is_freed(device):

@@ -34,7 +34,7 @@ _MOST_PENDING: Final = 64
 
 
 class Observer(Protocol):
-    """Called around each flush (`xla_amp.lazy.capture.observer`)."""
+    """Called around each flush (`xla_amp.lazy.capture.recording`)."""
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
