@@ -14,6 +14,14 @@ import docs_hooks
 import pytest
 from source_tree import ROOT
 
+OLD = {
+    "architecture", "benchmarks", "command_line", "compile", "concepts", "device_tests", "distributed",
+    "environment", "explain", "float8", "frameworks", "huggingface", "index", "install", "jax", "jax_functions",
+    "jax_training", "lightning", "limits", "loss_scaling", "lowering", "migration", "models", "monitor", "one_rule",
+    "policy", "reports", "search", "stablehlo", "support", "torch_xla", "troubleshooting", "tutorial",
+}  # fmt: skip
+"""Pages of the site of version 0.1.0."""
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
@@ -49,6 +57,20 @@ def test_old_addresses_lead_to_what_the_pages_say_now(site: Path):
         path, _, anchor = address.partition("#")
         assert not anchor or f'id="{anchor}"' in (site / path).read_text(), address
         assert (site / path).exists(), address
+
+
+def test_every_page_of_the_old_site_has_a_place():
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index"}
+    assert pages & set(docs_hooks.MOVED) == set()
+    assert pages | set(docs_hooks.MOVED) >= OLD
+    assert len(OLD) == 33
+
+
+def test_no_page_is_twice_in_the_navigation():
+    found = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(found) == sorted({*pages, "index.md", "source/CONTRIBUTING.md", "source/CHANGELOG.md"})
+    assert len(found) <= 19  # the first page, and 18 that answer one question each
 
 
 @pytest.mark.exhaustive
