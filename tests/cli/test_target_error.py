@@ -6,12 +6,13 @@ import functools
 import json
 
 import jax
+import module_runs
 import numpy as np
 import pytest
 
 from xla_amp.errors import ModuleError, RuleWarning
 from xla_amp.report import units
-from xla_amp.stablehlo import io, ir
+from xla_amp.stablehlo import io
 from xla_amp.stablehlo.passes.autocast import settings
 from xla_amp.tools.inspect import comparison, target_error
 
@@ -42,7 +43,7 @@ def run(call_cli, tmp_path, monkeypatch):
 
 def error_of(path, *arrays) -> float:
     """Computed here, with NumPy as the reference."""
-    (found,) = ir.run(io.load(path).module, list(arrays))
+    (found,) = module_runs.run(io.load(path).module, list(arrays))
     exact = subtraction(arrays[0].astype(np.float64), arrays[1].astype(np.float64))
     return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import module_runs
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,6 @@ from xla_amp import policy, stablehlo
 from xla_amp.cli import main
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
-from xla_amp.stablehlo import ir
 
 OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "layer_norm": lambda x, w: F.layer_norm(x, (64,), w, w),
@@ -219,7 +219,7 @@ def test_norm_and_softmax_of_stablehlo_in_parts(by: str) -> None:
     assert parts == {"float32"}
     low = stablehlo.autocast(lowered, **given)
     assert "amp." not in low.text()
-    got = ir.run(low.module, jax.tree.leaves((variables, X * 3 + 1)))
+    got = module_runs.run(low.module, jax.tree.leaves((variables, X * 3 + 1)))
     out, state = apply(variables, X * 3 + 1)
     for one, exact in zip(got, jax.tree.leaves((out, state)), strict=True):
         assert one.dtype == np.float32

@@ -9,6 +9,7 @@ import struct
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import module_runs
 import numpy as np
 import pytest
 from jax import export
@@ -38,7 +39,7 @@ def test_complex_constants_are_counted_and_kept(constant):
     assert inspect(text).constants == stored
     converted = autocast(text)
     assert low_products(converted) == [("bf16", "f32")]
-    (found,) = ir.run(converted.module, [X, W])
+    (found,) = module_runs.run(converted.module, [X, W])
     np.testing.assert_allclose(found, np.abs((X.astype(np.float64) @ W) * constant), rtol=0.05, atol=0.05)
 
 
@@ -63,7 +64,7 @@ def resource(values: np.ndarray, element: str) -> str:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_values_of_resources_reach_the_compiler(values, element):
-    (found,) = ir.run(ir.parse(resource(values, element)), [])
+    (found,) = module_runs.run(ir.parse(resource(values, element)), [])
     np.testing.assert_array_equal(np.asarray(found).reshape(values.shape).astype(values.dtype), values)
 
 
@@ -80,7 +81,7 @@ def test_weights_in_a_resource_are_narrowed():
     left_out = text[: text.index("{-#")]
     assert low_products(autocast(left_out)) == [("f32", "f32")]
     with pytest.raises(ModuleError, match="a constant without values: dense_resource<w0>"):
-        ir.run(ir.parse(left_out), [X])
+        module_runs.run(ir.parse(left_out), [X])
 
 
 # Types and operations.
@@ -150,7 +151,7 @@ func.func @main(%x: tensor<2xf32>) -> tensor<2xf32> {
 def test_a_function_is_chosen_by_name(chosen, factor):
     program = io.read(TWO.encode(), function=chosen)
     x = np.float32([1, 2])
-    (found,) = ir.run(program.module, [x])
+    (found,) = module_runs.run(program.module, [x])
     np.testing.assert_allclose(found, factor * np.sin(x), rtol=1e-6)
     assert compare(program, autocast(program), [x]).agrees()
     assert dump(program, "text") == dump(io.read(TWO.encode()), "text")

@@ -10,12 +10,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import module_runs
 import numpy as np
 import pytest
 from jax import export
 
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import guard, io, ir
+from xla_amp.stablehlo import execution, guard, io, ir
 from xla_amp.stablehlo.passes.autocast import autocast
 from xla_amp.stablehlo.program import FORMATS, Format, Program, artifact, detect, dump
 from xla_amp.stablehlo.workers import Worker, WorkerEndedError
@@ -50,7 +51,7 @@ def test_each_format_is_recognized_and_written_back(module, kind, tmp_path):
     again = io.load(tmp_path / "again")
     assert again.format == kind
     expected = np.tanh(X.astype(np.float64) @ W)
-    total, y = ir.run(again.module, [X, W])
+    total, y = module_runs.run(again.module, [X, W])
     np.testing.assert_allclose(y, expected, rtol=1e-5)
     np.testing.assert_allclose(total, X.sum(dtype=np.float64), atol=1e-5)
 
@@ -225,7 +226,7 @@ def test_what_would_end_the_process_is_an_error(tmp_path):
     with pytest.raises(ModuleError, match="no portable artifact: @other is declared without a body"):
         converted.artifact()
     with pytest.raises(ModuleError, match="XLA cannot run @other, a function that is declared without a body"):
-        ir.compile_module(converted.module)
+        execution.compile_module(converted.module)
     with pytest.raises(ModuleError, match="@other is declared"):
         io.save(converted.program, tmp_path / "out.artifact")
     assert not list(tmp_path.iterdir())

@@ -43,7 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.tools.inspect import comparison, samples
+    from xla_amp.stablehlo import samples
+    from xla_amp.tools.inspect import comparison
 
     common.check_report(arguments)
     if arguments.a == arguments.b == common.STANDARD:

@@ -52,6 +52,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=FORMATS, help="format of OUT; default: by its suffix, otherwise the format of IN"
     )
+    parser.add_argument(
+        "--narrow-parameters",
+        dest="keep_io",
+        action="store_false",
+        help="use the low dtype for arguments that only low operations read and for results computed low",
+    )
+    _policy_options(parser)
+    _sample_options(parser)
+    common.function(parser)
+    common.report(parser)
+    common.timeout(parser)
+    common.json_instead(parser)
+    common.epilog(
+        parser,
+        {
+            "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
+            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
+            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz --target-error 1e-2": "within 1 %",
+            "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
+        },
+        {
+            0: "written",
+            1: "IN holds no program that can be converted",
+            TARGET_MISSED: "not written: the program cannot be kept within --target-error; the message has its error",
+        },
+    )
+    parser.set_defaults(run=_run)
+
+
+def _policy_options(parser: argparse.ArgumentParser) -> None:
     known = f"a built-in policy ({', '.join(BUILTIN)}) or the path of a TOML file"
     parser.add_argument("--policy", default="tpu", help=f"{known}; default tpu")
     parser.add_argument("--dtype", choices=get_args(LowDtype), help="low dtype; default: the policy's")
@@ -65,20 +95,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a rule on top of the policy, e.g. tanh=fp32 or module:*.router=fp32; casts: {', '.join(CASTS)}; may be "
         "repeated",
     )
-    parser.add_argument(
-        "--target",
-        choices=hardware.names(),
-        metavar="TARGET",
-        help=f"with --target-error: the machine to be fast on ({', '.join(hardware.names())}); default: an H100 for "
-        "the policy gpu, otherwise a TPU v6e",
-    )
     parser.add_argument("--strict", action="store_true", help="a rule without an effect on the program is an error")
-    parser.add_argument(
-        "--narrow-parameters",
-        dest="keep_io",
-        action="store_false",
-        help="use the low dtype for arguments that only low operations read and for results computed low",
-    )
+
+
+def _sample_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inputs",
         action="append",
@@ -100,26 +120,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget-seconds", type=common.positive, metavar="SECONDS", help="with --target-error: time for the search"
     )
-    common.function(parser)
-    common.report(parser)
-    common.timeout(parser)
-    common.json_instead(parser)
-    common.epilog(
-        parser,
-        {
-            "xla-amp convert step.mlir -o low.mlirbc --policy tpu --rule tanh=fp32": "with a rule on top of the policy",
-            "xla-amp convert step.mlir -o low.mlirbc --policy mxfp8 --target b200": "with products of 8-bit floats",
-            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz": "what overflows on the samples stays float32",
-            "xla-amp convert step.mlir -o low.mlir --inputs samples.npz --target-error 1e-2": "within 1 %",
-            "cat step.mlir | xla-amp convert - -o - --quiet > low.mlir": "in a pipe",
-        },
-        {
-            0: "written",
-            1: "IN holds no program that can be converted",
-            TARGET_MISSED: "not written: the program cannot be kept within --target-error; the message has its error",
-        },
+    parser.add_argument(
+        "--target",
+        choices=hardware.names(),
+        metavar="TARGET",
+        help=f"with --target-error: the machine to be fast on ({', '.join(hardware.names())}); default: an H100 for "
+        "the policy gpu, otherwise a TPU v6e",
     )
-    parser.set_defaults(run=_run)
 
 
 def _rule(text: str) -> tuple[str, str]:
@@ -145,8 +152,8 @@ def _rules(given: list[tuple[str, Any]]) -> dict[str, Any] | None:
 def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import page as report_page
     from xla_amp.report import terminal
-    from xla_amp.stablehlo import io
-    from xla_amp.tools.inspect import inspection, samples
+    from xla_amp.stablehlo import io, samples
+    from xla_amp.tools.inspect import inspection
 
     common.check_report(arguments)
     common.check_needs(arguments, _NEEDS)

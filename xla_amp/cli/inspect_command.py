@@ -81,7 +81,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def _overflow(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.report import terminal
-    from xla_amp.tools.inspect import samples
+    from xla_amp.stablehlo import samples
     from xla_amp.tools.overflow.on_stablehlo import find_overflow
 
     program = common.read(arguments.file, arguments.function)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import checks
 import corpus
+import module_runs
 import numpy as np
 import pytest
 
@@ -27,11 +28,11 @@ def test_program(name: str) -> None:
     assert list(checks.low_denied(converted.module, "tpu")) == []
 
     arguments = corpus.arrays(case)
-    expected = ir.run(ir.copy(given), arguments)
-    assert checks.error(ir.run(converted.module, arguments), expected) < case.tolerance
-    if not ir.uninterpretable(converted.module):
+    expected = module_runs.run(ir.copy(given), arguments)
+    assert checks.error(module_runs.run(converted.module, arguments), expected) < case.tolerance
+    if not module_runs.uninterpretable(converted.module):
         # The interpreter accumulates low results in the low dtype; no backend does.
-        assert checks.error(ir.evaluate(converted.module, arguments), expected) < 3 * case.tolerance
+        assert checks.error(module_runs.interpret(converted.module, arguments), expected) < 3 * case.tolerance
 
 
 def test_checks_can_fail() -> None:
@@ -39,7 +40,7 @@ def test_checks_can_fail() -> None:
     module = ir.copy(corpus.lowered(case).compiler_ir("stablehlo"))
     assert len(checks.wide_contractions(module)) >= case.contractions
     assert list(checks.low_denied(autocast(module, rules={"exp": "low"}).module, "tpu")) != []
-    exact = ir.run(module, corpus.arrays(case))
+    exact = module_runs.run(module, corpus.arrays(case))
     assert checks.error([1.1 * each for each in exact], exact) > case.tolerance
 
 
@@ -50,13 +51,13 @@ def test_float16_by_the_rules_for_gpu(name: str) -> None:
     assert converted.report.low == "float16"
     assert checks.wide_contractions(converted.module) == []
     assert list(checks.low_denied(converted.module, "gpu", "f16")) == []
-    expected = ir.run(ir.copy(corpus.lowered(case).compiler_ir("stablehlo")), corpus.arrays(case))
-    assert checks.error(ir.run(converted.module, corpus.arrays(case)), expected) < case.tolerance / 4
+    expected = module_runs.run(ir.copy(corpus.lowered(case).compiler_ir("stablehlo")), corpus.arrays(case))
+    assert checks.error(module_runs.run(converted.module, corpus.arrays(case)), expected) < case.tolerance / 4
 
 
 def test_interpreter_is_an_oracle_for_most() -> None:
     modules = [corpus.lowered(case).compiler_ir("stablehlo") for case in corpus.CASES.values()]
-    assert sum(not ir.uninterpretable(module) for module in modules) >= INTERPRETED
+    assert sum(not module_runs.uninterpretable(module) for module in modules) >= INTERPRETED
 
 
 def test_again_changes_nothing() -> None:
@@ -69,5 +70,5 @@ def test_again_changes_nothing() -> None:
 
 def test_results_are_those_of_the_types_it_says() -> None:
     case = corpus.CASES["mlp"]
-    results = ir.run(autocast(corpus.lowered(case), keep_io=True).module, corpus.arrays(case))
+    results = module_runs.run(autocast(corpus.lowered(case), keep_io=True).module, corpus.arrays(case))
     assert [each.dtype for each in results] == [np.dtype("float32")]

@@ -8,14 +8,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import module_runs
 import numpy as np
 import pytest
 from jax import export
 
 from xla_amp import cli
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import execution, ir, samples
 from xla_amp.stablehlo.passes.autocast import autocast
-from xla_amp.tools.inspect import inspection, samples
+from xla_amp.tools.inspect import inspection
 from xla_amp.tools.inspect.comparison import compare
 
 E, W, IDS = jnp.ones((50, 16)), jnp.ones((16, 16)), jnp.zeros((4, 8), jnp.int32)
@@ -59,7 +60,9 @@ def test_it_runs_as_it_is_and_converts_twice_to_the_same(function, arguments):
     program = export.export(jax.jit(function))(*arguments)
     once = autocast(program)
     assert once.report.casts
-    ir.run(once.module, samples.random_inputs(once.module, 0), ir.devices("cpu")[0])  # without `widen.for_cpu`
+    module_runs.run(
+        once.module, samples.random_inputs(once.module, 0), execution.devices("cpu")[0]
+    )  # without `widen.for_cpu`
     found = compare(program, once, operations=False)
     assert found.agrees(0.05)
     assert found.not_run == ()
@@ -203,4 +206,4 @@ def test_functions_of_several_blocks_stay_and_are_named():
     assert before == after != ""
     assert converted.report.casts == {"f32->bf16": 1}
     x = np.eye(4, dtype=np.float32)
-    assert ir.run(converted.module, [x], ir.devices("cpu")[0])[0].shape == (4, 4)
+    assert module_runs.run(converted.module, [x], execution.devices("cpu")[0])[0].shape == (4, 4)

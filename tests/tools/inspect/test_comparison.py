@@ -14,8 +14,8 @@ import pytest
 
 from xla_amp import compiling
 from xla_amp.errors import FileError, ModuleError
-from xla_amp.stablehlo import autocast, ir
-from xla_amp.tools.inspect import comparison, samples, segments, widen
+from xla_amp.stablehlo import autocast, execution, ir, samples
+from xla_amp.tools.inspect import comparison, segments, widen
 
 RNG = np.random.default_rng(0)
 X, W = (RNG.standard_normal(shape).astype(np.float32) for shape in ((4, 8), (8, 8)))
@@ -197,14 +197,14 @@ def test_no_program_of_a_long_comparison_is_long(monkeypatch):
     """XLA's time to compile grows faster than a program."""
     module = module_of(lambda x, w: functools.reduce(lambda h, _: jnp.tanh(h @ w), range(40), x), X, W)
     lengths = []
-    compiled = ir.compile_module
+    compiled = execution.compile_module
 
     def counted(module, device=None, options=None):
         lengths.append(sum(1 for _ in ir.operations(module.operation)))
         return compiled(module, device, options)
 
     monkeypatch.setattr(segments, "_LENGTH", 10)
-    monkeypatch.setattr(ir, "compile_module", counted)
+    monkeypatch.setattr(execution, "compile_module", counted)
     assert len(comparison.compare(module, module, [X, W]).operations) == 80
     assert max(lengths[3:]) < 20
     assert len(lengths) == 3 + 3 * 8
@@ -212,9 +212,9 @@ def test_no_program_of_a_long_comparison_is_long(monkeypatch):
 
 def test_large_programs_are_compiled_as_usual(monkeypatch):
     module = module_of(lambda x, w: x @ w @ w, X, W)
-    chosen, compiled = [], ir.compile_module
+    chosen, compiled = [], execution.compile_module
     monkeypatch.setattr(
-        ir,
+        execution,
         "compile_module",
         lambda module, device, options: chosen.append(options) or compiled(module, device, options),
     )
@@ -282,7 +282,7 @@ def test_samples_fit_or_say_why(tmp_path):
     np.savez(tmp_path / "ok.npz", X.astype(np.float64), KEY.astype(np.int64))
     first, second = samples.fitted(samples.read_samples(tmp_path / "ok.npz"), module)
     assert (first.dtype, second.dtype) == (np.float32, np.uint32)
-    with pytest.raises(ModuleError, match="it takes 2 arguments, the samples are 1 arrays"):
+    with pytest.raises(ModuleError, match=r"it takes 2 arguments \(f32\[4,8\], ui32\[2\]\), the samples are 1 arrays"):
         samples.fitted([X], module)
     with pytest.raises(ModuleError, match=r"argument 0: expected f32\[4,8\], the sample is float32\[8, 8\]"):
         samples.fitted([W, KEY], module)

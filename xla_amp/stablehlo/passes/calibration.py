@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from xla_amp import progress
-from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, surgery
+from xla_amp.stablehlo import constants, execution, ir, samples, surgery
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.op_table import Classifier
@@ -89,7 +88,7 @@ def keep_reasons(
     Raises:
         ModuleError: the inputs do not match the module, or it cannot run on one device.
     """
-    samples = _samples(module, sample_inputs)
+    given = _samples(module, sample_inputs)
     order = {operation: number for number, operation in enumerate(ir.operations(module.operation))}
     wanted = {order[node.operation]: node for node in propagation.nodes if _measurable(propagation, node)}
     numbers = sorted(wanted)
@@ -100,7 +99,7 @@ def keep_reasons(
     for start in range(0, len(numbers), _AT_ONCE):
         progress.step("measuring operations on the samples", start, len(numbers))
         part = {n: not propagation.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
-        for number, measured in _measure(module, propagation.graph.classifier, part, low, samples).items():
+        for number, measured in _measure(module, propagation.graph.classifier, part, low, given).items():
             why = measured.problem(low, largest, _MAX_ERROR if max_error is None else max_error)
             if why:
                 reasons[wanted[number].operation] = why
@@ -116,24 +115,9 @@ def _samples(module: Any, given: Sequence[Any]) -> list[list[np.ndarray[Any, Any
     import jax
 
     several = isinstance(given, list) and given and all(isinstance(each, tuple) for each in given)
-    inputs = ir.signature(module).inputs
-    found = []
-    for sample in given if several else [given]:
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(sample)]
-        wanted = ", ".join("?" if kind is None else f"{kind.element}{list(kind.shape)}" for kind in inputs)
-        got = ", ".join(f"{array.dtype.name}{list(array.shape)}" for array in arrays)
-        if len(arrays) != len(inputs) or not all(map(_fits, arrays, inputs)):
-            raise ModuleError(f"sample_inputs: the program takes ({wanted}), got ({got})")
-        kinds = [ir.numpy_dtype(kind.element) for kind in inputs if kind]
-        found.append([array.astype(kind) for array, kind in zip(arrays, kinds, strict=True)])
-    return found
-
-
-def _fits(array: np.ndarray[Any, Any], kind: ir.TensorType | None) -> bool:
-    if kind is None or len(kind.shape) != array.ndim:
-        return False
-    same = all(size in (None, given) for size, given in zip(kind.shape, array.shape, strict=True))
-    return same and np.can_cast(array.dtype, ir.numpy_dtype(kind.element), "same_kind")
+    return [
+        samples.fitted(jax.tree.leaves(sample), module, "sample_inputs") for sample in (given if several else [given])
+    ]
 
 
 def _measure(
@@ -150,10 +134,10 @@ def _measure(
     for sample in samples:
         shapes = tuple(array.shape for array in sample)
         if shapes not in executables:
-            refined, device = ir.refined(copied, sample), ir.devices()[0]
-            executables[shapes] = ir.compile_module(refined, device, costs.quick_options(refined, device))
+            refined, device = execution.refined(copied, sample), execution.devices()[0]
+            executables[shapes] = execution.compile_module(refined, device, costs.quick_options(refined, device))
         executable = executables[shapes]
-        vector = ir.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
+        vector = execution.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
         for number, row in zip(numbers, vector, strict=True):
             before = found.get(number, Measurement(0.0, 0.0, 0.0))
             # A NaN error stays: it means an overflow.
@@ -232,7 +216,7 @@ class _Instrumentation:
 
     def _zeros(self, count: int) -> Any:
         kind = ir.mlir().RankedTensorType.get([_FIELDS * count], ir.mlir().F32Type.get())
-        return ir.dialect().constant(ir.constant_attribute(np.zeros(1, np.float32), kind))
+        return ir.dialect().constant(constants.attribute_of(np.zeros(1, np.float32), kind))
 
     # Structures.
 

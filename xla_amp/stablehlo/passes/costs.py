@@ -38,20 +38,14 @@ def read_elements(operation: Any) -> tuple[str, str]:
 def _read_element(operand: Any) -> str:
     scaled = _producer(operand, "stablehlo.multiply")
     rounded = None if scaled is None else _producer(scaled.operands[0], "stablehlo.convert")
-    read = operand if rounded is None or element(rounded.operands[0]) not in _FLOAT8 else rounded.operands[0]
-    return element(read)
+    read = operand if rounded is None or ir.element(rounded.operands[0]) not in _FLOAT8 else rounded.operands[0]
+    return ir.element(read)
 
 
 def _producer(value: Any, name: str) -> Any:
     """The operation that makes a value if it has this name, otherwise None."""
     operation = surgery.producer(value)
     return operation if operation is not None and operation.name == name else None
-
-
-def element(value: Any) -> str:
-    """Element type of a tensor as MLIR writes it; empty for other values."""
-    kind = ir.tensor_type(value.type)
-    return kind.element if kind else ""
 
 
 def shapes(operation: Any) -> str:
@@ -91,7 +85,11 @@ def bytes_moved(operation: Any) -> int:
 
 def size(value_type: Any) -> int:
     """Bytes of a value; 0 for other types than tensors. A dynamic dimension counts as 1."""
-    kind = ir.tensor_type(value_type)
+    return size_of(ir.tensor_type(value_type))
+
+
+def size_of(kind: ir.TensorType | None) -> int:
+    """Bytes of a tensor of this type, as `size`."""
     return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
 
 

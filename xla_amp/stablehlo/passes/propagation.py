@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import constants, ir
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 
 _UNDECIDED: Final = ("widest", "infer", "clear")
@@ -127,7 +127,7 @@ class Propagation:
             if not node.outputs or node.index is not None:
                 continue
             if node.structure == "constant":
-                values = ir.constant_array(node.operation.attributes["value"])
+                values = constants.array_of(node.operation.attributes["value"])
                 node.keep_reason = node.keep_reason or self.range.problem(values)
                 self.constant[node.outputs[0]] = values is not None and self.range.exact(values)
                 if values is not None and (values.size < 2 or np.ptp(values) == 0):

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.errors import ModuleError
-from xla_amp.stablehlo import ir, surgery
+from xla_amp.stablehlo import constants, ir, surgery
 from xla_amp.stablehlo.passes.canonicalize import untranspose
 from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -251,12 +251,12 @@ class Rewriter:
 
     def _constant(self, operation: Any) -> Any:
         attribute = operation.attributes["value"]
-        values = ir.constant_array(attribute)
+        values = constants.array_of(attribute)
         if values is None:  # propagation narrows only constants that it could read
             raise ModuleError("cannot narrow a constant whose values cannot be read")
         with np.errstate(over="ignore"):
             narrowed = values.astype(self.low_dtype)
-        return ir.constant_attribute(narrowed, self.type(attribute.type, low=True))
+        return constants.attribute_of(narrowed, self.type(attribute.type, low=True))
 
 
 def _dominates(operation: Any, user: Any) -> bool:

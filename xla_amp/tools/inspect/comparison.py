@@ -26,10 +26,10 @@ from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
-from xla_amp.stablehlo import ir
+from xla_amp.stablehlo import execution, ir, samples
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
-from xla_amp.tools.inspect import inspection, names, samples, segments, widen
+from xla_amp.tools.inspect import inspection, names, segments, widen
 from xla_amp.tools.inspect.widen import Site
 
 TOLERANCE: Final = 0.05
@@ -260,7 +260,7 @@ def compare(
     """
     first, second = (_for_one_device(as_program(each).module, name) for each, name in ((a, "A"), (b, "B")))
     arrays = samples.random_inputs(first, seed) if inputs is None else samples.fitted(inputs, first, "A")
-    first, second = ir.refined(first, arrays), ir.refined(second, samples.fitted(arrays, second, "B"))
+    first, second = execution.refined(first, arrays), execution.refined(second, samples.fitted(arrays, second, "B"))
     kinds = ir.signature(first).outputs, ir.signature(second).outputs
     shapes = [[kind and kind.shape for kind in each] for each in kinds]
     if shapes[0] != shapes[1]:
@@ -398,7 +398,7 @@ class Runs:
         arrays = samples.fitted(inputs, self._module)
         shapes = tuple(array.shape for array in arrays)
         if shapes not in self._compiled:
-            self._compiled[shapes] = _compiled(ir.refined(self._module, arrays), self._wide)
+            self._compiled[shapes] = _compiled(execution.refined(self._module, arrays), self._wide)
         return self._compiled[shapes](arrays)
 
 
@@ -417,14 +417,14 @@ def _compiled(module: ir.MlirModule, wide: bool, *, as_it_is: bool = False) -> C
     if wide:
         module = widen.widened(module)
     kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
-    device = ir.devices("cpu")[0]
-    executable = ir.compile_module(
+    device = execution.devices("cpu")[0]
+    executable = execution.compile_module(
         module if as_it_is else widen.for_cpu(module), device, costs.quick_options(module, device)
     )
 
     def run(arrays: Sequence[Any]) -> list[Any]:
         with jax.enable_x64(True):  # otherwise JAX converts 64-bit arguments to 32-bit
-            return ir.execute(executable, [a.astype(k) for a, k in zip(arrays, kinds, strict=True)], device)
+            return execution.execute(executable, [a.astype(k) for a, k in zip(arrays, kinds, strict=True)], device)
 
     return run
 

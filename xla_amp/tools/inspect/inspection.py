@@ -22,7 +22,7 @@ from xla_amp.report import units
 from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
-from xla_amp.stablehlo import ir, locations
+from xla_amp.stablehlo import constants, ir, locations
 from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
@@ -158,14 +158,14 @@ def inspect(
     for operation, _ in walk(module):
         if not len(operation.results):
             continue
-        element, size = _element(operation.results[0].type), sum(costs.size(each.type) for each in operation.results)
+        element, size = ir.element(operation.results[0]), sum(costs.size(each.type) for each in operation.results)
         name, structure = costs.short_name(operation), structure_of(operation)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "constant":
             constants += _stored(operation, size)
         elif structure == "cast":
-            pair = _element(operation.operands[0].type), element
+            pair = ir.element(operation.operands[0]), element
             casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
             left, right = costs.read_elements(operation)
@@ -180,8 +180,8 @@ def inspect(
         contractions=dict(contractions.most_common()),
         casts=_most_bytes_first(casts),
         largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
-        arguments=sum(map(_bytes, signature.inputs)),
-        results=sum(map(_bytes, signature.outputs)),
+        arguments=sum(map(costs.size_of, signature.inputs)),
+        results=sum(map(costs.size_of, signature.outputs)),
         constants=constants,
         targets=_compiled(module, targets, compilers),
         rows=rows,
@@ -201,7 +201,7 @@ def _stored(operation: Any, size: int) -> int:
     kind = ir.tensor_type(operation.results[0].type)
     return (
         size
-        if kind is None or not ir.is_splat(operation)
+        if kind is None or not constants.is_splat(operation)
         else max(1, size // max(1, math.prod(d or 0 for d in kind.shape)))
     )
 
@@ -249,13 +249,12 @@ def _inside(root: Any) -> Iterator[Any]:
 def values(module: ir.MlirModule) -> Iterator[Value]:
     """The program's arguments, then every result of every operation."""
     for index, kind in enumerate(ir.signature(module).inputs):
-        yield Value(f"argument {index}", type_text(kind), _bytes(kind), "main", "")
+        yield Value(f"argument {index}", _text(kind), costs.size_of(kind), "main", "")
     for operation, function in walk(module):
+        name, location = costs.short_name(operation), locations.of(operation).first_name
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(
-                costs.short_name(operation), type_text(kind), _bytes(kind), function, locations.of(operation).first_name
-            )
+            yield Value(name, _text(kind), costs.size_of(kind), function, location)
 
 
 def device_count(module: ir.MlirModule) -> int:
@@ -274,17 +273,5 @@ def structure_of(operation: Any) -> Structure:
     return (rows.get(name) or rows.get(base) or table().unknown).structure
 
 
-def type_text(kind: ir.TensorType | None) -> str:
-    """``f32[8,128]``."""
-    if kind is None:
-        return "(not a tensor)"
-    return f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
-
-
-def _bytes(kind: ir.TensorType | None) -> int:
-    return 0 if kind is None else ir.elements_of(kind) * units.bits(kind.element) // 8
-
-
-def _element(value_type: Any) -> str:
-    kind = ir.tensor_type(value_type)
-    return kind.element if kind else str(value_type)
+def _text(kind: ir.TensorType | None) -> str:
+    return "(not a tensor)" if kind is None else str(kind)

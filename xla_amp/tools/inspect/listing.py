@@ -43,7 +43,7 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
             if source is None or source == scope or (value, scope) in seen:
                 continue
             seen.add((value, scope))
-            flow = flows.setdefault((source, scope, _element(value)), [0, 0])
+            flow = flows.setdefault((source, scope, ir.element(value)), [0, 0])
             flow[0] += 1
             flow[1] += costs.size(value.type)
         if kind.structure != "constant":
@@ -54,7 +54,7 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
     name = costs.short_name(operation)
-    given, made = [_element(value) for value in operation.operands], [_element(value) for value in operation.results]
+    given, made = (list(map(ir.element, values)) for values in (operation.operands, operation.results))
     product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
     if product:
         given[:2] = costs.read_elements(operation)
@@ -81,8 +81,3 @@ def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
             risky=kind.colour == "deny",
         ),
     )
-
-
-def _element(value: Any) -> str:
-    kind = ir.tensor_type(value.type)
-    return kind.element if kind else str(value.type)

@@ -169,9 +169,9 @@ def _serialized(module: Any) -> bytes:
     if isinstance(module, bytes | bytearray | memoryview):
         return bytes(module)
     if hasattr(module, "operation"):
-        from xla_amp.stablehlo import ir  # numpy, which the command line loads only to run
+        from xla_amp.stablehlo import execution, ir  # numpy, which the command line loads only to run
 
-        return ir.text(ir.runnable(module), locations=True).encode()
+        return ir.text(execution.runnable(module), locations=True).encode()
     raise DeviceError(
         f"a module to compile: expected MLIR text or bytecode, an ir.Module or jax.jit(f).lower(...), "
         f"got {type(module).__name__}"

@@ -14,10 +14,10 @@ import numpy as np
 
 from xla_amp.errors import ModuleError
 from xla_amp.events import Place
-from xla_amp.stablehlo import ir, locations, surgery
+from xla_amp.stablehlo import execution, ir, locations, samples, surgery
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path
-from xla_amp.tools.inspect import inspection, samples, widen
+from xla_amp.tools.inspect import inspection, widen
 from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
 
 _MOST: Final = 5
@@ -46,7 +46,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     if devices > 1:
         raise ModuleError(f"the module is for {devices} devices; find_overflow runs it on one")
     arrays = samples.fitted(inputs, program)
-    program = widen.for_cpu(ir.refined(program, arrays))
+    program = widen.for_cpu(execution.refined(program, arrays))
     run = _Run(program)
     results = run.function(ir.entry(program), arrays)
     bad = tuple(f"result {number}" for number, array in enumerate(results) if _made(array))
@@ -72,7 +72,7 @@ class _Run:
         self._functions = ir.functions(module)
         self._compiled: dict[str, Any] = {}
         self._loops: list[str] = []
-        self._device = ir.devices("cpu")[0]
+        self._device = execution.devices("cpu")[0]
 
     def function(self, function: Any, arguments: Sequence[Any]) -> list[Any]:
         """The results of a function."""
@@ -137,9 +137,9 @@ class _Run:
                     for index, argument in enumerate(block.arguments):
                         clone.operands[index] = argument
                     mlir.Operation.create("func.return", operands=list(clone.results))
-                self._compiled[key] = ir.compile_module(single, self._device)
+                self._compiled[key] = execution.compile_module(single, self._device)
         with jax.enable_x64(True):
-            return ir.execute(self._compiled[key], operands, self._device)
+            return execution.execute(self._compiled[key], operands, self._device)
 
     def _look(self, name: str, operation: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
         self.operations += 1

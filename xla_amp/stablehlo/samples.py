@@ -69,7 +69,8 @@ def fitted(arrays: Sequence[Any], module: ir.MlirModule, name: str = "module") -
     """
     inputs = ir.signature(module).inputs
     if len(arrays) != len(inputs):
-        raise ModuleError(f"{name}: it takes {len(inputs)} arguments, the samples are {len(arrays)} arrays")
+        takes = ", ".join(map(str, inputs))
+        raise ModuleError(f"{name}: it takes {len(inputs)} arguments ({takes}), the samples are {len(arrays)} arrays")
     return [_fitted(np.asarray(array), kind, f"{name}, argument {i}")
             for i, (array, kind) in enumerate(zip(arrays, inputs, strict=True))]  # fmt: skip
 
@@ -80,12 +81,11 @@ def _fitted(array: np.ndarray[Any, Any], kind: ir.TensorType | None, name: str) 
     dtype = ir.numpy_dtype(kind.element)
     if array.dtype.kind == "V" and array.dtype.itemsize == dtype.itemsize:
         array = array.view(dtype)  # NumPy files do not store the dtype bfloat16
-    expected = f"{kind.element}[{','.join('?' if size is None else str(size) for size in kind.shape)}]"
     fits = len(array.shape) == len(kind.shape) and all(
         size is None or size == given for size, given in zip(kind.shape, array.shape, strict=True)
     )
     if not fits or _kind(array.dtype) != _kind(dtype):
-        raise ModuleError(f"{name}: expected {expected}, the sample is {array.dtype}{list(array.shape)}")
+        raise ModuleError(f"{name}: expected {kind}, the sample is {array.dtype}{list(array.shape)}")
     return array.astype(dtype)
 
 
