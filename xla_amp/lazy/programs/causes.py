@@ -35,8 +35,8 @@ _CHANGING = (
 )
 _GROWING = (
     "It seems that a sequence grows, and each length is another program, without end: give it its final length at the "
-    "beginning, padded on the right of a causal model (docs/pytorch.md#sequences-that-grow), or use a static cache; pad "
-    "prompts of many lengths on the left to few (pad_to_multiple_of=64)"
+    "beginning, padded on the right of a causal model (docs/pytorch.md#sequences-that-grow), or use a static cache; "
+    "pad prompts of many lengths on the left to few (pad_to_multiple_of=64)"
 )
 _ROWS = 10
 """Most lines in a table of the report."""
