@@ -24,6 +24,9 @@ if find_spec("torch_xla") is None:  # whose XLA is another one, and ends the pro
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
+# The suite neither reads nor writes the user's cache of programs; a test of it names a folder.
+os.environ["XLA_AMP_CACHE"] = "off"
+
 FOREIGN = ("XLA_AMP_", "XLA_USE_", "PT_HPU_AUTOCAST_")
 
 
@@ -112,6 +115,7 @@ def _samples_look_for_their_test_alone() -> None:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(FOREIGN)]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_AMP_CACHE", "off")
 
 
 @pytest.fixture(autouse=True)

@@ -143,10 +143,29 @@ def huggingface() -> bool:
     return _choice(HUGGINGFACE, ("0", "1"), "0") == "1"
 
 
-def cache() -> Path | None:
-    """Folder in ``XLA_AMP_CACHE`` that stores compiled programs; None when unset."""
+def cache() -> Path | Literal["off", "default"]:
+    """``XLA_AMP_CACHE``: the folder that stores compiled programs, or ``off``; ``"default"`` when unset."""
     value = os.environ.get(CACHE, "").strip()
-    return Path(value).expanduser() if value else None
+    if value.lower() == "off":
+        return "off"
+    return Path(value).expanduser() if value else "default"
+
+
+def default_cache() -> Path | None:
+    """``XDG_CACHE_HOME/xla_amp``, by default ``~/.cache/xla_amp``; None for a user without a home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        # The XDG Base Directory Specification: a relative path is invalid and to be ignored.
+        root = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "xla_amp"
+
+
+def xla_environment() -> dict[str, str]:
+    """The variables that XLA and its libraries read, as they shape programs."""
+    names = ("LIBTPU_INIT_ARGS", "NPROC", "PJRT_NPROC", "NVIDIA_TF32_OVERRIDE")
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith(("XLA_FLAGS", "TF_"))}
 
 
 def progress() -> Progress:

@@ -237,6 +237,20 @@ def drop_traces(limit: int) -> None:
             types.pop(function, None)
 
 
+def trace_context() -> Any:
+    """What `jax.jit` compiles a function again for, besides its arguments: JAX's options of this thread."""
+    from jax._src import config as jax_config
+
+    return jax_config.trace_context()
+
+
+def prepare_lapack() -> None:
+    """Looks up the functions of LAPACK that XLA:CPU's programs call; JAX does it when it lowers such a call."""
+    from jax._src.lax import linalg
+
+    linalg.initialize_lapack()
+
+
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
     """`jax.device_put` of a small array in its own dtype, ten times faster.
 

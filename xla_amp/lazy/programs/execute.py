@@ -19,7 +19,17 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import Family, trace
-from xla_amp.lazy.programs import causes, dynamic_ints, memory_layout, mesh, pjrt, program_cache, progress
+from xla_amp.lazy.programs import (
+    causes,
+    compilation_cache,
+    dynamic_ints,
+    executables,
+    memory_layout,
+    mesh,
+    pjrt,
+    program_cache,
+    progress,
+)
 from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Program, Shardings, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import recovery
@@ -257,16 +267,15 @@ def _launch(run: _Flush) -> None:
     if not run.is_new:
         run.outputs = (_instead or execute)(program, run.arrays, floats, ints)
         return
-    with progress.compiling(program.operations, pjrt.platform()):
-        try:
-            run.outputs = _first_run(run, program, floats, ints)
-        except jax.errors.JaxRuntimeError as error:
-            refused = forms.refuse(str(error))
-            if not refused:
-                raise
-            events.warn(refused, KernelWarning)
-            run.program = _build(run, streams)
-            run.outputs = _first_run(run, run.program, floats, ints)
+    try:
+        run.outputs = _first_run(run, program, floats, ints)
+    except jax.errors.JaxRuntimeError as error:
+        refused = forms.refuse(str(error))
+        if not refused:
+            raise
+        events.warn(refused, KernelWarning)
+        run.program = _build(run, streams)
+        run.outputs = _first_run(run, run.program, floats, ints)
 
 
 def _build(run: _Flush, streams: int) -> Program:
@@ -277,11 +286,17 @@ def _build(run: _Flush, streams: int) -> Program:
 
 
 def _first_run(run: _Flush, program: Program, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
     if admit is not None:
         index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
         program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
-        donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
         admit(program, (donated, kept, floats, ints))
+    if mesh.replicas or mesh.spans_processes():
+        compilation_cache.start_jax_cache(named=True)
+        metrics.compilations += 1
+        with progress.compiling(program.operations, events.user_location(), stores=False):
+            return execute(program, run.arrays, floats, ints)
+    executables.make_ready(program, _placed(donated, kept, floats, ints))
     return execute(program, run.arrays, floats, ints)
 
 
@@ -289,9 +304,7 @@ def _commit(run: _Flush) -> None:
     """Stores the results in their buffers, empties the trace, counts, and tells the listeners."""
     key, program, arrays, outputs = run.key, run.program, run.arrays, run.outputs
     assert key is not None and program is not None  # noqa: S101, PT018  (`_launch`)
-    if run.is_new:
-        metrics.compilations += 1
-    elif not run.repeats:
+    if not run.is_new and not run.repeats:
         _programs[key] = program  # new to the cache of `instead`
         _programs.move_to_end(key)
     metrics.executions += _instead is None
@@ -373,12 +386,16 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
 
 
 def _call(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
-    if not donated and not kept:  # no argument tells the device
-        outputs: list[Any] = program.call(donated, kept, mesh.put(floats), mesh.put(ints))
-        return outputs
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
-        outputs = program.call(donated, kept, floats, ints)
+        outputs: list[Any] = program.call(*_placed(donated, kept, floats, ints))
     return outputs
+
+
+def _placed(donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> tuple[Any, ...]:
+    """The arguments of a call, of which at least one tells the device."""
+    if not donated and not kept:
+        floats, ints = mesh.put(floats), mesh.put(ints)
+    return donated, kept, floats, ints
 
 
 def _forget(targets: list[Buffer]) -> None:

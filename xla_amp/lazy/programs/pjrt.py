@@ -10,7 +10,7 @@ import jax
 
 from xla_amp import config, hardware
 from xla_amp.errors import DeviceError
-from xla_amp.lazy.programs.compilation_cache import compilation_cache
+from xla_amp.lazy.programs import compilation_cache
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 _absent: tuple[str, str] | None = None
@@ -25,8 +25,7 @@ def jax_device() -> jax.Device:
         DeviceError: the configured platform has no device here.
     """
     wanted = config.platform()
-    if (folder := config.cache()) is not None:
-        compilation_cache(folder)
+    compilation_cache.start()
     try:
         return jax.local_devices(backend=wanted)[0] if wanted else jax.local_devices()[0]
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Progress line on the terminal during long compilations."""
+"""A log line for compilations that take long."""
 
 from __future__ import annotations
 
@@ -8,46 +8,54 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TextIO
 
-from xla_amp.progress import wanted
+from xla_amp import config
 
 _log = logging.getLogger(__name__)
 
-QUIET: float = 3.0
-"""Seconds of compilation before the line is shown."""
-_BEAT = 1.0
-"""Seconds between two updates of the line."""
+QUIET: float = 5.0
+"""Seconds of compilation before the line is logged."""
 
 
 @contextlib.contextmanager
-def compiling(operations: int, platform: str) -> Iterator[None]:
-    """Context manager around a compilation: shows its duration on stderr and logs it at level INFO.
+def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]:
+    """Context manager around a compilation that says what a user waits for, if it takes longer than `QUIET`.
 
-    The line is shown if stderr is a terminal, or as ``XLA_AMP_PROGRESS`` demands.
+    The logger is below ``xla_amp``: its level silences the two lines, and so does ``XLA_AMP_PROGRESS=off``.  Python
+    writes them to stderr unless the program configures logging.
 
     Args:
         operations: count of operations in the step.
-        platform: XLA platform of the program.
+        location: ``file:line`` of the user's that waits, may be empty.
+        stores: whether the result is kept on the disk.
     """
-    stream = sys.stderr
     begin = time.monotonic()
-    done = threading.Event()
-    text = f"xla_amp: compiling a step of {operations} operations for {platform}"
-    if wanted(stream):
-        threading.Thread(target=_show, args=(stream, text, begin, done), daemon=True, name="xla_amp progress").start()
+    ended = threading.Event()
+    text = f"{operations:,} operations{location and ', from '}{location}"
+    kept = "; kept for the next run" if stores else ""
+    shown = []
+
+    def watch() -> None:
+        if not ended.wait(QUIET):
+            shown.append(True)
+            _say(f"compiling {text}{kept}")
+
+    watcher = None
+    if config.progress() != "off" and _log.isEnabledFor(logging.WARNING):
+        watcher = threading.Thread(target=watch, daemon=True, name="xla_amp progress")
+        watcher.start()
     try:
         yield
     finally:
-        done.set()
-        _log.info("%s took %.1f s", text.removeprefix("xla_amp: "), time.monotonic() - begin)
+        ended.set()
+        if watcher is not None:
+            watcher.join()
+        if shown:
+            _say(f"compiled {operations:,} operations in {time.monotonic() - begin:.1f} s")
 
 
-def _show(stream: TextIO, text: str, begin: float, done: threading.Event) -> None:
-    shown = False
-    wait = QUIET
-    while not done.wait(wait):
-        wait, shown = _BEAT, True
-        print(f"\r{text}: {time.monotonic() - begin:.0f} s", end="", file=stream, flush=True)
-    if shown:
-        print(f"\r{text}: {time.monotonic() - begin:.0f} s, done", file=stream, flush=True)
+def _say(text: str) -> None:
+    """Logs a line of its own: a progress bar of tqdm is drawn again below it."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with tqdm.external_write_mode(file=sys.stderr) if tqdm is not None else contextlib.nullcontext():
+        _log.warning(text)
