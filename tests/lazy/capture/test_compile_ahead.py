@@ -1,15 +1,7 @@
-"""Compiling ahead of the first step, and not again in the next process; what is shown meanwhile."""
+"""Compiling ahead of the first step."""
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import sys
-import time
-from pathlib import Path
-
-import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +9,8 @@ from torch import nn
 
 import xla_amp
 from xla_amp.errors import CaptureError, FileError, PolicyError
-from xla_amp.lazy.programs import progress
 from xla_amp.lazy.programs.compilation_cache import compilation_cache
 
-PROGRAM = Path(__file__).with_name("compile_program.py")
 CALLS = 6
 
 
@@ -99,23 +89,6 @@ def test_warming_up_says_what_cannot_be_replayed(device):
         step.warm_up(torch.ones(3, device=device))
 
 
-def start(folder, **environment):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_PLATFORM": "cpu", **environment}
-    done = forked.run(PROGRAM, folder, environment=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_the_next_process_compiles_nothing(tmp_path):
-    first = start(str(tmp_path / "programs"))
-    second = start("", XLA_AMP_CACHE=str(tmp_path / "programs"))
-    assert first["misses"] > 0
-    assert second["misses"] == 0
-    assert second["hits"] >= 2
-    assert second["losses"] == first["losses"]
-    assert second["replays"] == first["replays"] == 2
-
-
 @pytest.mark.parametrize(
     ("path", "options", "kind", "words"),
     [
@@ -128,30 +101,3 @@ def test_bad_folders(tmp_path, path, options, kind, words):
     (tmp_path / "file").touch()
     with pytest.raises(kind, match=words):
         compilation_cache(tmp_path / path, **options)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(
-    ("stream", "asked", "seconds", "shown"),
-    [
-        (Terminal, "", 0.5, True),
-        (Terminal, "", 0.0, False),
-        (Terminal, "off", 0.5, False),
-        (io.StringIO, "", 0.5, False),
-        (io.StringIO, "on", 0.5, True),
-    ],
-)
-def test_long_compilations_show_a_line(stream, asked, seconds, shown, monkeypatch):
-    terminal = stream()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "QUIET", 0.05 if seconds else 60.0)
-    monkeypatch.setenv("XLA_AMP_PROGRESS", asked)
-    with progress.compiling(12, "cpu"):
-        deadline = time.monotonic() + seconds
-        while shown and not terminal.getvalue() and time.monotonic() < deadline + 20:
-            time.sleep(0.02)
-    assert ("compiling a step of 12 operations for cpu" in terminal.getvalue()) == shown

@@ -47,6 +47,10 @@ _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, n
 """Classes whose `repr` says all."""
 _NOT_OF_PROGRAMS: Final = ("cache", "log", "dump", "guard", "traceback", "source", "proxy", "pprint", "preemption")
 """Words in the names of JAX's options that do not change a program."""
+_PERMANENT: Final = ("xla_amp.lowering.registry", "xla_amp.lazy.ops.codegen")
+"""Modules whose objects last as long as the process: rows of the table of lowerings, and arguments of operators."""
+_texts: dict[int, tuple[Any, str]] = {}
+"""id of such an object -> the object, and its description."""
 _digests: weakref.WeakKeyDictionary[Instruction, bytes] = weakref.WeakKeyDictionary()
 
 
@@ -181,16 +185,19 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
     kind = type(value)
     if depth > _DEEPEST:
         raise NoDescriptionError(f"a {kind.__qualname__} nested {_DEEPEST} levels deep")
-    if kind in _PLAIN or isinstance(value, _NAMED):
+    if kind in _PLAIN or issubclass(kind, _NAMED):
         yield f"{kind.__name__} {value!r}"
-    elif (rule := next((rule for known, rule in _RULES if isinstance(value, known)), None)) is not None:
+    elif (rule := _rule(kind)) is not None:
         yield f"{kind.__module__}.{kind.__qualname__}"
         for part in rule(value):
             yield from _describe(part, depth + 1)
         yield "end"
+    elif kind.__module__ in _PERMANENT:
+        if id(value) not in _texts:
+            _texts[id(value)] = value, "\n".join(_described_attributes(value, depth))
+        yield _texts[id(value)][1]
     elif _is_of(kind, ("xla_amp",)):
-        yield f"{kind.__module__}.{kind.__qualname__}"
-        yield from _describe(dict(_attributes(value)), depth + 1)
+        yield from _described_attributes(value, depth)
     elif _is_of(kind, ("jax", "jaxlib")) and callable(value) and hasattr(value, "__wrapped__"):
         yield f"{kind.__qualname__}"
         yield from _describe(value.__wrapped__, depth + 1)
@@ -198,6 +205,16 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
         yield f"{value.__module__}.{getattr(value, '__qualname__', value.__name__)}"
     else:
         raise NoDescriptionError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+@functools.cache
+def _rule(kind: type) -> Callable[[Any], Iterator[Any]] | None:
+    return next((rule for known, rule in _RULES if issubclass(kind, known)), None)
+
+
+def _described_attributes(value: Any, depth: int) -> Iterator[str]:
+    yield f"{type(value).__module__}.{type(value).__qualname__}"
+    yield from _describe(dict(_attributes(value)), depth + 1)
 
 
 def _is_of(value: Any, packages: Sequence[str]) -> bool:

@@ -1,0 +1,54 @@
+"""A training step, a captured one, and a LAPACK call; prints the bits of the results and the metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import jax
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xla_amp
+
+
+def main(sharded: str = "", start: str = "") -> None:
+    while start and not os.path.exists(start):
+        time.sleep(0.005)
+    device = xla_amp.xla_device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=0.01)
+    x, y = torch.randn(8, 3, 8, 8).to(device), torch.randint(4, (8,)).to(device)
+    if sharded:
+        mesh = xla_amp.make_mesh({"data": 4})
+        for value in (x, y):
+            xla_amp.mark_sharding(value, mesh, ("data",) + (None,) * (value.dim() - 1))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        with xla_amp.autocast(device):
+            loss = F.cross_entropy(F.dropout(model(x), 0.2), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    traced: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **names: traced.append(event) if "lazy_step" in str(names) else None
+    )
+    losses = [step(x, y).item() for _ in range(3)]
+    captured = xla_amp.compile(step)
+    losses += torch.stack([captured(x, y) for _ in range(4)]).tolist()
+    if not sharded:
+        square = torch.randn(5, 5).to(device)
+        losses.append(torch.linalg.eigvalsh(square @ square.T).sum().item())
+    xla_amp.sync(wait=True)
+    print(json.dumps({"losses": losses, "traced": traced, "replays": captured.replays, **xla_amp.metrics()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,208 @@
+"""Executables on the disk: the next process builds no program, gets the same bits, and never one that does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from jax.experimental import serialize_executable
+
+import xla_amp
+from tests.helpers.lazy_device import Counts, counted
+from xla_amp.errors import XlaAmpWarning
+from xla_amp.lazy.programs import content, execute
+from xla_amp.lazy.programs.disk import Folder
+
+PROGRAM = Path(__file__).with_name("stored_program.py")
+
+
+@pytest.fixture
+def folder(device: torch.device, tmp_path: Path) -> Iterator[Path]:
+    xla_amp.compilation_cache(tmp_path)
+    execute.clear_programs()
+    yield tmp_path
+    xla_amp.compilation_cache(None)
+    execute.clear_programs()
+
+
+def start(*arguments: str | Path, **environment: str) -> dict[str, Any]:
+    done = forked.run(PROGRAM, *arguments, environment={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def again(program: Any) -> Counts:
+    """What `program` costs when no program is in memory."""
+    execute.clear_programs()
+    with counted() as counts:
+        program()
+    return counts
+
+
+def cosine(device: torch.device, length: int = 3) -> list[float]:
+    values: list[float] = (torch.ones(length).to(device) + 1).cos().tolist()
+    return values
+
+
+def test_the_next_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
+    named = {"XLA_AMP_CACHE": str(tmp_path)}
+    off, cold, warm = start(XLA_AMP_CACHE="off"), start(**named), start(**named)
+    assert cold["losses"] == warm["losses"] == off["losses"]
+    assert cold["replays"] == warm["replays"] > 0
+    assert (cold["programs_loaded"], warm["compilations"]) == (0, 0)
+    assert warm["programs_loaded"] == cold["compilations"] > 2
+    assert cold["traced"]
+    assert warm["traced"] == []
+    assert cold["programs_not_stored"] == 0
+
+
+def test_programs_on_a_mesh_are_stored(tmp_path: Path) -> None:
+    environment = {"XLA_AMP_CACHE": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    cold, warm = start("sharded", **environment), start("sharded", **environment)
+    assert cold["losses"] == warm["losses"]
+    assert warm["compilations"] == 0
+    assert warm["programs_loaded"] == cold["compilations"] > 0
+
+
+def test_the_default_folder_is_the_users_own(tmp_path: Path) -> None:
+    found = start(XLA_AMP_CACHE="", XDG_CACHE_HOME=str(tmp_path))
+    own = tmp_path / "xla_amp"
+    assert found["compilations"] == len(list(own.glob("*.executable")))
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert not (own / "jax").exists()
+
+
+def test_a_default_folder_of_others_is_refused_with_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "xla_amp").mkdir()
+    (tmp_path / "xla_amp").chmod(0o777)
+    environment = {**os.environ, "XLA_AMP_CACHE": "", "XDG_CACHE_HOME": str(tmp_path)}
+    done = forked.run(PROGRAM, environment=environment, warnings="always")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("compiled programs are not stored") == 1
+    assert list((tmp_path / "xla_amp").iterdir()) == []
+
+
+def test_a_hit_in_the_same_process(device: torch.device, folder: Path) -> None:
+    first = again(lambda: cosine(device))
+    second = again(lambda: cosine(device))
+    assert (first.compilations, first.programs_loaded) == (1, 0)
+    assert (second.compilations, second.programs_loaded) == (0, 1)
+    assert again(lambda: cosine(device, 4)).compilations == 1
+
+
+@pytest.mark.parametrize("changed", ["_machine", "_sources"])
+def test_another_version_is_a_miss(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    again(lambda: cosine(device))
+    monkeypatch.setattr(content, changed, lambda: "another")
+    assert again(lambda: cosine(device)).compilations == 1
+
+
+def test_jaxs_options_are_part_of_the_name(device: torch.device, folder: Path) -> None:
+    again(lambda: cosine(device))
+    with jax.default_matmul_precision("highest"):
+        assert again(lambda: cosine(device)).compilations == 1
+    assert again(lambda: cosine(device)).compilations == 0
+
+
+def test_an_executable_is_not_called_under_other_options(device: torch.device) -> None:
+    execute.clear_programs()
+    events: list[str] = []
+    listen = lambda event, *_, **__: events.append(event)  # noqa: E731
+    cosine(device)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        cosine(device)
+        assert events == []
+        with jax.default_matmul_precision("highest"):
+            cosine(device)
+        assert events != []
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_constants_are_part_of_the_name(device: torch.device, folder: Path) -> None:
+    def shifted(by: int, axis: int) -> list[Any]:
+        values: list[Any] = torch.arange(6.0).reshape(2, 3).to(device).exp().roll(by, axis).tolist()
+        return values
+
+    expected = {case: torch.arange(6.0).reshape(2, 3).exp().roll(*case).tolist() for case in ((1, 0), (1, 1), (2, 1))}
+    for _ in range(2):
+        for case, value in expected.items():
+            execute.clear_programs()
+            torch.testing.assert_close(shifted(*case), value)
+
+
+def test_a_users_function_is_not_stored(device: torch.device, folder: Path) -> None:
+    def doubled(x: jax.Array) -> jax.Array:
+        return jnp.sin(x) * 2
+
+    wrapped = xla_amp.jax.torch_function(doubled)
+    x = torch.ones(3).to(device).exp()
+    counts = again(lambda: wrapped(x).tolist())
+    assert counts.programs_not_stored == counts.compilations == 1
+    assert again(lambda: wrapped(x).tolist()).compilations == 1
+
+
+def test_what_cannot_be_loaded_is_compiled_again(device: torch.device, folder: Path) -> None:
+    expected = cosine(device)
+    for file in folder.glob("*.executable"):
+        Folder(folder).write(file.stem, b"no pickle at all")
+    execute.clear_programs()
+    with pytest.warns(XlaAmpWarning, match="cannot be loaded") as caught, counted() as counts:
+        assert cosine(device) == expected
+    assert len(caught) == counts.compilations == 1
+    assert again(lambda: cosine(device)).programs_loaded == 1
+
+
+def test_a_backend_that_cannot_serialize_uses_jaxs_cache(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(compiled: Any) -> None:
+        raise ValueError("Compilation does not support serialization")
+
+    monkeypatch.setattr(serialize_executable, "serialize", refuse)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    counts = again(lambda: cosine(device))
+    assert counts.programs_not_stored == counts.compilations == 1
+    assert not list(folder.glob("*.executable"))
+    assert (before, jax.config.values["jax_compilation_cache_dir"]) == (None, str(folder / "jax"))
+    again(lambda: cosine(device, 5))
+    assert list((folder / "jax").iterdir())
+    xla_amp.compilation_cache(None)
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+@pytest.mark.exhaustive
+def test_eight_processes_that_start_at_once(tmp_path: Path) -> None:
+    named = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache"), "PYTHONWARNINGS": "error::UserWarning:xla_amp"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, "", tmp_path / "start"],
+            env=named, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(8)
+    ]  # fmt: skip
+    (tmp_path / "start").touch()
+    found = []
+    for process in started:
+        out, err = process.communicate(timeout=900)
+        assert process.returncode == 0, err
+        assert "stored program" not in err
+        found.append(json.loads(out))
+    last = start(XLA_AMP_CACHE=str(tmp_path / "cache"))
+    assert last["compilations"] == 0
+    assert all(each["losses"] == last["losses"] for each in found)
+    assert not list((tmp_path / "cache").glob("*.writing"))
