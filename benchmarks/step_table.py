@@ -87,6 +87,7 @@ class Contestant:
 
     def __init__(self, peer: Peer, workload: str, size: str, threads: int) -> None:
         environment = {**os.environ, **peer.environment, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+        environment["XLA_AMP_CACHE"] = "off"  # first steps are cold ones
         environment.pop("PYTHONPATH", None)
         cores = sorted(os.sched_getaffinity(0))[:threads]
         # A pipe that is not read would fill up.

@@ -169,7 +169,7 @@ def xla_environment() -> dict[str, str]:
 
 
 def progress() -> Progress:
-    """``XLA_AMP_PROGRESS``: whether long compilations show a line: ``auto`` (default, on a terminal), ``on``, ``off``.
+    """``XLA_AMP_PROGRESS``: whether long commands show progress: ``auto`` (default, on a terminal), ``on``, ``off``.
 
     Raises:
         PolicyError: another value.

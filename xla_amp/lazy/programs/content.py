@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-import xla_amp
 from xla_amp import config
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile_options, mesh, pjrt
@@ -38,7 +37,8 @@ from xla_amp.lowering import forms
 
 _DEEPEST: Final = 24
 """Levels of nested values; deeper ones are taken for a cycle."""
-_ROOTS: Final = {Path(module.__path__[0]): module.__name__ for module in (xla_amp, jax, np)}
+_PACKAGE: Final = Path(__file__).parents[2]
+_ROOTS: Final = {_PACKAGE: "xla_amp", Path(jax.__path__[0]): "jax", Path(np.__path__[0]): "numpy"}
 """Folder -> package whose functions are described by their place in it."""
 _PACKAGES: Final = ("xla_amp", "jax", "jaxlib", "numpy", "ml_dtypes", "torch", "builtins", "math", "operator")
 """Packages whose classes and built-in functions are described by name."""
@@ -47,8 +47,8 @@ _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, n
 """Classes whose `repr` says all."""
 _NOT_OF_PROGRAMS: Final = ("cache", "log", "dump", "guard", "traceback", "source", "proxy", "pprint", "preemption")
 """Words in the names of JAX's options that do not change a program."""
-_PERMANENT: Final = ("xla_amp.lowering.registry", "xla_amp.lazy.ops.codegen")
-"""Modules whose objects last as long as the process: rows of the table of lowerings, and arguments of operators."""
+_PERMANENT: Final = ("Lowering", "Argument")
+"""Classes of this package whose objects last as long as the process: rows of its table, and arguments of operators."""
 _texts: dict[int, tuple[Any, str]] = {}
 """id of such an object -> the object, and its description."""
 _digests: weakref.WeakKeyDictionary[Instruction, bytes] = weakref.WeakKeyDictionary()
@@ -105,7 +105,7 @@ def _environment() -> bytes:
 def _machine() -> tuple[Any, ...]:
     """The versions of the libraries, the device, and of the CPU what code is made for."""
     device = pjrt.jax_device()
-    versions = (xla_amp.__version__, sys.version, *map(metadata.version, ("torch", "jax", "jaxlib", "numpy")))
+    versions = (sys.version, *map(metadata.version, ("torch", "jax", "jaxlib", "numpy")))
     client: Any = device.client
     count = len(jax.devices(device.platform))
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -126,10 +126,12 @@ def _cpu() -> str:
 @functools.cache
 def _sources() -> str:
     """Digest of the source of this package."""
-    root = Path(xla_amp.__path__[0])
+    files = sorted(_PACKAGE.rglob("*.py"))
+    if not files:
+        raise NoDescriptionError("functions of this package, which is installed without its source")
     found = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\0".encode())
+    for path in files:
+        found.update(f"{path.relative_to(_PACKAGE)}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()
 
@@ -182,7 +184,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
     Raises:
         NoDescriptionError: the value has none.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if depth > _DEEPEST:
         raise NoDescriptionError(f"a {kind.__qualname__} nested {_DEEPEST} levels deep")
     if kind in _PLAIN or issubclass(kind, _NAMED):
@@ -192,7 +194,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
         for part in rule(value):
             yield from _describe(part, depth + 1)
         yield "end"
-    elif kind.__module__ in _PERMANENT:
+    elif kind.__name__ in _PERMANENT and _is_of(kind, ("xla_amp",)):
         if id(value) not in _texts:
             _texts[id(value)] = value, "\n".join(_described_attributes(value, depth))
         yield _texts[id(value)][1]
@@ -208,7 +210,7 @@ def _describe(value: Any, depth: int) -> Iterator[str]:
 
 
 @functools.cache
-def _rule(kind: type) -> Callable[[Any], Iterator[Any]] | None:
+def _rule(kind: Any) -> Callable[[Any], Iterator[Any]] | None:
     return next((rule for known, rule in _RULES if issubclass(kind, known)), None)
 
 
