@@ -149,6 +149,26 @@ def test_every_warning_and_every_error_class_is_on_the_page():
     assert {name for name in classes if f"`{name}`" not in TROUBLES} == set()
 
 
+def _anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_pages_that_sources_name_exist():
+    paths = [
+        *source_tree.python_files(),
+        *(path.relative_to(ROOT).as_posix() for path in ROOT.glob("xla_amp/**/*.toml")),
+    ]
+    named = {
+        (page, anchor)
+        for path in paths
+        for page, anchor in re.findall(r"\b(docs/[a-z_/]+\.md)(?:#([\w-]+))?", (ROOT / path).read_text())
+    }
+    assert len(named) > 5
+    assert [page for page, _ in named if not (ROOT / page).exists()] == []
+    assert [f"{page}#{anchor}" for page, anchor in named if anchor and anchor not in _anchors(page)] == []
+
+
 GIVEN = """
 import os
 import torch
