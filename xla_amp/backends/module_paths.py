@@ -56,8 +56,8 @@ def current() -> str | None:
 
 def parameters(device_type: str) -> list[tuple[torch.Tensor, str]]:
     """The parameters on a device with the path of the module that owns each, as far as modules were followed."""
-    held = ((parameter, path) for module, path in list(_seen.items()) for parameter in module._parameters.values())
-    return [(each, path) for each, path in held if each is not None and each.device.type == device_type]
+    held = ((parameter, path) for module, path in list(_seen.items()) for parameter in module.parameters(recurse=False))
+    return [(each, path) for each, path in held if each.device.type == device_type]
 
 
 def acquire() -> Token:

@@ -9,24 +9,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import api_util, core, source_info_util
-from jax._src import linear_util as lu
+from jax._src import api_util
+from jax._src import core as private_core
 from jax._src import pjit as private_pjit
 from jax._src import shard_map as private_shard_map
+from jax._src import source_info_util as private_source_info
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as private_lax
 from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined, unused-ignore]
 from jax.extend import core as extended
+from jax.extend import linear_util as lu
+from jax.extend import source_info_util
 from jax.interpreters import ad, partial_eval
 
 from xla_amp.policy import module_patterns
 
-Trace = core.Trace
+Trace = jax.core.Trace
 Literal = extended.Literal
 ClosedJaxpr = extended.ClosedJaxpr
 Jaxpr = extended.Jaxpr
-set_current_trace = core.set_current_trace
+set_current_trace = extended.set_current_trace
 
 REGION_SCOPE = "xla_amp_region"
 """Name scope of primitives that an inner region has already decided."""
@@ -36,13 +39,13 @@ REMATTED = "rematted_computation"
 
 def typeof(value: Any) -> Any:
     """Abstract value of an array, tracer or scalar."""
-    return core.typeof(value)
+    return jax.typeof(value)
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_info: Any = None) -> ClosedJaxpr:
     """Traces `function`, flat arrays to flat arrays, to a jaxpr for arguments of these types."""
     if debug_info is None:
-        debug_info = core.DebugInfo("xla_amp", getattr(function, "__name__", "function"), None, None)
+        debug_info = extended.DebugInfo("xla_amp", getattr(function, "__name__", "function"), None, None)
     else:
         debug_info = debug_info.with_unknown_names()
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(lu.wrap_init(function, debug_info=debug_info), list(avals))
@@ -179,7 +182,7 @@ def scopes(eqn: Any | None) -> tuple[str, ...]:
     A scope with slashes is several, as in the locations of the compiled program.
     """
     stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
-    written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, source_info_util.Transform))
+    written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, private_source_info.Transform))
     names = (name for parts in written for name in parts)
     return tuple(name for name in names if name and name != REGION_SCOPE and not module_patterns.is_no_place(name))
 
@@ -207,7 +210,7 @@ def is_region_scope(scope: Any) -> bool:
 
 def is_transpose_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a backward pass."""
-    return isinstance(scope, source_info_util.Transform) and scope.name == "transpose"
+    return isinstance(scope, private_source_info.Transform) and scope.name == "transpose"
 
 
 def is_backward(eqn: Any, around: bool) -> bool:
@@ -224,13 +227,13 @@ def is_backward(eqn: Any, around: bool) -> bool:
 
 def is_derivative_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a differentiated function, or of its backward pass."""
-    return isinstance(scope, source_info_util.Transform) and scope.name in ("jvp", "transpose")
+    return isinstance(scope, private_source_info.Transform) and scope.name in ("jvp", "transpose")
 
 
 def location(eqn: Any | None) -> str:
     """The user's ``file:line`` of an equation, or of the running code if `eqn` is None."""
     source = source_info_util.current() if eqn is None else eqn.source_info
-    frame = source_info_util.user_frame(source.traceback)
+    frame = private_source_info.user_frame(source.traceback)
     return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
 
 
@@ -266,7 +269,7 @@ _FRAMES_OF_PRODUCT = 24
 
 def current_trace() -> Any:
     """The innermost trace."""
-    return core.trace_ctx.trace
+    return private_core.trace_ctx.trace
 
 
 _retracing = jax.make_user_context(None)
@@ -279,12 +282,12 @@ def retraced() -> Any:
 
 def is_eager(trace: Any) -> bool:
     """Whether `trace` evaluates primitives immediately."""
-    return isinstance(trace, core.EvalTrace)
+    return isinstance(trace, private_core.EvalTrace)
 
 
 def is_concrete(value: Any) -> bool:
     """Whether `value` is not a tracer."""
-    return not isinstance(value, core.Tracer)
+    return not isinstance(value, jax.core.Tracer)
 
 
 def runs_now(values: Sequence[Any]) -> bool:
@@ -299,7 +302,7 @@ def wrap_function(function: Callable[..., Any], like: Any) -> Any:
 
 def eval_jaxpr(closed: ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr without autocast."""
-    return list(core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
+    return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values))
 
 
 def def_linearization(primitive: Any, rule: Callable[..., tuple[Any, Any, Any, Callable[..., Any]]]) -> None:
@@ -421,9 +424,9 @@ def donated_arguments(function: Any, args: Any, kwargs: Any) -> tuple[bool, ...]
     return tuple(bool(info.donated) for info in infos)
 
 
-last_used = core.last_used
+last_used = private_core.last_used
 """Jaxpr -> variable -> the equation that uses it last."""
-clean_up_dead_vars = core.clean_up_dead_vars
+clean_up_dead_vars = private_core.clean_up_dead_vars
 """Drops the variables of an environment that an equation was the last to use."""
 
 
@@ -442,7 +445,7 @@ def phase() -> str:
 
 def varying_axes(value: Any) -> frozenset[Any]:
     """Axes of the shard_map around over which `value` differs between devices, as far as JAX checks that."""
-    aval = core.typeof(value)
+    aval = jax.typeof(value)
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 

@@ -256,7 +256,7 @@ def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
 
     The array is not committed to the device: jax.jit would compile again for a committed argument.
     """
-    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+    from jaxlib import xla_client
 
     kind = jax.core.ShapedArray(numbers.shape, numbers.dtype)
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -297,7 +297,7 @@ def located(operation: str, location: str, module: str = "", *, backward: bool =
         module: path of the module, which becomes name scopes; empty for none.
         backward: whether it is part of a backward pass, which the scopes show as JAX does.
     """
-    from jax._src import source_info_util
+    from jax.extend import source_info_util
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_cause_kept())
@@ -314,7 +314,7 @@ def located(operation: str, location: str, module: str = "", *, backward: bool =
 @functools.lru_cache(maxsize=4096)
 def _traceback(operation: str, location: str) -> Any:
     """A traceback of JAX with a line of the user's, called from the lowering of `operation`."""
-    from jaxlib import _jax
+    from jaxlib import xla_client
 
     file, _, line = location.rpartition(":")
     lowering = pathlib.Path(__file__).parents[1] / "lowering" / "linalg" / "contraction.py"
@@ -322,7 +322,7 @@ def _traceback(operation: str, location: str) -> Any:
     outer = _function_at(str(lowering), 1, f"aten::{operation}")
     made: queue.SimpleQueue[Any] = queue.SimpleQueue()
     # JAX offers no way but to read a stack; that of a new thread has no other frames.
-    _thread.start_new_thread(outer, (inner, _jax.Traceback.get_traceback, made.put))
+    _thread.start_new_thread(outer, (inner, xla_client.Traceback.get_traceback, made.put))
     return made.get()
 
 

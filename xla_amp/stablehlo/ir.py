@@ -43,7 +43,7 @@ def dialect() -> Any:
 
 def new_context() -> Any:
     """An MLIR context with every dialect that JAX emits (func, stablehlo, chlo, sdy, vhlo), and quant."""
-    from jax._src.interpreters import mlir as jax_mlir
+    from jax.interpreters import mlir as jax_mlir
 
     context = jax_mlir.make_ir_context()
     # jaxlib cannot name the dialect of quantized types, but reading any artifact registers it.
@@ -53,7 +53,7 @@ def new_context() -> Any:
 
 @functools.cache
 def _empty_artifact() -> bytes:
-    from jax._src.interpreters import mlir as jax_mlir
+    from jax.interpreters import mlir as jax_mlir
 
     context = jax_mlir.make_ir_context()
     module = mlir().Module.parse("module {}", context)

@@ -126,7 +126,7 @@ _generators: weakref.WeakValueDictionary[int, Generator] = weakref.WeakValueDict
 """Address of the C++ generator -> the generator; kernels get another Python object for the same C++ one."""
 
 
-class Generator(torch._C.Generator):
+class Generator(torch.Generator):
     """``torch.Generator(device="jax")``: a (seed, offset) pair apart from the device's own generator.
 
     torch's C++ part is a generator of the CPU with the same seed, which only operations on CPU tensors draw from.

@@ -153,10 +153,9 @@ def _replace_script_saving() -> None:
 
         return save
 
-    from torch.jit._script import RecursiveScriptModule
-
+    kind: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
     for name in ("save", "save_to_buffer"):
-        setattr(RecursiveScriptModule, name, refusing(getattr(RecursiveScriptModule, name)))
+        setattr(kind, name, refusing(getattr(kind, name)))
 
 
 def _replace_safe_open() -> None:
@@ -200,7 +199,7 @@ def _replace_pin_memory() -> None:
 
 
 def _replace_data() -> None:
-    data: Any = torch._C.TensorBase.data
+    data: Any = torch.Tensor.data
     compatible = torch._has_compatible_shallow_copy_type
 
     def crosses(tensor: Any, new: Any) -> bool:
@@ -235,7 +234,7 @@ def _replace_data() -> None:
 
 
 def _replace_generator() -> None:
-    original: Any = torch._C.Generator
+    original: Any = torch.Generator
 
     class Kind(type(original)):  # type: ignore[misc]
         def __call__(cls, device: Any = "cpu") -> Any:

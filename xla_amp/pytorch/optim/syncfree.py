@@ -420,27 +420,27 @@ def _by_device_and_dtype(
     optimizer: Optimizer, group: dict[str, Any]
 ) -> Iterator[tuple[torch.device, list[Tensor], list[Tensor]]]:
     """The group's parameters with a gradient, and these gradients, by device and dtype, as fused kernels take them."""
-    pairs = [(parameter, gradient) for parameter in group["params"] if (gradient := parameter.grad) is not None]
-    if not pairs:
-        return
     name = type(optimizer).__name__
-    for parameter, gradient in pairs:
+    found: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for parameter in group["params"]:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
         if gradient.is_sparse:
             raise RuntimeError(
                 f"syncfree.{name}: a gradient is sparse (parameter {tuple(parameter.shape)}), and the fused kernels "
                 "take dense ones; pass sparse=False to the embedding, or use torch.optim.SGD or torch.optim.SparseAdam"
             )
-    parameters, gradients = map(list, zip(*pairs, strict=True))
-    found: Any = Optimizer._group_tensors_by_device_and_dtype([parameters], with_indices=True)
-    for (_, dtype), (_, indices) in found.items():
-        if not dtype.is_floating_point:
-            shape = tuple(parameters[indices[0]].shape)
+        if not parameter.is_floating_point():
             raise RuntimeError(
-                f"syncfree.{name}: expected floating parameters, got {dtype} (parameter {shape}); use "
-                f"torch.optim.{name}"
+                f"syncfree.{name}: expected floating parameters, got {parameter.dtype} (parameter "
+                f"{tuple(parameter.shape)}); use torch.optim.{name}"
             )
-    for (device, _), (_, indices) in found.items():
-        yield device, [parameters[index] for index in indices], [gradients[index] for index in indices]
+        parameters, gradients = found.setdefault((parameter.device, parameter.dtype), ([], []))
+        parameters.append(parameter)
+        gradients.append(gradient)
+    for (device, _), (parameters, gradients) in found.items():
+        yield device, parameters, gradients
 
 
 def _number(value: float | Tensor, device: torch.device) -> Any:

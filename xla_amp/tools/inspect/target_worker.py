@@ -50,8 +50,8 @@ def handle(question: Mapping[str, Any], module: bytes) -> dict[str, Any]:
 
 def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
     """Compiles MLIR text or bytecode for one row of ``hardware.toml``; the reply without its ``error``."""
-    from jax._src import compiler, xla_bridge
-    from jax._src.interpreters import mlir
+    from jax.extend import backend
+    from jax.interpreters import mlir
     from jaxlib.mlir import ir
 
     if b"mosaic_gpu" in module:
@@ -60,9 +60,9 @@ def compile_module(module: bytes, target: Mapping[str, Any], overrides: Mapping[
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         replicas, partitions = (_count(parsed, name) for name in ("mhlo.num_replicas", "mhlo.num_partitions"))
-        options = compiler.get_compile_options(replicas, partitions, detailed_logging=False)
+        options = backend.get_compile_options(replicas, partitions, detailed_logging=False)
         options.env_option_overrides = list(overrides.items())
-        return _PLATFORMS[target["platform"]](xla_bridge.get_backend("cpu"), parsed, options, target)
+        return _PLATFORMS[target["platform"]](backend.get_backend("cpu"), parsed, options, target)
 
 
 def _count(module: Any, name: str) -> int:
@@ -71,11 +71,11 @@ def _count(module: Any, name: str) -> int:
 
 
 def _cpu(client: Any, module: Any, options: Any, target: Mapping[str, Any]) -> dict[str, Any]:
-    from jaxlib import _jax
+    from jaxlib import xla_client
 
     if (devices := options.num_replicas * options.num_partitions) > 1:
         raise ValueError(f"the module is for {devices} devices; the target is one CPU")
-    compiled = client.compile_and_load(module, _jax.DeviceList((client.local_devices()[0],)), options)
+    compiled = client.compile_and_load(module, xla_client.DeviceList((client.local_devices()[0],)), options)
     return _read(compiled, compiled.cost_analysis(), None, "XLA:CPU estimates no time")
 
 
@@ -104,10 +104,10 @@ def _assign(options: Any, topology: Any) -> None:
 
     On several hosts XLA:TPU refuses a program without it, and crashes for a v5p.
     """
-    from jaxlib import _jax
+    from jaxlib import xla_client
 
     numbers = np.array([device.id for device in topology._make_compile_only_devices()])
-    options.device_assignment = _jax.DeviceAssignment.create(
+    options.device_assignment = xla_client.DeviceAssignment.create(
         numbers.reshape(options.num_replicas, options.num_partitions)
     )
 
