@@ -27,6 +27,7 @@ _PRIORITY = 5
 """Before torch's own handlers of locations, which begin at 10."""
 
 
+@functools.cache
 def register() -> None:
     """Registers the lazy device's location in checkpoints and the backend of its process groups.
 
@@ -36,11 +37,10 @@ def register() -> None:
     """
     from torch import serialization
 
-    if not any(tag is _tag for _, tag, _ in serialization._package_registry):
-        serialization.register_package(_PRIORITY, _tag, _restore)
-        register_process_group()
-        if config.huggingface():
-            importlib.import_module("xla_amp.integrations.huggingface").enable()
+    serialization.register_package(_PRIORITY, _tag, _restore)
+    register_process_group()
+    if config.huggingface():
+        importlib.import_module("xla_amp.integrations.huggingface").enable()
 
 
 def register_process_group() -> None:

@@ -275,13 +275,13 @@ def x64() -> Iterator[None]:
 @contextlib.contextmanager
 def _cause_kept() -> Iterator[None]:
     """JAX puts an error that describes the location between an error and its cause; here it is removed again."""
-    from jax._src import source_info_util
+    from jax._src import source_info_util as private_source_info
 
     try:
         yield
     except Exception as error:
         described = error.__cause__
-        if isinstance(described, source_info_util.JaxStackTraceBeforeTransformation):
+        if isinstance(described, private_source_info.JaxStackTraceBeforeTransformation):
             error.__cause__, error.__context__ = described.__cause__, described.__context__
             error.__suppress_context__ = described.__suppress_context__
         raise

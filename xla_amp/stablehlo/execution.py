@@ -93,13 +93,13 @@ def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[s
         ModuleError: XLA rejects the module.
     """
     import jax
-    from jaxlib import _jax, xla_client
+    from jaxlib import xla_client
 
     device = device or devices()[0]
     client = device.client
     chosen = xla_client.CompileOptions()
     chosen.env_option_overrides = list((options or {}).items())
-    placed = _jax.DeviceList((device,))
+    placed = xla_client.DeviceList((device,))
     # Every version of jaxlib accepts bytecode; not every one accepts a module of another context.
     data = ir.bytecode(runnable(module))
     if ir.QUANTIZED.encode() in data and _has_quantized(module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
+import importlib.util
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from xla_amp.errors import ModuleError
@@ -167,11 +168,10 @@ def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
 
 def _deserialized(data: bytes, name: str) -> Any:
     what = f"{name}: neither MLIR text, MLIR bytecode nor a portable artifact"
-    try:
-        from jax import export
-        from jax._src.export import serialization  # noqa: F401 - raises ImportError without flatbuffers
-    except ImportError:
-        raise ModuleError(f"{what}; to read it as a jax.export blob: pip install flatbuffers") from None
+    from jax import export
+
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise ModuleError(f"{what}; to read it as a jax.export blob: pip install flatbuffers")
     try:
         exported = export.deserialize(bytearray(data))
     except Exception as error:  # JAX does not validate: damaged bytes can raise anything

@@ -113,7 +113,7 @@ ROLES = (
         "The vocabulary is the longest dimension: each device has its words, and their logits.",
     ),
 )
-"""Tensor parallel weights by name.  A model of transformers with a plan of its own (``_tp_plan``) is split by that."""
+"""Tensor parallel weights by name.  A model of transformers with a plan of its own (``tp_plan``) is split by that."""
 
 _STYLES = (("embedding", "rows"), ("colwise", "outputs"), ("packed_colwise", "outputs"), ("rowwise", "inputs"))
 """Beginnings of the styles in transformers' plans, and which dimension they split."""
@@ -282,7 +282,7 @@ def _divisible(shape: Sequence[int], taken: Sequence[spmd.Axis], parts: int, fir
 
 def _plan(model: nn.Module) -> _Plan:
     """Patterns of modules' names, and which dimension of their weight is split."""
-    own = getattr(model, "_tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    own = getattr(model, "tp_plan", None) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     found = [
         (re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"), split)
         for name, style in own.items()

@@ -325,13 +325,13 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 _BINDINGS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        f"aten.{name}.default": getattr(torch._C._VariableFunctions, name)
+        f"aten.{name}.default": getattr(torch, name)
         for name in (
             *("conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm", "addmm", "baddbmm"),
             *("batch_norm", "group_norm", "layer_norm"),
         )
     }
-    | {"aten.linear.default": torch._C._nn.linear}
+    | {"aten.linear.default": torch.nn.functional.linear}
 )
 """Frequent operations -> torch's Python binding, which parses arguments in half the time of the operator handle.  Not
 for all operations: a binding reads a default such as ``reduction=Mean`` as 0, which has another meaning."""

@@ -68,7 +68,7 @@ def custom_fwd(
         context = args[0]
         context._dtype = torch.get_autocast_dtype(name)
         enabled = torch.is_autocast_enabled(name)
-        context._region = regions.current(name)
+        context._xla_amp_region = regions.current(name)
         context._fwd_used_autocast = enabled and cast_inputs is None
         if not enabled or cast_inputs is None:
             return fwd(*args, **kwargs)
@@ -103,7 +103,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | torc
         _start_device(name)
         context = args[0]
         if context._fwd_used_autocast:
-            region = reopened(context._region, name, context._dtype)
+            region = reopened(context._xla_amp_region, name, context._dtype)
         else:
             region = autocast(name, enabled=False)
         with region:

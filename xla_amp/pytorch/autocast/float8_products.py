@@ -131,7 +131,7 @@ def _is_transformed(*tensors: torch.Tensor) -> bool:
 
 
 def _is_weight(tensor: Any) -> bool:
-    base: Any = tensor._base if tensor._is_view() else tensor
+    base: Any = tensor if tensor._base is None else tensor._base
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 

@@ -103,7 +103,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a value is not a tensor.
         """
-        if not self._enabled or isinstance(outputs, torch.Tensor):
+        if not self.is_enabled() or isinstance(outputs, torch.Tensor):
             return super().scale(outputs)
         if not isinstance(outputs, list | tuple | Mapping):
             if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
@@ -127,9 +127,9 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: called twice since the last `update`, or with a closure.
         """
-        if self._enabled and any(callable(argument) for argument in args):
+        if self.is_enabled() and any(callable(argument) for argument in args):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        if self._enabled and self._max_skips:
+        if self.is_enabled() and self._max_skips:
             self._note_suspects(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
@@ -155,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
     @interrupts.deferred
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the iteration: grows or shrinks the scale, or sets it to `new_scale` (a number or 1-element tensor)."""
-        if not self._enabled:
+        if not self.is_enabled():
             return
         states = self._per_optimizer_states.values()
         found = [flag for state in states for flag in state["found_inf_per_device"].values()]
@@ -263,7 +263,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self._enabled and self._counters is not None:
+        if self.is_enabled() and self._counters is not None:
             state["_init_counters"] = [int(count) for count in torch.stack(self._counters).tolist()]
         state.update(_counters=None, _ended=False, _suspects={}, _models=[])
         return state
