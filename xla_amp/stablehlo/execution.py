@@ -75,10 +75,8 @@ def refined(module: ir.MlirModule, arguments: Sequence[Any]) -> ir.MlirModule:
 
 
 def _has_quantized(module: ir.MlirModule) -> bool:
-    function = ir.entry(module)
-    given = [argument for block in function.regions[0].blocks for argument in block.arguments]
     made = (result for operation in ir.operations(module.operation) for result in operation.results)
-    return any(map(ir.is_quantized, (*given, *made)))
+    return any(map(ir.is_quantized, (*surgery.arguments(ir.entry(module)), *made)))
 
 
 def compile_module(module: ir.MlirModule, device: Any = None, options: Mapping[str, bool | int] | None = None) -> Any:

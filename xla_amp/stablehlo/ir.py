@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -169,18 +169,22 @@ def copy(module: MlirModule) -> MlirModule:
     return parse(bytecode(module))
 
 
-def operations(root: Any) -> Iterator[Any]:
+def operations(root: Any, enters: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Operations under `root` (an operation or block), regions included, in program order, without `root`.
 
     The operations of a block are listed before the first is yielded, so the caller may change the block.
+
+    Args:
+        root: where to begin.
+        enters: whether to yield the operations in the regions of an operation; by default of all.
     """
     blocks = [root] if hasattr(root, "operations") else [block for region in root.regions for block in region.blocks]
     for block in blocks:
         for view in list(block.operations):
             operation = view.operation
             yield operation
-            if len(operation.regions):
-                yield from operations(operation)
+            if len(operation.regions) and (enters is None or enters(operation)):
+                yield from operations(operation, enters)
 
 
 def functions(module: MlirModule) -> dict[str, Any]:

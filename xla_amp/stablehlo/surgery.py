@@ -31,6 +31,11 @@ def body(block: Any) -> list[Any]:
     return [view.operation for view in block.operations][:-1]
 
 
+def arguments(operation: Any) -> list[Any]:
+    """The arguments of all blocks in the regions of an operation."""
+    return [argument for region in operation.regions for block in region.blocks for argument in block.arguments]
+
+
 def producer(value: Any) -> Any:
     """The operation that makes a value; None for the argument of a block."""
     owner = value.owner

@@ -232,18 +232,8 @@ def options(module: ir.MlirModule) -> dict[str, str]:
 def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
     """Operations of all functions with the function's name, in program order; without scalar bodies."""
     for name, function in ir.functions(module).items():
-        for operation in _inside(function):
+        for operation in ir.operations(function, lambda each: structure_of(each) != "body"):
             yield operation, name
-
-
-def _inside(root: Any) -> Iterator[Any]:
-    for region in root.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                operation = view.operation
-                yield operation
-                if len(operation.regions) and structure_of(operation) != "body":
-                    yield from _inside(operation)
 
 
 def values(module: ir.MlirModule) -> Iterator[Value]:

@@ -89,11 +89,10 @@ def _last_uses(block: Any) -> dict[Any, int]:
 
 def _segment(module: ir.MlirModule, operations: Sequence[Any], needed: Collection[Any]) -> _Segment:
     mlir = ir.mlir()
-    inside = {result for operation in operations for result in operation.results}
+    inside: set[Any] = set()
     for operation in operations:
-        for each in ir.operations(operation):
-            inside.update(each.results)
-        inside.update(argument for each in (operation, *ir.operations(operation)) for argument in _arguments(each))
+        for each in (operation, *ir.operations(operation)):
+            inside.update((*each.results, *surgery.arguments(each)))
     reads: dict[Any, None] = {}
     constants: dict[Any, None] = {}
     for operation in operations:
@@ -118,10 +117,6 @@ def _segment(module: ir.MlirModule, operations: Sequence[Any], needed: Collectio
                 here.update(zip(operation.results, copied.results, strict=True))
             mlir.Operation.create("func.return", operands=[here[value] for value in gives])
     return _Segment(made, list(reads), gives)
-
-
-def _arguments(operation: Any) -> Iterator[Any]:
-    return (argument for region in operation.regions for block in region.blocks for argument in block.arguments)
 
 
 def _is_constant(value: Any) -> bool:

@@ -65,7 +65,11 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
         for function in functions:
             if not len(function.regions[0].blocks):
                 raise ModuleError(f"the float64 version: function {surgery.name_of(function)} has no body")
-        operations = [operation for function in functions for operation in _walk(function)]
+        operations = [
+            operation
+            for function in functions
+            for operation in ir.operations(function, lambda each: not _keeps_types(each))
+        ]
         unwidened = [
             (operation, [each.type for each in operation.operands])
             for operation in operations
@@ -81,15 +85,6 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
     return wide
 
 
-def _walk(root: Any) -> Iterator[Any]:
-    for region in root.regions:
-        for block in region.blocks:
-            for view in block.operations:
-                yield view.operation
-                if not _keeps_types(view.operation):
-                    yield from _walk(view.operation)
-
-
 def _keeps_types(operation: Any) -> bool:
     if not len(operation.results):
         return False  # the terminator of a block
@@ -101,10 +96,8 @@ def _retype(operation: Any) -> None:
         del operation.attributes["algorithm"]
     for result in operation.results:
         result.set_type(_wide(result.type))
-    for region in operation.regions:
-        for block in region.blocks:
-            for argument in block.arguments:
-                argument.set_type(_wide(argument.type))
+    for argument in surgery.arguments(operation):
+        argument.set_type(_wide(argument.type))
 
 
 def _cast_around(operation: Any, types: Sequence[Any]) -> None:
