@@ -41,7 +41,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionRecord:
-    """The decision for one operation that ran."""
+    """An operation that ran or that a program has, the decision about it, and its cost.  Every report reads these."""
 
     operation: str
     """ATen name with overload, or the front's name where no ATen operation corresponds."""
@@ -71,6 +71,23 @@ class DecisionRecord:
     result_shapes: tuple[tuple[int, ...], ...] = ()
     flops: int | None = None
     """Floating-point operations of a product or convolution: a multiplication and an addition each; None: unknown."""
+    bytes: int | None = None
+    """Bytes of operands and results, where the front knows them; otherwise they follow from shapes and dtypes."""
+
+    @property
+    def before(self) -> str:
+        """The different dtypes of `given`, with commas."""
+        return ", ".join(dict.fromkeys(self.given))
+
+    @property
+    def after(self) -> str:
+        """The different dtypes of `used`, with commas."""
+        return ", ".join(dict.fromkeys(self.used))
+
+    @property
+    def casts(self) -> list[str]:
+        """The casts of operands: ``float32->bfloat16``."""
+        return [f"{given}->{used}" for given, used in zip(self.given, self.used, strict=True) if given != used]
 
 
 Sink: TypeAlias = Callable[[DecisionRecord], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xla_amp import tables
 from xla_amp.events import DecisionRecord
@@ -17,14 +17,13 @@ class Line:
     """Equal operations of one place."""
 
     count: int
-    operation: str
-    dtype: str
-    """What it computes in."""
-    scope: str
-    """Module path or name scope."""
-    location: str
-    """The user's ``file:line``, where known."""
-    why: str
+    record: DecisionRecord
+    """The first of them."""
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in."""
+        return self.record.used[0] if self.record.used else ""
 
 
 class Scope(NamedTuple):
@@ -69,8 +68,9 @@ class PrecisionReport:
     def __str__(self) -> str:
         columns = ("count", "operation", "runs in", "scope", "where", "why")
         lines = [
-            (str(line.count), line.operation, line.dtype, line.scope, line.location, line.why)
+            (str(line.count), each.operation, line.dtype, each.module, each.location, each.why)
             for line in (*self.low, *self.float32, *self.islands)
+            for each in (line.record,)
         ]
         totals = [list(map(str, scope)) for scope in self.scopes]
         names = ("scope", "low", "float32", "islands", "casts")
@@ -97,16 +97,15 @@ def summarize(
         is_contraction: whether an operation is a contraction, by `DecisionRecord.operation`.
         saved: bytes saved for the backward pass, where known.
     """
-    low: Counter[tuple[str, str, str, str, str]] = Counter()
-    wide: Counter[tuple[str, str, str, str, str]] = Counter()
-    islands: Counter[tuple[str, str, str, str, str]] = Counter()
+    low: dict[Any, list[DecisionRecord]] = {}
+    wide: dict[Any, list[DecisionRecord]] = {}
+    islands: dict[Any, list[DecisionRecord]] = {}
     casts: Counter[str] = Counter()
     scopes: dict[str, list[int]] = {}
     for record in records:
-        inserted = [f"{given}->{used}" for given, used in zip(record.given, record.used, strict=True) if given != used]
-        casts.update(inserted)
+        casts.update(record.casts)
         totals = scopes.setdefault(record.module, [0, 0, 0, 0])
-        totals[3] += len(inserted)
+        totals[3] += len(record.casts)
         ran_low = any(dtype in LOW_DTYPES for dtype in record.used)
         if is_contraction(record.operation):
             found, index = (low, 0) if ran_low else (wide, 1)
@@ -115,8 +114,8 @@ def summarize(
         else:
             continue
         totals[index] += 1
-        dtype = record.used[0] if record.used else ""
-        found[record.operation, dtype, record.module, record.location, record.why] += 1
+        place = (record.operation, record.used[:1], record.module, record.location, record.why)
+        found.setdefault(place, []).append(record)
     sums = [sum(column) for column in zip(*scopes.values(), strict=True)] or [0, 0, 0, 0]
     rows = [
         Scope(name, low=n[0], float32=n[1], islands=n[2], casts=n[3]) for name, n in (*scopes.items(), ("total", sums))
@@ -125,5 +124,5 @@ def summarize(
     return PrecisionReport(_lines(low), _lines(wide), _lines(islands), totals_by_cast, tuple(rows), saved)
 
 
-def _lines(found: Counter[tuple[str, str, str, str, str]]) -> tuple[Line, ...]:
-    return tuple(Line(count, *key) for key, count in found.items())
+def _lines(found: dict[Any, list[DecisionRecord]]) -> tuple[Line, ...]:
+    return tuple(Line(len(records), records[0]) for records in found.values())

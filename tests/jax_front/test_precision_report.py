@@ -21,14 +21,17 @@ def model(w):
 
 def test_a_function_of_jax():
     report = autocast(model).report(W)
-    assert [(line.operation, line.dtype, line.scope) for line in report.low] == [
+    assert [(line.record.operation, line.dtype, line.record.module) for line in report.low] == [
         ("matmul", "bfloat16", "first"),
         ("matmul", "bfloat16", "head"),
     ]
-    assert all(line.location.startswith(__file__) for line in report.low)
+    assert all(line.record.location.startswith(__file__) for line in report.low)
     assert report.float32 == ()
-    assert {line.operation for line in report.islands} & {"exp", "sum", "sum.dim_IntList"}
-    assert all(line.dtype == "float32" and line.scope and line.location and line.why for line in report.islands)
+    assert {line.record.operation for line in report.islands} & {"exp", "sum", "sum.dim_IntList"}
+    assert all(
+        line.dtype == "float32" and line.record.module and line.record.location and line.record.why
+        for line in report.islands
+    )
     total = report.scopes[-1]
     assert (total.name, total.low, total.float32, total.casts) == ("total", 2, 0, sum(report.casts.values()))
     assert sum(scope.low for scope in report.scopes[:-1]) == 2
@@ -53,6 +56,6 @@ def test_a_region_of_pytorch():
     with xla_amp.explain() as report, xla_amp.autocast("cpu"):
         torch.nn.functional.mse_loss(layer(torch.ones(2, 4)), torch.ones(2, 4))
     found = report.precision()
-    assert [line.operation for line in found.low] == ["linear"]
-    assert [line.operation for line in found.islands] == ["mse_loss"]
+    assert [line.record.operation for line in found.low] == ["linear"]
+    assert [line.record.operation for line in found.islands] == ["mse_loss"]
     assert found.scopes[-1][1:] == (1, 0, 1, 4)

@@ -182,7 +182,7 @@ func.func @main(%x: tensor<2x4x4x8xf32>, %k: tensor<1x1x8x8xf32>, %s: tensor<8xf
 def test_a_batch_norm_of_stablehlo() -> None:
     converted = stablehlo.autocast(BATCH_NORM, rules={"batch_norm": "fp32_inside"}, strict=True)
     (norm,) = [each for each in converted.report.operations if each.operation == "batch_norm_training"]
-    assert (norm.cast, norm.after, norm.result) == ("fp32_inside", "float32", "bfloat16")
+    assert (norm.cast, norm.after, *norm.result) == ("fp32_inside", "float32", "bfloat16")
     lines = converted.text().splitlines()
     (line,) = [number for number, text in enumerate(lines) if "batch_norm_training" in text]
     assert "bf16" not in lines[line]
@@ -210,9 +210,9 @@ def test_norm_and_softmax_of_stablehlo_in_parts(by: str) -> None:
         given = {"rules": {"batch_norm": "fp32_inside", "softmax": "fp32_inside"}, "strict": True}
     lowered = jax.jit(apply).lower(variables, X * 3 + 1)
     report = stablehlo.autocast(lowered, **given).report
-    inside = {each.operation: (each.after, each.result) for each in report.operations if each.cast == "fp32_inside"}
+    inside = {each.operation: (each.after, *each.result) for each in report.operations if each.cast == "fp32_inside"}
     assert inside["batch_norm"] == inside["softmax"] == ("float32", "bfloat16")
-    between = [each.result for each in report.operations if each.why == "between two low operations"]
+    between = [dtype for each in report.operations if each.why == "between two low operations" for dtype in each.result]
     assert between, "what follows stays low"
     assert set(between) == {"bfloat16"}
     parts = {each.after for each in report.operations if "a part of batch_norm" in each.why}
@@ -250,7 +250,7 @@ def test_products_with_float32_results() -> None:
     tanh = next(each for each in report.records if each.operation == "tanh")
     assert tanh.given == ("float32",)
     converted = stablehlo.autocast(jax.jit(function).lower(X, W), rules={"mm": "low_fp32_out"}, strict=True)
-    decided = [(each.after, each.result) for each in converted.report.operations if each.cast == "low_fp32_out"]
+    decided = [(each.after, *each.result) for each in converted.report.operations if each.cast == "low_fp32_out"]
     assert decided == [("bfloat16", "float32")] * 2
     np.testing.assert_allclose(out, function(X, W), atol=0.1)
     np.testing.assert_allclose(gradient, jax.grad(lambda w: function(X, w).sum())(W), atol=0.3)

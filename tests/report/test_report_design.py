@@ -12,6 +12,7 @@ import pytest
 import report_pages
 
 from xla_amp.errors import FileError, MissingLibraryError
+from xla_amp.events import DecisionRecord
 from xla_amp.report import operations, page, paths, terminal
 from xla_amp.report.document import STATES, Column, Document, Edge, Finding, Row, Table
 from xla_amp.report.operations import Operation
@@ -20,8 +21,10 @@ EVIL = "</script><script>alert(1)</script><b>&amp;\u2028'\""
 
 
 def operation(**fields) -> Operation:
-    known = {"operation": "linear", "scope": "h.0", "before": "f32", "after": "bf16", "result": "bf16", "product": True}
-    return Operation(**{**known, "state": "low", "flops": 100, **fields})
+    row = {name: fields.pop(name) for name in ("state", "product", "casts", "error") if name in fields}
+    known = {"operation": "linear", "module": "h.0", "given": ("float32",), "used": ("bfloat16",), "flops": 100}
+    known |= {"result": ("bfloat16",), "cast": "low", "layer": "builtin", "policy": "tpu", "front": "pytorch"}
+    return Operation(record=DecisionRecord(**{**known, **fields}), **{"product": True, "state": "low", **row})
 
 
 def document(found: list[Operation], **fields) -> Document:
@@ -30,7 +33,7 @@ def document(found: list[Operation], **fields) -> Document:
 
 
 def test_a_page_is_whole_and_has_the_rows():
-    found = [operation(), operation(), operation(scope="h.1", state="could", where="/a/model.py:3")]
+    found = [operation(), operation(), operation(module="h.1", state="could", location="/a/model.py:3")]
     read = report_pages.read(page.html(document(found, facts=(("policy", "tpu"),))))
     assert [(row["module"], row["count"], row["FLOP"], row["state"]) for row in read.rows("Operations")] == [
         ("h.0", 2, 200, "low"),
@@ -70,8 +73,8 @@ def test_ten_thousand_operations_are_small_and_not_drawn_at_once():
     found = [
         operation(
             operation=f"op{i % 40}",
-            scope=f"transformer.h.{i // 200}.mlp",
-            where=f"/home/me/model.py:{i}",
+            module=f"transformer.h.{i // 200}.mlp",
+            location=f"/home/me/model.py:{i}",
             why="w" * 80,
             state="same",
         )
@@ -142,7 +145,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser")
 def test_rows_fill_the_table_before_anybody_scrolls(tmp_path):
     file = tmp_path / "page.html"
-    file.write_text(page.html(document([operation(scope=f"h.{n}") for n in range(200)])))
+    file.write_text(page.html(document([operation(module=f"h.{n}") for n in range(200)])))
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=500,900"]
     command = [BROWSER, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -153,9 +156,9 @@ def test_rows_fill_the_table_before_anybody_scrolls(tmp_path):
 def test_text_fits_the_terminal(width):
     found = [
         operation(
-            operation="scaled_dot_product_attention", scope=f"model.decoder.layers.{i}.self_attention",
-            where="/very/long" * 9 + "/model.py:7", why="a reason that is long " * 8,
-            rule="autocast(rules=...), 'module:model.decoder.*'", cast="low", layer="override",
+            operation="scaled_dot_product_attention", module=f"model.decoder.layers.{i}.self_attention",
+            location="/very/long" * 9 + "/model.py:7", why="a reason that is long " * 8,
+            origin="autocast(rules=...), 'module:model.decoder.*'", cast="low", layer="override",
             state="could", bytes=10**8, flops=10**9,
         )
         for i in (0, 1, 2, 7)
@@ -176,7 +179,7 @@ def test_the_terminal_leaves_out_plumbing_and_says_so():
 
 
 def test_a_table_sums_what_it_joins():
-    found = [operation(scope="h.0", flops=None), operation(scope="h.1"), operation(scope="h.3")]
+    found = [operation(module="h.0", flops=None), operation(module="h.1"), operation(module="h.3")]
     columns, lines, _ = terminal.lines(operations.table(found))
     assert dict(zip([column.name for column in columns], lines[0], strict=True)) == {
         "count": "3", "operation": "linear", "module": "h.0-1,3", "before": "f32", "after": "bf16", "result": "bf16",
@@ -221,7 +224,7 @@ def test_rows_have_the_cells_of_the_columns():
 
 
 def test_findings_name_the_most_expensive_first():
-    found = [operation(state="could", scope=f"h.{i}", flops=10, why="a rule") for i in range(12)]
+    found = [operation(state="could", module=f"h.{i}", flops=10, why="a rule") for i in range(12)]
     found += [operation(operation="conv2d", state="could", flops=10**6)]
     first, second, *_ = operations.findings(found)[0].items
     assert first == ("conv2d", "in h.0, 1 MFLOP")

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from xla_amp.events import DecisionRecord
 from xla_amp.report import paths, units
-from xla_amp.report.document import Column, Finding, Row, State, Table
+from xla_amp.report.document import Cell, Column, Finding, Row, State, Table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Operation:
-    """One operation of the program; what is unknown is empty or None."""
+    """An operation of the program and what a report says of it; None is unknown."""
 
-    operation: str
-    scope: str = ""
-    """Path of the layer, with dots."""
-    shapes: str = ""
-    before: str = ""
-    """dtypes of the operands, as the program passed them."""
-    after: str = ""
-    """dtypes of the same operands as the operation got them, if they differ."""
-    result: str = ""
-    flops: int | None = None
-    """Of a product or convolution."""
-    bytes: int | None = None
-    """Bytes that it reads and writes."""
+    record: DecisionRecord
+    state: State = ""
+    product: bool = False
+    """Whether it is a product, a convolution or a recurrent cell."""
     casts: int | None = None
-    """Casts of its operands."""
+    """Casts of its operands that were inserted."""
     seconds_16_bits: float | None = None
     """Estimate of a product and its gradient of the data in bfloat16."""
     seconds_8_bits: float | None = None
@@ -39,16 +32,6 @@ class Operation:
     """Relative error of its result."""
     reference_error: float | None = None
     nonfinite: int | None = None
-    where: str = ""
-    """The user's ``file:line``."""
-    cast: str = ""
-    layer: str = ""
-    rule: str = ""
-    why: str = ""
-    source: str = ""
-    product: bool = False
-    """Whether it is a product, a convolution or a recurrent cell."""
-    state: State = ""
 
 
 FLOAT8_COLUMNS: Final = (
@@ -79,23 +62,63 @@ COLUMNS: Final = (
     Column("source", detail=True, meaning="Where the rule comes from"),
 )
 
-_FIELDS: Final = (
-    "operation", "scope", "before", "after", "result", "error", "reference_error", "nonfinite", "flops", "bytes",
-    "seconds_16_bits", "seconds_8_bits", "seconds_scaling", "cast", "layer", "rule", "where", "shapes", "casts", "why",
-    "source",
-)  # fmt: skip
-
 
 def table(operations: Iterable[Operation], *, title: str = "Operations", note: str = "") -> Table:
-    """The table; operations that are equal in every field are one row, in order of first appearance."""
-    counted = Counter(operations)
-    summed = {"flops", "bytes", "casts", "nonfinite"}
+    """The table; operations that look the same are one row, in order of first appearance."""
     rows = []
-    for each, count in counted.items():
-        values = [getattr(each, name) for name in _FIELDS]
-        values = [v * count if name in summed and v is not None else v for name, v in zip(_FIELDS, values, strict=True)]
-        rows.append(Row((count, *values), each.state))
+    for (cells, state), count in Counter((_cells(each), each.state) for each in operations).items():
+        columns = zip(cells, COLUMNS[1:], strict=True)
+        summed = (v * count if c.sum and isinstance(v, int | float) else v for v, c in columns)
+        rows.append(Row((count, *summed), state))
     return Table(title=title, columns=COLUMNS, rows=tuple(rows), note=note).without_empty_columns()
+
+
+def _cells(each: Operation) -> tuple[Cell, ...]:
+    """The cells of `COLUMNS` after the first."""
+    record = each.record
+    return (
+        record.operation,
+        record.module,
+        _dtypes(record.given),
+        _dtypes(record.used) if record.used != record.given else "",
+        _dtypes(record.result),
+        each.error,
+        each.reference_error,
+        each.nonfinite,
+        record.flops,
+        moved(record),
+        each.seconds_16_bits,
+        each.seconds_8_bits,
+        each.seconds_scaling,
+        record.cast if record.origin else "",
+        record.layer if record.origin else "",
+        record.origin,
+        record.location,
+        " -> ".join(filter(None, (shapes(record.shapes), shapes(record.result_shapes)))),
+        each.casts,
+        record.why,
+        record.source,
+    )
+
+
+def _dtypes(names: Iterable[str]) -> str:
+    """The different ones: ``bf16, f32``."""
+    return ", ".join(dict.fromkeys(map(units.short, names)))
+
+
+def shapes(each: Iterable[tuple[int, ...]]) -> str:
+    """``4x8, 8x8``."""
+    return ", ".join(map(units.shape, each))
+
+
+def moved(record: DecisionRecord) -> int | None:
+    """Bytes of operands and results; None where shapes are not known.  A size that is not known counts as 1."""
+    if record.bytes is not None:
+        return record.bytes
+    values = [*zip(record.shapes, record.used, strict=False), *zip(record.result_shapes, record.result, strict=False)]
+    if len(values) != len(record.used) + len(record.result) or not values:
+        return None
+    return sum(math.prod(max(size, 1) for size in shape) * units.bits(dtype) // 8 for shape, dtype in values)
 
 
 def state(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool, risky: bool) -> State:
@@ -124,8 +147,8 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Finding
     """What runs in float32 that could be low, where, and what it costs; what runs low that should not."""
     could = [each for each in operations if each.state == "could"]
     risk = [each for each in operations if each.state == "risk"]
-    total = sum(each.flops or 0 for each in operations)
-    cost = sum(each.flops or 0 for each in could)
+    total = sum(each.record.flops or 0 for each in operations)
+    cost = sum(each.record.flops or 0 for each in could)
     found = []
     if could:
         answer = f"{len(could)} of {_products(operations)} products and convolutions"
@@ -144,8 +167,8 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Finding
         where = Counter[str]()
         for each in operations:
             if each.casts:
-                where[paths.pattern(each.scope)] += each.casts
-                scopes[paths.pattern(each.scope)].append(each.scope)
+                where[paths.pattern(each.record.module)] += each.casts
+                scopes[paths.pattern(each.record.module)].append(each.record.module)
         items = tuple(
             (f"{count:,}", f"in {paths.together(scopes[scope])}" if scope else "outside layers")
             for scope, count in where.most_common(most)
@@ -166,12 +189,15 @@ def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
     """The most expensive ones; equal ones of numbered layers together."""
     groups: dict[tuple[str, str, str, str], list[Operation]] = defaultdict(list)
     for each in operations:
-        groups[each.operation, paths.pattern(each.scope), each.where, each.why].append(each)
-    ranked = sorted(groups.items(), key=lambda item: -sum(each.flops or each.bytes or 0 for each in item[1]))
+        record = each.record
+        groups[record.operation, paths.pattern(record.module), record.location, record.why].append(each)
+    ranked = sorted(
+        groups.items(), key=lambda item: -sum(each.record.flops or moved(each.record) or 0 for each in item[1])
+    )
     items = []
     for (operation, _, where, why), alike in ranked[:most]:
-        cost = sum(each.flops or 0 for each in alike)
-        scope = paths.together([each.scope for each in alike])
+        cost = sum(each.record.flops or 0 for each in alike)
+        scope = paths.together([each.record.module for each in alike])
         what = f"{len(alike)} x {operation}" if len(alike) > 1 else operation
         parts = (scope and f"in {scope}", units.flops(cost) if cost else "", where, why)
         items.append((what, ", ".join(filter(None, parts))))

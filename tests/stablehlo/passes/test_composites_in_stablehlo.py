@@ -32,7 +32,7 @@ LOWERED = jax.jit(Model().apply).lower(PARAMS, X)
 def decided(rules: Any, program: Any = LOWERED) -> tuple[Any, set[tuple[str, str, str]]]:
     converted = autocast(program, rules=rules, strict=True)
     return converted, {
-        (each.operation, each.after, each.result) for each in converted.report.operations if each.layer == "context"
+        (each.operation, each.after, *each.result) for each in converted.report.operations if each.layer == "context"
     }
 
 
@@ -86,7 +86,7 @@ def test_a_softmax_with_a_symbolic_batch() -> None:
     (batch,) = jax.export.symbolic_shape("b")
     exported = jax.export.export(jax.jit(jax.nn.softmax))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
     report = autocast(exported, rules={"softmax": "low"}, strict=True).report
-    assert {each.result for each in report.operations if each.operation == "softmax"} == {"bfloat16"}
+    assert {each.result for each in report.operations if each.operation == "softmax"} == {("bfloat16",)}
 
 
 def test_a_ban_names_the_function() -> None:

@@ -113,7 +113,7 @@ def test_one_cast_for_each_value() -> None:
 def test_last_contraction_gives_its_accumulator() -> None:
     converted = autocast(main(f"%out = stablehlo.dot_general %x, %w, {DOT}"))
     decision = next(each for each in converted.report.operations if each.operation == "dot_general")
-    assert (decision.after, decision.result) == ("bfloat16", "float32")
+    assert (decision.after, *decision.result) == ("bfloat16", "float32")
     assert "(tensor<4x4xbf16>, tensor<4x4xbf16>) -> tensor<4x4xf32>" in converted.text()
 
 

@@ -171,7 +171,7 @@ def convert(
         reasons = _keep_none if keep is None else keep(copied, propagation)
         if reasons is not _keep_none:
             propagation = Propagation(graph, array_dtype, keep_io=keep_io, keep=reasons)
-        decided = tuple(decisions(propagation, low, copies, paths))
+        decided = tuple(decisions(propagation, policy.name, low, copies, paths))
         acted = _effects(graph)
         rewriter = Rewriter(graph, propagation, array_dtype)
         rewriter.run()

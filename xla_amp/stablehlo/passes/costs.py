@@ -48,10 +48,10 @@ def _producer(value: Any, name: str) -> Any:
     return operation if operation is not None and operation.name == name else None
 
 
-def shapes(operation: Any) -> str:
-    """Shapes of operands and results: ``4x8, 8x8 -> 4x8``."""
-    given, made = (", ".join(units.shape(_sizes(each)) for each in ends) for ends in _ends(operation))
-    return f"{given} -> {made}" if given else made
+def shapes(operation: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Shapes of operands and results; -1 for a dynamic size."""
+    given, made = (tuple(map(_sizes, ends)) for ends in _ends(operation))
+    return given, made
 
 
 def flops(operation: Any) -> int | None:

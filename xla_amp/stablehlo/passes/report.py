@@ -20,41 +20,32 @@ from xla_amp.stablehlo.passes.cast_graph import Node
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.types import Cast, Layer, LowDtype
+from xla_amp.types import LowDtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OperationDecision:
-    """The decision about one operation that reads or writes float32, or one value that a loop or branch carries."""
+class OperationDecision(DecisionRecord):
+    """The decision about one operation that reads or writes float32, or one value that a loop or branch carries.
 
-    operation: str
-    """``dot_general``, ``reduce.add``; a value that is passed on has its index: ``while#2``."""
+    Its name is ``dot_general``, ``reduce.add``; a value that is passed on has its index: ``while#2``.  `given` and
+    `used` have the dtypes of the computation; several only where those of a product's operands differ.  `result` is
+    float32 for a low contraction that returns its accumulator.  `location` is the whole text.
+    """
+
     function: str
-    module: str
-    """Path of the module, as a rule names it; empty outside modules and without locations."""
-    location: str
     colour: Colour
-    before: str
-    after: str
-    """dtype of the computation; of its operands, separated by ", ", where these differ."""
-    result: str
-    """dtype of its result; float32 for a low contraction that returns its accumulator."""
-    why: str
-    cast: Cast
-    """The policy's cast; ``keep`` without a rule."""
-    layer: Layer
     product: bool
     """Whether it is a product or a convolution."""
     aten: str
     """ATen operation whose rule decided; empty if none corresponds."""
-    origin: str
-    """Location of the rule; empty without one."""
-    shapes: str = ""
-    """Shapes of operands and results: ``4x8, 8x8 -> 4x8``."""
-    flops: int | None = None
-    """Multiplications and additions of a contraction; None for others, and where a size is dynamic."""
-    bytes: int = 0
-    """Bytes of operands and results, before the conversion."""
+
+    def row(self) -> dict[str, Any]:
+        """The record as flat data."""
+        texts = {"before": self.before, "after": self.after, "result": ", ".join(self.result)}
+        ends = filter(None, (operations.shapes(self.shapes), operations.shapes(self.result_shapes)))
+        names = ("operation", "function", "module", "location", "colour", "why", "cast", "layer", "product", "aten")
+        costs_and_rule = {"origin": self.origin, "flops": self.flops, "bytes": self.bytes or 0}
+        return {**{n: getattr(self, n) for n in names}, **texts, "shapes": " -> ".join(ends), **costs_and_rule}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +77,7 @@ class Report(Shown):
 
     def rows(self) -> list[dict[str, Any]]:
         """One flat dict for each decision: ``pandas.DataFrame(report.rows())``."""
-        return [dataclasses.asdict(each) for each in self.operations]
+        return [each.row() for each in self.operations]
 
     def to_json(self, indent: int | None = None) -> str:
         """Summary and decisions as JSON."""
@@ -116,23 +107,16 @@ class Report(Shown):
 
 
 def _row(each: OperationDecision) -> operations.Operation:
-    before, after, result = (units.short(dtype) for dtype in (each.before, each.after, each.result))
     low, product = units.is_low(each.after), each.product
     moves = each.colour == "clear" and not product
-    return operations.Operation(
+    shown = dataclasses.replace(
+        each,
         operation=each.operation.partition("#")[0],
-        scope=each.module,
-        shapes=each.shapes,
-        before=before,
-        after=after if after != before else "",
-        result=result,
-        flops=each.flops,
-        bytes=each.bytes,
-        where=locations.Location(each.location).line,
-        cast=each.cast if each.origin else "",
-        layer=each.layer if each.origin else "",
-        rule=each.origin,
+        location=locations.Location(each.location).line,
         why=f"{each.colour}: {each.why}",
+    )
+    return operations.Operation(
+        record=shown,
         product=product,
         state=operations.state(
             floating=not moves and each.operation not in ("argument", "result"),
@@ -152,6 +136,7 @@ def _built_in(aten: str) -> bool:
 
 def decisions(
     propagation: Propagation,
+    policy: str,
     low: LowDtype,
     copies: Mapping[str, str],
     paths: ModulePaths,
@@ -160,6 +145,7 @@ def decisions(
 
     Args:
         propagation: which nodes run low.
+        policy: its name.
         low: the low dtype.
         copies: name of a cloned function -> name of the original.
         paths: of modules.
@@ -171,12 +157,13 @@ def decisions(
             continue
         function = copies.get(node.function, node.function)
         path = paths.of(node.operation, node.function)
-        yield _decision(propagation, node, low, copies.get(function, function), path)
+        yield _decision(propagation, node, policy, low, copies.get(function, function), path)
 
 
 def _decision(
     propagation: Propagation,
     node: Node,
+    policy: str,
     low: LowDtype,
     function: str,
     path: str,
@@ -187,59 +174,42 @@ def _decision(
     gives = [propagation.is_low(slot) for slot in node.outputs] or [node.low]
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
-    before = "float32"
-    if kept := _kept(node, low):
-        before = after = kept
+    kept = _kept(node, low)
+    given, made = ((), ()) if node.index is not None else costs.shapes(node.operation)
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
         module=path,
         location=locations.of(node.operation).text,
         colour=node.colour,
-        before=before,
-        after=after,
-        result=low if (gives[0] if node.inside else all(gives)) else "float32",
+        given=kept or ("float32",),
+        used=kept or (after,),
+        result=(low if (gives[0] if node.inside else all(gives)) else "float32",),
         why=why,
         cast=decision.cast if decision else "keep",
         layer=decision.layer if decision else "builtin",
+        policy=policy,
+        front="stablehlo",
         product=node.structure == "contraction",
         aten=decision.operation if decision else "",
         origin=decision.origin if decision else "",
-        shapes=costs.shapes(node.operation) if node.index is None else "",
+        shapes=given,
+        result_shapes=made,
         flops=costs.flops(node.operation) if node.structure == "contraction" else None,
         bytes=costs.bytes_moved(node.operation) if node.index is None else 0,
     )
 
 
-def _kept(node: Node, low: LowDtype) -> str:
+def _kept(node: Node, low: LowDtype) -> tuple[str, ...]:
     """dtypes of a product's operands if the pass casts none of them: neither float32 nor the low dtype; else empty."""
     if node.structure != "contraction":
-        return ""
+        return ()
     kinds = [ir.tensor_type(operand.type) for operand in list(node.operation.operands)[:2]]
-    names = list(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
-    return "" if {"float32", low} & {*names} else ", ".join(names)
+    names = tuple(dict.fromkeys(ir.dtype_name(kind.element) for kind in kinds if kind))
+    return () if {"float32", low} & {*names} else names
 
 
 def emit_events(report: Report) -> None:
     """Sends the decisions to the subscribers of `xla_amp.events` (`xla_amp.explain`)."""
-    if not events.sinks:
-        return
-    for each in report.operations:
-        used = tuple(each.after.split(", "))
-        events.emit(
-            DecisionRecord(
-                operation=each.operation,
-                cast=each.cast,
-                layer=each.layer,
-                policy=report.policy,
-                front="stablehlo",
-                given=(each.before,) * len(used),
-                used=used,
-                why=each.why,
-                origin=each.origin,
-                result=(each.result,),
-                location=each.location,
-                module=each.module,
-                flops=each.flops,
-            )
-        )
+    for each in report.operations if events.sinks else ():
+        events.emit(each)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 from xla_amp import events, tables
@@ -67,7 +66,7 @@ class Report(Shown):
 
     def summary(self) -> dict[str, Any]:
         """Number of operations, in total, by cast and by layer, and number of inserted conversions by kind."""
-        inserted = Counter(cast for entry in self.records for cast in _inserted(entry))
+        inserted = Counter(cast for entry in self.records for cast in entry.casts)
         return {
             "operations": len(self.records),
             "by_cast": dict(Counter(entry.cast for entry in self.records).most_common()),
@@ -185,7 +184,7 @@ def _fields(entry: DecisionRecord) -> dict[str, str | list[str]]:
         "before": list(entry.given),
         "after": list(entry.used),
         "result": list(entry.result),
-        "casts": _inserted(entry),
+        "casts": entry.casts,
         "rule": entry.origin,
         "why": entry.why,
         "source": entry.source,
@@ -194,41 +193,21 @@ def _fields(entry: DecisionRecord) -> dict[str, str | list[str]]:
     }
 
 
-def _inserted(entry: DecisionRecord) -> list[str]:
-    return [f"{given}->{used}" for given, used in zip(entry.given, entry.used, strict=True) if given != used]
-
-
 def _operation(entry: DecisionRecord) -> operations.Operation:
-    name, inserted = entry.operation.partition(".")[0], len(_inserted(entry))
-    results, given = entry.result_shapes, entry.shapes
-    known = len(results) == len(entry.result) and len(given) == len(entry.used)
-    touched = [*zip(given, entry.used, strict=False), *zip(results, entry.result, strict=False)]
+    name, casts = entry.operation.partition(".")[0], len(entry.casts)
     floating = [dtype for dtype in entry.used if units.is_floating(dtype)]
     computes = floating or [dtype for dtype in entry.result if units.is_floating(dtype)]
     product = is_contraction(entry.operation)
     estimate = _estimate(entry)
     return operations.Operation(
-        operation=entry.operation,
-        scope=entry.module,
-        shapes=", ".join(map(units.shape, given)) + (f" -> {', '.join(map(units.shape, results))}" if results else ""),
-        before=_dtypes(entry.given),
-        after=_dtypes(entry.used) if entry.used != entry.given else "",
-        result=_dtypes(entry.result),
-        flops=entry.flops,
-        bytes=sum(_bytes(shape, dtype) for shape, dtype in touched) if known and touched else None,
-        casts=inserted or None,
+        record=entry,
+        product=product,
+        casts=casts or None,
         seconds_16_bits=estimate and estimate.low,
         seconds_8_bits=estimate and estimate.float8,
         seconds_scaling=estimate and estimate.scaling,
-        where=entry.location,
-        cast=entry.cast if entry.origin else "",
-        layer=entry.layer if entry.origin else "",
-        rule=entry.origin,
-        why=entry.why,
-        source=entry.source,
-        product=product,
         state=operations.state(
-            floating=bool(computes) and (not _is_plumbing(name) or bool(inserted)),
+            floating=bool(computes) and (not _is_plumbing(name) or casts > 0),
             cast=name in _CONVERSIONS,
             low=bool(computes) and all(map(units.is_low, computes)),
             product=product,
@@ -258,12 +237,3 @@ def _is_risky(entry: DecisionRecord) -> bool:
         return False
     built_in = load(entry.policy if entry.policy in BUILTIN else "tpu")
     return built_in.decide(entry.operation).cast in ("fp32", "fp32_inside", "fp32_out", "fp32_append")
-
-
-def _bytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(max(size, 1) for size in shape) * units.bits(dtype) // 8
-
-
-def _dtypes(names: Sequence[str]) -> str:
-    """The different ones: ``bf16, f32``."""
-    return ", ".join(dict.fromkeys(map(units.short, names)))

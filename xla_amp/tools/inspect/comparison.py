@@ -22,6 +22,7 @@ import numpy as np
 
 from xla_amp import progress
 from xla_amp.errors import ModuleError
+from xla_amp.events import DecisionRecord
 from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
@@ -91,6 +92,27 @@ class OperationError(NamedTuple):
     """Path of the layer."""
     where: str = ""
     """The user's ``file:line``."""
+
+
+def _record(each: OperationError, why: str) -> DecisionRecord:
+    """An operation of both programs as the table shows it: the dtype in A, and that in B as its result."""
+    dtype, _, sizes = each.type_b.rstrip("]").partition("[")
+    in_a = (each.type_a.partition("[")[0],)
+    return DecisionRecord(
+        operation=each.operation,
+        cast="keep",
+        layer="builtin",
+        policy="",
+        front="stablehlo",
+        given=in_a,
+        used=in_a,
+        result=(dtype,),
+        result_shapes=(tuple(int(size) if size.isdigit() else -1 for size in sizes.split(",") if size),),
+        module=each.module,
+        location=each.where,
+        why=why,
+        source=each.location,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,21 +221,13 @@ class Comparison(Shown):
             cancels = each.a.relative > _CANCELLED
             low = units.is_low(each.type_b.partition("[")[0])
             far = each.b.nonfinite > each.a.nonfinite or each.b.relative > max(tolerance, each.a.relative)
+            text = f"a sum that cancels: errors {units.error(each.a.relative)} and {units.error(each.b.relative)}"
             found.append(
                 Operation(
-                    operation=each.operation,
-                    scope=each.module,
-                    before=each.type_a.partition("[")[0],
-                    result=each.type_b.partition("[")[0],
-                    shapes=each.type_b.partition("[")[2].rstrip("]").replace(",", "x") or "scalar",
+                    record=_record(each, text if cancels else ""),
                     error=None if cancels else each.b.relative,
                     reference_error=None if cancels else each.a.relative,
                     nonfinite=each.b.nonfinite or None,
-                    where=each.where,
-                    why=f"a sum that cancels: errors {units.error(each.a.relative)} and {units.error(each.b.relative)}"
-                    if cancels
-                    else "",
-                    source=each.location,
                     state="risk" if far and not cancels else "low" if low else "same",
                 )
             )

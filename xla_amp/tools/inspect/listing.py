@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from xla_amp.events import DecisionRecord
 from xla_amp.policy import load
 from xla_amp.report import operations, units
 from xla_amp.report.document import Edge
@@ -61,16 +62,26 @@ def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
     computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
     moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
     floating = any(map(units.is_floating, made)) and not moves
-    return Operation(
+    given_shapes, made_shapes = costs.shapes(operation)
+    record = DecisionRecord(
         operation=name,
-        scope=scope,
-        shapes=costs.shapes(operation),
-        before=", ".join(dict.fromkeys(given)),
-        result=", ".join(dict.fromkeys(made)),
+        cast="keep",
+        layer="builtin",
+        policy="",
+        front="stablehlo",
+        given=tuple(given),
+        used=tuple(given),
+        result=tuple(made),
+        shapes=given_shapes,
+        result_shapes=made_shapes,
+        module=scope,
         flops=costs.flops(operation),
         bytes=costs.bytes_moved(operation),
-        where=locations.of(operation).line,
+        location=locations.of(operation).line,
         why=kind.why,
+    )
+    return Operation(
+        record=record,
         product=product,
         state=operations.state(
             floating=floating or (cast and any(map(units.is_floating, (*given, *made)))),
