@@ -149,8 +149,9 @@ def _shown(devices: list[list[str]] | str) -> str:
 
 
 def _cache() -> str:
-    folder = config.cache()
-    if folder is None:
+    named = config.cache()
+    folder = config.default_cache() if named == "default" else named
+    if folder is None or folder == "off":
         return "not kept"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
     return f"{folder}, {size / 2**20:.0f} MiB"
