@@ -110,8 +110,10 @@ class Recording:
     overwritten: int
     """How many they are."""
     program: weakref.ref[Program]
+    spent: tuple[int, ...]
+    """Parameters whose arrays the program may take."""
     donated: tuple[int, ...]
-    """Parameters whose memory the program takes."""
+    """Those whose memory it takes."""
 
     plain: list[Any]
     """Python values that the call returned."""
@@ -174,7 +176,7 @@ class Recording:
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Called after `program` was dispatched."""
-        self.program, self.donated = weakref.ref(program), program.donated
+        self.program, self.spent, self.donated = weakref.ref(program), program.key.spent, program.donated
         self.code, self.count = code, trace.count
         self.floats, self.ints = list(trace.floats), list(trace.ints)
         self.streams = list(trace.streams) or [generator.stream()]

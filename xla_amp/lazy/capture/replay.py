@@ -128,7 +128,7 @@ class Replay:
         computed = self._fill([tensor_io.buffer_of(tensor) for tensor in tensors], floats)
         if computed is not None:
             seed, offset = generator.state()
-            execute.flush()
+            execute.flush(self._recorded.spent)
             if self._draws:
                 generator.set_state(seed, offset + self._draws)
         return computed
@@ -238,10 +238,7 @@ def _all_written(buffers: Sequence[Buffer]) -> bool:
 
 
 def _unshare(buffers: list[Buffer]) -> None:
-    """Copies arrays that others hold too, such as a copy of a weight: the program may take their memory.
-
-    Otherwise the flush would not donate them, which is another program.
-    """
+    """Copies arrays that others hold too, such as a copy of a weight: the program takes their memory."""
     counts = execute.reference_counts(list(map(_array, buffers)))
     for buffer, count in zip(buffers, counts, strict=True):
         if count > execute.ALONE + 1:  # its buffer's

@@ -72,8 +72,11 @@ _instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | No
 """Called in place of `execute`."""
 
 
-def flush() -> None:
+def flush(spent: tuple[int, ...] | None = None) -> None:
     """Runs the trace asynchronously, and starts an empty one; does nothing if nothing was recorded.
+
+    Args:
+        spent: parameters whose arrays the program takes, which nothing else holds; None finds them.
 
     Raises:
         StepFailedError: an operation could not be lowered, or XLA rejected the program.  New tensors that do not depend
@@ -83,7 +86,7 @@ def flush() -> None:
     forks.check()
     with trace.lock:
         if trace.code:
-            _run()
+            _run(spent)
 
 
 def run_at_once(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,10 +193,10 @@ class _Flush:
     outputs: list[Any] = dataclasses.field(default_factory=list)
 
 
-def _run() -> None:
+def _run(spent: tuple[int, ...] | None) -> None:
     run = _prepare()
     try:
-        _choose(run)
+        _choose(run, spent)
         with private_api.x64():
             _launch(run)
     except BaseException as error:
@@ -222,9 +225,9 @@ def _prepare() -> _Flush:
     return _Flush(parameters=parameters, arrays=arrays, held=held, targets=targets, overwritten=len(overwritten))
 
 
-def _choose(run: _Flush) -> None:
+def _choose(run: _Flush, spent: tuple[int, ...] | None) -> None:
     """Finds the program of the trace, None if it has to be built."""
-    key = _key(run)
+    key = _key(run, _spent(run) if spent is None else spent)
     # Most steps repeat the step before, and comparing thousands of numbers costs less than hashing them.
     before, program = next(reversed(_programs.items()), (None, None))
     run.repeats = before == key
@@ -240,15 +243,10 @@ def _choose(run: _Flush) -> None:
     run.key, run.program, run.is_new = key, program, program is None and _instead is None
 
 
-def _key(run: _Flush) -> Key:
-    # Only memory that a result can have: whether others are still held must not make another program.
-    results = {buffer.spec for buffer in run.targets}
+def _key(run: _Flush, spent: tuple[int, ...]) -> Key:
     parameters = run.parameters
-    spent = tuple(index for index in _spent(run.arrays, run.held) if parameters[index].spec in results)
     shardings = NO_SHARDINGS
     if mesh.is_partitioned():
-        # Only an overwritten value has an output of the same sharding, which can reuse its memory.
-        spent = tuple(index for index in spent if parameters[index].number != trace.parameter_numbers[index])
         shardings = Shardings(
             tuple(map(mesh.placement_of, parameters)),
             mesh.output_shardings(run.targets, run.overwritten),
@@ -450,19 +448,23 @@ ALONE = reference_counts([object()])[0]
 """References of an item that only its list holds; how many `getrefcount` adds depends on the Python version."""
 
 
-def _spent(arrays: list[Any], held: list[bool]) -> tuple[int, ...]:
+def _spent(run: _Flush) -> tuple[int, ...]:
     """Parameters whose array can be donated: nothing else holds it, and the old value is not read again.
 
     Overwritten ones come first.  Otherwise a weight's new value would be written to the memory of a dropped gradient,
     its optimizer state to the memory of the weight, and XLA would copy what is still read.
     """
-    array_counts = reference_counts(arrays)
+    # Only memory that a result can have: whether others are still held must not make another program.
+    results = {buffer.spec for buffer in run.targets}
+    array_counts = reference_counts(run.arrays)
     overwritten, dropped = [], []
-    for index, (buffer, number) in enumerate(zip(trace.parameters, trace.parameter_numbers, strict=True)):
-        if array_counts[index] != ALONE + 1:
+    for index, (buffer, number) in enumerate(zip(run.parameters, trace.parameter_numbers, strict=True)):
+        if array_counts[index] != ALONE + 1 or buffer.spec not in results:
             continue
-        if buffer.number != number and held[index]:
+        if buffer.number != number and run.held[index]:
             overwritten.append(index)
-        elif not held[index]:
+        elif not run.held[index]:
             dropped.append(index)
+    if mesh.is_partitioned():  # only an overwritten value has an output of the same sharding
+        dropped = [index for index in dropped if run.parameters[index].number != trace.parameter_numbers[index]]
     return (*overwritten, *dropped)
