@@ -194,6 +194,37 @@ def test_a_buffer_of_a_module_that_is_replaced(device):
     assert kept.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["accumulates", "reads and drops"])
+def test_a_gradient_that_is_replaced_outside(dropped, device):
+    def train(compile):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def accumulate(x):
+            (weight * x).sum().backward()
+
+        def update(x):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step, found, kept = compile(update if dropped else accumulate), [], []
+        gradient = torch.ones(2, device=device)
+        for number in range(14):
+            if dropped:
+                weight.grad = gradient
+            if number in (5, 8):
+                kept.append(weight.grad)
+                weight.grad = torch.full((2,), 100.0 + number, device=device)
+            step(torch.full((2,), float(number), device=device))
+            found.append((weight.tolist(), None if weight.grad is None else weight.grad.tolist()))
+        return found, step
+
+    found, step = train(lambda function: xla_amp.compile(function, strict=True))
+    expected, _ = train(lambda function: function)
+    assert found == expected
+    assert step.replays >= 3
+
+
 def test_a_result_on_the_host_is_refused(device):
     step = xla_amp.compile(lambda x: (x + 1, torch.rand(2)), strict=True)
     with pytest.raises(CaptureError, match="returns a tensor on cpu"):

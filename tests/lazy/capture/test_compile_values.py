@@ -59,6 +59,10 @@ QUICK = (
 """Programs of the default run."""
 
 
+TWO_FORMS = {"bw"}
+"""Programs whose first call finds a parameter without a gradient, which is another form of the step."""
+
+
 class K:
     A = 2.0
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import weakref
+from itertools import starmap
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from xla_amp import config
-from xla_amp.lazy.capture.guards import Gradients
+from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.capture.numbers import Numbers
 from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording, require_replaced
 from xla_amp.lazy.capture.replay import Replay
+from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.tensors import tensor_io
 
 AUDIT = 8
 """After 8, 64, 512, ... replays one call is recorded again and compared."""
@@ -65,8 +68,7 @@ class CacheEntry:
             program.holders.append(lambda: None if (method := release()) is None else method())
 
     def add(
-        self, run: Recording, result: Any, tensors: list[torch.Tensor], gradients: Gradients, storages: list[int],
-        scalers: list[torch.amp.GradScaler],
+        self, run: Recording, result: Any, tensors: list[torch.Tensor], guards: Guards, after: Values
     ) -> Any:  # fmt: skip
         """Compares a recorded call with the one before it, and captures if they agree.
 
@@ -74,9 +76,8 @@ class CacheEntry:
             run: the recorded call.
             result: what the step returned.
             tensors: tensor arguments.
-            gradients: of the step's parameters, before the call.
-            storages: `Guards.storages` after the call.
-            scalers: that the step can see.
+            guards: of the call.
+            after: the Python values after it.
 
         Returns:
             What the call returns to the user.
@@ -86,10 +87,10 @@ class CacheEntry:
         """
         last, self.last = self.last, None
         run.require_one_program()
-        leaves, changed = tree_leaves(result), gradients.changed()
+        leaves, gradients = tree_leaves(result), [parameter.grad for parameter in guards.parameters]
         run.plain = [item for item in leaves if not isinstance(item, torch.Tensor)]
         needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in leaves)
-        if needs_backward and not (run.steps.optimizers or changed):
+        if needs_backward and not (run.steps.optimizers or any(map(run.has_written, gradients))):
             raise NotReplayableError(
                 "it returns a tensor that requires grad, and gradients do not reach into a replay; call backward() "
                 "inside, or run it under torch.no_grad()"
@@ -100,27 +101,27 @@ class CacheEntry:
             return result
         if [(type(item), item) for item in run.plain] != [(type(item), item) for item in last.plain]:
             raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {run.plain}")
+        storages = guards.storages(after)
         require_replaced(last, run, storages)
-        replay, numbers = Replay(last, run, result, tensors), Numbers(last, run, scalers)
+        replay, numbers = Replay(last, run, result, tensors), Numbers(last, run, guards.scalers)
         if self._replay is not None:
             self._audit_at *= AUDIT
-        self._replay, self._numbers, self._gradients, self._storages = replay, numbers, changed, storages
+        self._replay, self._numbers, self._storages = replay, numbers, storages
+        self._gradients = list(zip(guards.parameters, gradients, run.gradients, strict=True))
         self.last = run
         return replay.results(tensors)
 
-    def lost(self, storages: list[int]) -> str | None:
-        """Drops the capture if it no longer holds, and says why; None if it holds or if there is none.
-
-        Args:
-            storages: those of now.
-        """
+    def lost(self, guards: Guards) -> str | None:
+        """Drops the capture if it no longer holds, and says why; None if it holds or if there is none."""
         lost, self._lost = self._lost, None
         if self._replay is None:
             return lost
         if self._numbers.current() is None:
             lost = "an option of an optimizer or a scaler has changed"
-        elif storages != self._storages:
+        elif guards.storages(self.values) != self._storages:
             lost = "a tensor of its state was freed or replaced"
+        elif any(starmap(_is_replaced, self._gradients)):
+            lost = "a gradient was replaced"
         if lost is not None:
             self.drop_capture()
         return lost
@@ -131,14 +132,22 @@ class CacheEntry:
         Args:
             tensors: tensor arguments.
         """
-        replay, numbers, gradients = self._replay, self._numbers, self._gradients
-        floats = numbers.current()
+        replay = self._replay
+        floats = None if replay is None else self._numbers.current()
         computed = None if replay is None or floats is None else replay.run(tensors, floats)
         if replay is None or computed is None:
             self._lost = "a tensor of its state was freed or replaced"
             return None
         self.replays += 1
-        for parameter, grad in gradients:
+        for parameter, grad, _ in self._gradients:
             if parameter.grad is not grad:
                 parameter.grad = grad
         return (replay.results(tensors, computed),)
+
+
+def _is_replaced(parameter: torch.nn.Parameter, left: torch.Tensor | None, dropped: weakref.ref[Buffer] | None) -> bool:
+    """Whether a parameter has another gradient than the one that the recorded call left, or read and dropped."""
+    grad = parameter.grad
+    if grad is None or grad is left:
+        return False
+    return left is not None or dropped is None or tensor_io.buffer_of(grad) is not dropped()

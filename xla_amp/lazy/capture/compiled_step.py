@@ -18,7 +18,7 @@ from xla_amp import policy as policies
 from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.cache_entry import CacheEntry
-from xla_amp.lazy.capture.guards import Gradients, Guards
+from xla_amp.lazy.capture.guards import Guards
 from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
 from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording
@@ -176,7 +176,7 @@ class Compiled(Generic[_Arguments, _Result]):
         if entry is None:
             return self._step(*args, **kwargs)
         assert self._guards is not None  # noqa: S101  (`_find_entry`)
-        if (lost := entry.lost(self._guards.storages(entry.values) if entry.captured else [])) is not None:
+        if (lost := entry.lost(self._guards)) is not None:
             causes.captured_again(events.user_location(), lost)
         if entry.captured and not entry.audit_is_due():
             with trace.lock:  # not while recording: the backward pass may record on a thread of autograd's
@@ -243,9 +243,9 @@ class Compiled(Generic[_Arguments, _Result]):
         guards, tensors = self._guards, _tensors(flat_args)
         assert guards is not None  # noqa: S101  (the callers have made it)
         guards.forget()
-        gradients, steps = Gradients(guards.parameters), OptimizerSteps(entry.calls % 2)
+        steps = OptimizerSteps(entry.calls % 2)
         entry.calls += 1
-        run = Recording(steps, tensors, entry.last)
+        run = Recording(steps, tensors, guards.gradients(), entry.last)
         with step_marker.paused(), steps.tracked(), run:
             result = self._step(*args, **kwargs)
             execute.flush()
@@ -254,7 +254,7 @@ class Compiled(Generic[_Arguments, _Result]):
             changed = guards.difference(entry.values, after)
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
-            result = entry.add(run, result, tensors, gradients, guards.storages(after), guards.scalers)
+            result = entry.add(run, result, tensors, guards, after)
             if entry.captured:
                 self._failures = 0
             return result

@@ -62,8 +62,11 @@ class Guards:
         self._read: tuple[list[int], list[Any]] = [], []
         """Sizes, names and objects of the tables when `_module_values` was read."""
         self._module_values: list[tuple[str, Any]] = []
-        found = [parameter for space in spaces for parameter in space["_parameters"].values()]
-        self.parameters = [parameter for parameter in dict.fromkeys(found) if parameter is not None]
+        of_modules = [parameter for space in spaces for parameter in space["_parameters"].values()]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        of_optimizers = [parameter for group in groups for parameter in group["params"]]
+        found = dict.fromkeys((*of_modules, *of_optimizers, *self._reach.leaves))
+        self.parameters: list[torch.Tensor] = [parameter for parameter in found if parameter is not None]
         self._on_device = [parameter for parameter in self.parameters if _is_here(parameter)]
 
     # -- comparing -----------------------------------------------------------------------------------------------
@@ -116,6 +119,13 @@ class Guards:
         """Which parameters have no gradient now."""
         return tuple([parameter.grad is None for parameter in self.parameters])
 
+    def gradients(self) -> list[weakref.ref[Buffer] | None]:
+        """The storages of the parameters' gradients, kept alive by nothing here; None where there is none."""
+        grads = [parameter.grad for parameter in self.parameters]
+        return [
+            weakref.ref(tensor_io.buffer_of(grad)) if grad is not None and _is_here(grad) else None for grad in grads
+        ]
+
     def difference(self, before: Values, after: Values) -> str | None:
         """A description of the first value that differs between two results of `values`."""
         if before.found != after.found:
@@ -129,24 +139,3 @@ class Guards:
 
 def _is_here(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == DEVICE_TYPE and value.layout is torch.strided
-
-
-class Gradients:
-    """Which gradients parameters have, to find those that a call sets or drops; keeps none of them alive."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._before = [(each, each.grad is not None, _buffer(each.grad)) for each in parameters]
-
-    def changed(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None]]:
-        """The parameters whose gradient may be another one now, with that gradient."""
-        changed = []
-        for parameter, had, before in self._before:
-            grad, now = parameter.grad, _buffer(parameter.grad)
-            same = not had if grad is None else before is not None and now is not None and before() is now()
-            if not same:
-                changed.append((parameter, grad))
-        return changed
-
-
-def _buffer(tensor: torch.Tensor | None) -> weakref.ref[Buffer] | None:
-    return weakref.ref(tensor_io.buffer_of(tensor)) if tensor is not None and _is_here(tensor) else None

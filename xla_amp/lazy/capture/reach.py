@@ -97,6 +97,8 @@ class Reach:
         """(name for messages, module) for all modules, submodules included."""
         self.optimizers = walk.optimizers
         self.scalers = walk.scalers
+        self.leaves = walk.leaves
+        """Tensors that get gradients, besides those of modules and optimizers."""
 
     def values(self) -> Values:
         """What the function finds now.
@@ -177,6 +179,7 @@ class _Walk:
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
+        self.leaves: list[torch.Tensor] = []
 
     def result(self) -> Values:
         """What the walk has found."""
@@ -265,6 +268,8 @@ class _Walk:
         if value.device.type == DEVICE_TYPE and value.layout is torch.strided:
             self._add(torch.Tensor, (value.shape, value.stride(), value.storage_offset(), value.dtype), label)
             self._storages.append(id(tensor_io.buffer_of(value)))
+            if value.requires_grad and value.is_leaf:
+                self.leaves.append(value)
         elif value.device.type == "cpu" and value.layout is torch.strided:
             if value.nbytes > LARGEST_ARRAY:
                 self._refuse(label, value, f"its {value.nbytes:,} bytes are too many; move it to the device")

@@ -83,6 +83,7 @@ class Recording:
     Args:
         steps: follows what optimizers do in the call.
         tensors: tensor arguments of the call.
+        gradients: `Guards.gradients` before the call.
         previous: the call before.
     """
 
@@ -118,8 +119,14 @@ class Recording:
     plain: list[Any]
     """Python values that the call returned."""
 
-    def __init__(self, steps: OptimizerSteps, tensors: Sequence[torch.Tensor], previous: Recording | None) -> None:
-        self.steps, self._previous = steps, previous
+    def __init__(
+        self,
+        steps: OptimizerSteps,
+        tensors: Sequence[torch.Tensor],
+        gradients: Sequence[Reference | None],
+        previous: Recording | None,
+    ) -> None:
+        self.steps, self.gradients, self._previous = steps, gradients, previous
         execute.flush()
         self._argument_of = {id(tensor_io.buffer_of(tensor)): index for index, tensor in enumerate(tensors)}
         self._locations: list[str] = []
@@ -189,6 +196,13 @@ class Recording:
         ]
         parameters = set(map(id, trace.parameters))
         self.overwritten = sum(id(each) in parameters for each in targets)
+
+    def has_written(self, tensor: torch.Tensor | None) -> bool:
+        """Whether the call computed the value of a tensor."""
+        if tensor is None or tensor.layout is not torch.strided:
+            return tensor is not None
+        buffer = tensor_io.buffer_of(tensor)
+        return any(target.buffer() is buffer for target in self.targets)
 
     def require_one_program(self) -> None:
         """Checks that a replay can do what the call did.
