@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -322,3 +323,10 @@ class Policy:
         """Cast of `operation` outside modules, and whether a rule gives it."""
         decision = self._decide(operation)
         return decision.cast, decision.rule is not None
+
+
+@functools.lru_cache(maxsize=256)
+def decided_as_a_whole(policy: Policy) -> frozenset[str]:
+    """Operations that a program may contain in parts (`op_catalog.composite`) and that a rule may decide."""
+    names = {name for name, _ in op_catalog.catalogue().composites.values()}
+    return frozenset(name for name in names if policy.by_module or policy.decide(name).of_whole)

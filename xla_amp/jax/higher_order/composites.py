@@ -8,12 +8,12 @@ computed as they were written, in float32, and the results get the dtype that th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xla_amp.jax import compat
 from xla_amp.policy import Policy, op_catalog
+from xla_amp.policy.policy import decided_as_a_whole
 
 
 class Run(NamedTuple):
@@ -25,16 +25,9 @@ class Run(NamedTuple):
     stop: int
 
 
-@functools.lru_cache(maxsize=256)
-def _ruled(policy: Policy) -> frozenset[str]:
-    """The composites that a rule may decide."""
-    names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return frozenset(name for name in names if policy.by_module or policy.decide(name).of_whole)
-
-
 def runs(jaxpr: Any, policy: Policy) -> list[Run]:
     """The runs of a jaxpr that rules may decide, in order."""
-    ruled = _ruled(policy)
+    ruled = decided_as_a_whole(policy)
     if not ruled:
         return []
     found: list[Run] = []

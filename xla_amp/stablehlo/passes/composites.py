@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from xla_amp.policy import Policy, op_catalog
+from xla_amp.policy.policy import decided_as_a_whole
 from xla_amp.stablehlo import ir, locations, surgery
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
@@ -72,7 +73,7 @@ def leaders(module: Any) -> dict[int, list[Any]]:
 
 def call_decompositions(module: Any, policy: Policy) -> None:
     """Replaces composites that a rule may decide as a whole by calls of their decompositions."""
-    mlir, ruled = ir.mlir(), _ruled(policy)
+    mlir, ruled = ir.mlir(), decided_as_a_whole(policy)
     for operation in list(ir.operations(module.operation)) if ruled else ():
         if operation.name != "stablehlo.composite":
             continue
@@ -86,17 +87,12 @@ def call_decompositions(module: Any, policy: Policy) -> None:
         surgery.call_instead(operation, symbol)
 
 
-def _ruled(policy: Policy) -> set[str]:
-    names = {name for name, _ in op_catalog.catalogue().composites.values()}
-    return {name for name in names if policy.by_module or policy.decide(name).of_whole}
-
-
 def mark(module: Any, policy: Policy, paths: ModulePaths, copies: Mapping[str, str]) -> bool:
     """Marks the parts of the operations that a rule decides as a whole, and their edges; whether there are any.
 
     `copies`: name of a cloned function -> name of the function.
     """
-    ruled = _ruled(policy)
+    ruled = decided_as_a_whole(policy)
     numbers = itertools.count()
     for function in list(ir.functions(module).values()) if ruled else ():
         if len(function.regions[0].blocks):
@@ -128,7 +124,7 @@ def remove(module: Any) -> None:
                 del operation.attributes[_LEADS]
 
 
-def _groups(function: Any, ruled: set[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
+def _groups(function: Any, ruled: frozenset[str], copies: Mapping[str, str]) -> Iterator[tuple[str, list[Any]]]:
     """(operation, its parts in one block)."""
     symbol = surgery.name_of(function)
     while symbol in copies:
@@ -153,7 +149,7 @@ def _blocks(operation: Any) -> Iterator[Any]:
                     yield from _blocks(view.operation)
 
 
-def _by_location(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
+def _by_location(block: Any, ruled: frozenset[str]) -> Iterator[tuple[str, list[Any]]]:
     """Runs of operations that one call of a function wrote; constants inside do not end a run."""
     before: Any = None
     parts: list[Any] = []
@@ -169,7 +165,7 @@ def _by_location(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]
         yield before[0], parts
 
 
-def _call(location: locations.Location, ruled: set[str]) -> tuple[str, str] | None:
+def _call(location: locations.Location, ruled: frozenset[str]) -> tuple[str, str] | None:
     """The operation that a location is in, and a key of the call."""
     for frame in location.frames:
         operation = op_catalog.composite(frame.function, frame.file)
@@ -179,7 +175,7 @@ def _call(location: locations.Location, ruled: set[str]) -> tuple[str, str] | No
     return None
 
 
-def _softmaxes(block: Any, ruled: set[str]) -> Iterator[tuple[str, list[Any]]]:
+def _softmaxes(block: Any, ruled: frozenset[str]) -> Iterator[tuple[str, list[Any]]]:
     """``exp(x - max(x)) / sum(exp(x - max(x)))``, and its logarithm, as JAX writes them."""
     for operation in surgery.body(block):
         if _call(locations.of(operation), ruled) is not None:
