@@ -1,8 +1,8 @@
 """Host time of a captured step, compared with recording it and with a JAX call on the same buffers.
 
 The floor is one iteration of a JAX loop, ``state = step(state)``: it calls an executable that takes and returns arrays
-of the same shapes, with the same donations, and computes nothing, and it releases the replaced arrays.  The replay runs
-with that executable instead of the captured one, so the difference is our Python alone.  Times are CPU time of the
+of the same shapes, with the same donations, and computes nothing, and it releases the replaced arrays.  Replay and
+recording run with that executable instead of the step's, so the difference is our Python alone.  Times are CPU time of the
 calling thread, so that other programs on the machine do not count.
 
     python benchmarks/replay.py [--rounds 50] [--json]
@@ -31,9 +31,7 @@ from xla_amp.lazy.programs.compile import Program
 
 def empty_program(program: Program) -> Any:
     """An executable with the inputs, donations and outputs of `program` that computes nothing."""
-    donated, kept, floats, ints = program.abstract
-    with private_api.x64():
-        outputs = jax.eval_shape(program.call, donated, kept, floats, ints)
+    outputs = program.result_shapes()
 
     def nothing(donated: list[Any], kept: list[Any], floats: Any, ints: Any) -> list[Any]:
         given = list(donated)
@@ -49,8 +47,7 @@ def empty_program(program: Program) -> Any:
 
 def successors(donated: list[Any], program: Program) -> list[int]:
     """For each donated input, the index of the output that replaces it in the next iteration."""
-    with private_api.x64():
-        spare = dict(enumerate(jax.eval_shape(program.call, *program.abstract)))
+    spare = dict(enumerate(program.result_shapes()))
     indices = []
     for array in donated:
         index = next(i for i, x in spare.items() if x.shape == array.shape and x.dtype == array.dtype)
