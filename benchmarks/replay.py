@@ -2,8 +2,8 @@
 
 The floor is one iteration of a JAX loop, ``state = step(state)``: it calls an executable that takes and returns arrays
 of the same shapes, with the same donations, and computes nothing, and it releases the replaced arrays.  Replay and
-recording run with that executable instead of the step's, so the difference is our Python alone.  Times are CPU time of the
-calling thread, so that other programs on the machine do not count.
+recording run with that executable instead of the step's, so the difference is our Python alone.  Times are CPU time of
+the calling thread, so that other programs on the machine do not count.
 
     python benchmarks/replay.py [--rounds 50] [--json]
 """
