@@ -341,7 +341,9 @@ def train() -> None:
     if alone and low is not None and not JSON.value:
         images, labels = next(iter(DeviceLoader(test_loader, device)))
         print(explained(model, images, labels, amp))
-        print("So small a model may lose. Next: examples/gpt.py, docs/policy.md (other rules), docs/tools.md (what ran).")
+        print(
+            "So small a model may lose. Next: examples/gpt.py, docs/policy.md (other rules), docs/tools.md (what ran)."
+        )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 
 python scripts/docs_figures.py step        # docs/step.svg: a training step in float32 beside the same under autocast
 python scripts/docs_figures.py tutorial [--write]    # runs docs/tutorial.md and measures its steps: its table
+python scripts/docs_figures.py notebook    # runs examples/quickstart.ipynb and keeps its output; docs/gallery/*.png
 
 The dtypes of the step are those that `xla_amp.explain` finds for a small network; nothing of it is computed.
 """
@@ -10,7 +11,9 @@ The dtypes of the step are those that `xla_amp.explain` finds for a small networ
 from __future__ import annotations
 
 import argparse
+import base64
 import os
+import re
 import statistics
 import time
 from typing import Any
@@ -132,12 +135,58 @@ def tutorial_table() -> str:
     return f"{machine}:\n\n| step | milliseconds | share of float32 |\n|---|---|---|\n{''.join(lines)}"
 
 
+# ---- the notebook ----------------------------------------------------------------------------------------------------
+
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+GALLERY = ROOT / "docs" / "gallery"
+PICTURES = ("losses", "layers", "loss_scale")
+"""Names of the notebook's pictures, in its order."""
+CELL = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
+"""The file in which IPython puts a cell: another one in each run."""
+
+
+def run_notebook() -> Any:
+    """The notebook with what its cells print and draw; what goes to standard error is left out."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(NOTEBOOK, nbformat.current_nbformat)
+    nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        outputs = [each for each in cell.get("outputs", ()) if each.get("name") != "stderr"]
+        if cell.cell_type == "code":
+            cell.outputs = outputs
+        for output in outputs:
+            if "text" in output:
+                output.text = CELL.sub("cell", output.text)
+    return notebook
+
+
+def write_notebook() -> None:
+    """Keeps the notebook with its output, and its pictures for the pages."""
+    import nbformat
+
+    notebook = run_notebook()
+    nbformat.write(notebook, NOTEBOOK)
+    found = [
+        o.data["image/png"] for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})
+    ]
+    GALLERY.mkdir(exist_ok=True)
+    for name, picture in zip(PICTURES, found, strict=True):
+        (GALLERY / f"{name}.png").write_bytes(base64.b64decode(picture))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("step")
     kinds.add_parser("tutorial").add_argument("--write", action="store_true", help="put the table into the page")
+    kinds.add_parser("notebook")
     given = parser.parse_args()
+    if given.kind == "notebook":
+        write_notebook()
+        return
     if given.kind == "step":
         STEP.write_text(svg())
         return

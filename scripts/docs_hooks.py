@@ -147,16 +147,28 @@ def _source_page(path: str) -> str:
     if path.endswith(".md"):
         return _relinked(found.read_text(), path)
     if path.endswith(".ipynb"):
-        cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(found.read_text())["cells"]]
-        return "\n\n".join(
-            f"```python\n{text}\n```" if kind == "code" else _relinked(text, path) for kind, text in cells
-        )
+        return "\n\n".join(part for cell in json.loads(found.read_text())["cells"] for part in _cell(cell, path))
     files = sorted(file for file in found.iterdir() if file.is_file()) if found.is_dir() else [found]
     parts = [f"# {path}\n"]
     for file in files:
         heading = f"\n## {file.name}\n" if found.is_dir() else ""
         parts.append(f"{heading}\n````{file.suffix[1:]}\n{file.read_text()}````\n")
     return "".join(parts)
+
+
+def _cell(cell: dict[str, Any], path: str) -> Iterator[str]:
+    """A cell of a notebook in Markdown, with what it printed and drew."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        yield _relinked(text, path)
+        return
+    yield f"```python\n{text}\n```"
+    for output in cell["outputs"]:
+        picture = output.get("data", {}).get("image/png")
+        if picture:
+            yield f"![what the cell draws](data:image/png;base64,{''.join(picture.split())})"
+        elif "text" in output:
+            yield f"```text\n{''.join(output['text'])}\n```"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
