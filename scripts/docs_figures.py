@@ -150,7 +150,7 @@ def run_notebook() -> Any:
     import nbclient
     import nbformat
 
-    notebook = nbformat.read(NOTEBOOK, nbformat.current_nbformat)
+    notebook = nbformat.read(NOTEBOOK, nbformat.current_nbformat)  # type: ignore[no-untyped-call]
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -168,7 +168,7 @@ def write_notebook() -> None:
     import nbformat
 
     notebook = run_notebook()
-    nbformat.write(notebook, NOTEBOOK)
+    nbformat.write(notebook, NOTEBOOK)  # type: ignore[no-untyped-call]
     found = [
         o.data["image/png"] for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})
     ]
