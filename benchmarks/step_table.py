@@ -4,6 +4,7 @@
     python benchmarks/step_table.py --workloads GPT-2 --peers "lazy bf16" "torch autocast" --rounds 9
     python benchmarks/step_table.py --size tiny --turn 5 --name host   # the host's time, without arithmetic
     python benchmarks/step_table.py --size full                      # published sizes, for one GPU
+    python benchmarks/step_table.py --first                          # first steps, without and with programs on disk
 
 Each peer runs in a separate process, in a separate environment if it needs one (docs/benchmarks.md).  Peers alternate,
 so that a drift of the machine affects all.  A turn is one step, or `--turn` steps, of which the first is not counted:
@@ -86,8 +87,14 @@ class Contestant:
     """The process of one peer."""
 
     def __init__(self, peer: Peer, workload: str, size: str, threads: int) -> None:
-        environment = {**os.environ, **peer.environment, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
-        environment["XLA_AMP_CACHE"] = "off"  # first steps are cold ones
+        # First steps are cold ones, unless a peer names a folder of programs.
+        environment = {
+            **os.environ,
+            "XLA_AMP_CACHE": "off",
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONWARNINGS": "ignore",
+        }
+        environment |= peer.environment
         environment.pop("PYTHONPATH", None)
         cores = sorted(os.sched_getaffinity(0))[:threads]
         # A pipe that is not read would fill up.
@@ -162,6 +169,21 @@ def race(workload: str, names: list[str], options: argparse.Namespace) -> dict[s
     return records
 
 
+def first_steps(workload: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """A row: seconds of the first step and of the first three, in two processes that share a new folder of programs."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        peer = Peer("lazy", "bf16", environment={"XLA_AMP_CACHE": folder})
+        for _ in ("cold", "warm"):
+            contestant = Contestant(peer, workload, options.size, options.threads)
+            seconds = [contestant.ask("step")["step"] for _ in range(3)]
+            found += [seconds[0], sum(seconds)]
+            contestant.close()
+    cold, cold_all, warm, warm_all = found
+    cells = [f"{each:.2f}" for each in (cold, warm, warm / cold, cold_all, warm_all, warm_all / cold_all)]
+    return f"{workload}: {WORKLOADS[options.size][workload].shape}", *cells
+
+
 def rows(results: Mapping[str, Mapping[str, Mapping[str, Any]]], size: str) -> list[tuple[str, ...]]:
     """The table, with each step's time relative to torch's own autocast."""
     lines = []
@@ -194,7 +216,14 @@ def main() -> None:
         "--merge", action="store_true", help="keep rows of other workloads and peers, although of another run"
     )
     parser.add_argument("--no-plot", action="store_true")
+    parser.add_argument("--first", action="store_true", help="first steps with and without programs on disk")
     options = parser.parse_args()
+    if options.first:
+        options.size = "first"
+        table = [first_steps(workload, options) for workload in WORKLOADS["first"]]
+        headings = ("workload", "first step s", "warm", "ratio", "three steps s", "warm", "ratio")
+        write_markdown("first_steps", headings, table, "First steps without programs on disk, and with them (warm).")
+        return
     path = RESULTS / f"{options.name}.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if options.merge and path.exists() else {}
     for workload in options.workloads:

@@ -10,7 +10,7 @@ import models
 import numpy as np
 import torch
 
-Size = Literal["tiny", "small", "full"]
+Size = Literal["tiny", "small", "first", "full"]
 
 
 def _images(batch: int, side: int, classes: int) -> Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]:
@@ -106,6 +106,14 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
             "ViT": vit(4, side=112, layers=2),
             "LSTM": language(8, 32, "LSTM", vocabulary=4096, width=512),
         },
+        # First steps of a run: graphs from small to large.
+        "first": {
+            "ConvNet": resnet(8, 64, blocks=(3, 3, 3, 3)),
+            "ResNet-50": resnet(8, 96),
+            "GPT-2": language(2, 128, vocabulary=8192, context=128, layers=2),
+            "GPT-2 of 12 layers": language(2, 128, vocabulary=8192, context=128, layers=12),
+            "BERT": language(4, 128, "BERT", vocabulary=8192, context=128, layers=2),
+        },
         "full": {
             "ResNet-50": resnet(256, 224),
             "GPT-2": language(16, 1024),
@@ -115,4 +123,4 @@ WORKLOADS: Mapping[Size, Mapping[str, Workload]] = {
         },
     }.items()
 }
-"""Size -> name -> workload: for host time, for a small CPU, and as published with batches for one GPU."""
+"""Size -> name -> workload: for host time, a small CPU, first steps, and as published with batches for one GPU."""
