@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from jax.experimental import serialize_executable
 
 import xla_amp
 from tests.helpers.lazy_device import Counts, counted
+from xla_amp import lowering
 from xla_amp.errors import XlaAmpWarning
 from xla_amp.lazy.programs import content, execute
 from xla_amp.lazy.programs.disk import Folder
@@ -108,6 +110,13 @@ def test_another_version_is_a_miss(
     again(lambda: cosine(device))
     monkeypatch.setattr(content, changed, lambda: "another")
     assert again(lambda: cosine(device)).compilations == 1
+
+
+def test_the_source_of_every_lowering_is_part_of_the_name() -> None:
+    files = set(content.source_files())
+    for row in lowering.table().values():
+        if row.function.__module__.startswith("xla_amp."):
+            assert Path(inspect.getsourcefile(row.function) or "") in files
 
 
 def test_jaxs_options_are_part_of_the_name(device: torch.device, folder: Path) -> None:

@@ -51,6 +51,7 @@ _PERMANENT: Final = ("Lowering", "Argument")
 """Classes of this package whose objects last as long as the process: rows of its table, and arguments of operators."""
 _texts: dict[int, tuple[Any, str]] = {}
 """id of such an object -> the object, and its description."""
+_SHAPES: Final = (".py", ".toml")
 _digests: weakref.WeakKeyDictionary[Instruction, bytes] = weakref.WeakKeyDictionary()
 
 
@@ -123,10 +124,17 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(words)}))
 
 
+def source_files() -> list[Path]:
+    """The files of this package that shape programs: source, and tables."""
+    # Not `Path.rglob`, which leaves out links: a checkout has the lowerings behind one.
+    folders = os.walk(_PACKAGE, followlinks=True)
+    return sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(_SHAPES))
+
+
 @functools.cache
 def _sources() -> str:
     """Digest of the source of this package."""
-    files = sorted(_PACKAGE.rglob("*.py"))
+    files = source_files()
     if not files:
         raise NoDescriptionError("functions of this package, which is installed without its source")
     found = hashlib.sha256()
