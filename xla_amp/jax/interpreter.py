@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -124,8 +123,10 @@ class Interpreter:
                     continue
             eqn = jaxpr.eqns[index]
             flags = [var in gradients for var in eqn.outvars]
-            process = functools.partial(self.process, f32_outputs=flags, after_gradients=index in optimizer)
-            rebind.run((eqn,), environment, process, _read)
+            operands = [_read(environment, atom) for atom in eqn.invars]
+            with compat.equation_context(eqn):
+                outs = self.process(eqn, operands, f32_outputs=flags, after_gradients=index in optimizer)
+            environment.update(zip(eqn.outvars, outs, strict=True))
         return [_read(environment, atom) for atom in jaxpr.outvars]
 
     def _find_island(
