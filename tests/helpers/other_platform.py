@@ -7,20 +7,17 @@ import math
 import re
 
 from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.programs.compile import build, steps
+from xla_amp.lazy.programs.compile import build
 
 
 def text_for(platform):
     """The newest program as it would be recorded on another platform."""
     key = next(reversed(execute._programs))
-    instructions = list(steps(key.code))
-    parameters, number = {}, 0
-    for instruction, _, _ in instructions:
-        if instruction.emit is None:
-            parameters[number] = instruction.outs[0]
-        number += len(instruction.outs)
-    numbers = tuple(sum(getattr(each, kind) for each, _, _ in instructions) for kind in ("floats", "ints"))
+    tape = Tape(key.code)
+    parameters = {node.first: node.instruction.outs[0] for node in tape if node.is_parameter}
+    numbers = tuple(sum(getattr(node.instruction, kind) for node in tape) for kind in ("floats", "ints"))
     with private_api.x64():
         program = build(key, list(parameters), list(parameters.values()), numbers, 1, platform)
         name = {"gpu": "cuda"}.get(platform, platform)

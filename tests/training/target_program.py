@@ -25,8 +25,9 @@ import xla_amp
 from xla_amp import config
 from xla_amp import xla_model as xm
 from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import build, steps
+from xla_amp.lazy.programs.compile import build
 
 DEVICES = {"gpu": 8, "tpu": 16}
 LAYOUTS = {
@@ -75,15 +76,10 @@ def trained(marked, specs, reduce):
 
 def text(key, platform):
     """The program of a recorded step as JAX writes it for `platform`."""
-    instructions = list(steps(key.code))
-    parameter_numbers, parameter_specs, number = [], [], 0
-    for instruction, _, _ in instructions:
-        if instruction.emit is None:
-            parameter_numbers.append(number)
-            parameter_specs.append(instruction.outs[0])
-        number += len(instruction.outs)
-    numbers = tuple(sum(getattr(each, what) for each, _, _ in instructions) for what in ("floats", "ints"))
-    program = build(key, parameter_numbers, parameter_specs, numbers, 1, platform)
+    tape = Tape(key.code)
+    parameters = {node.first: node.instruction.outs[0] for node in tape if node.is_parameter}
+    numbers = tuple(sum(getattr(node.instruction, what) for node in tape) for what in ("floats", "ints"))
+    program = build(key, list(parameters), list(parameters.values()), numbers, 1, platform)
     with private_api.x64():
         platforms = ({"gpu": "cuda"}.get(platform, platform),)
         return program.call.trace(*program.abstract).lower(lowering_platforms=platforms).as_text()

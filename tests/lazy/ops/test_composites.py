@@ -16,15 +16,15 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import xla_amp
 from xla_amp import lazy as engine
+from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs.compile import steps
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def recorded() -> list[str]:
     """Names of the operations in the trace."""
-    return [instruction.name for instruction, _, _ in steps(trace.code) if instruction.emit is not None]
+    return [node.instruction.name for node in nodes(trace.code) if not node.is_parameter]
 
 
 def sample(*shape: int, seed: int = 0) -> Tensor:

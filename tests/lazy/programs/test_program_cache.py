@@ -15,6 +15,7 @@ from jax._src.interpreters import partial_eval
 import xla_amp
 from tests.helpers.lazy_device import counted
 from xla_amp.lazy.graph import trace as graph
+from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.programs import compile as compiler
 from xla_amp.lazy.programs import execute, program_cache
 
@@ -61,7 +62,7 @@ def test_forty_shapes_stay_within_the_limit(device: torch.device, monkeypatch: p
     assert xla_amp.metrics()["program_bytes"] <= LIMIT
     assert executables() - before <= len(programs) + 1
     # Twice what the programs use, at most: the interned instructions of dropped programs are gone.
-    used = {i.id for program in compiler.alive for i, _, _ in compiler.steps(program.key.code)}
+    used = {node.instruction.id for program in compiler.alive for node in nodes(program.key.code)}
     assert len(graph.instructions) <= 3 * len(used) + 64
     shapes = {key[0] for key in list(graph._specs)}
     assert (7, 4) not in shapes

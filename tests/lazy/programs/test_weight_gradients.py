@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
+from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute, weight_gradients
-from xla_amp.lazy.programs.compile import steps
 
 
 class Block(nn.Module):
@@ -42,12 +42,12 @@ def found(module, x):
         loss = module(x).float().square().mean()
     loss.backward()
     xla_amp.sync()
-    code = next(reversed(execute._programs)).code
-    numbers, at = weight_gradients.find(steps(code)), 0
-    for instruction, _, _ in steps(code):
-        if at in numbers:
+    tape = Tape(execute.programs()[-1].key.code)
+    numbers = weight_gradients.find(tape)
+    for node in tape:
+        if node.first in numbers:
+            instruction = node.instruction
             yield instruction.name, instruction.outs[1 if "convolution" in instruction.name else 0].shape
-        at += len(instruction.outs)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -11,7 +11,7 @@ import torch
 from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.symbolic_scalars import Term, evaluate
-from xla_amp.lazy.programs.compile import steps as steps_of
+from xla_amp.lazy.graph.tape import nodes
 
 
 class Numbers:
@@ -75,9 +75,9 @@ class Numbers:
 
 def _names(code: Sequence[int]) -> Iterator[str]:
     """For each lifted float of a trace, the operation that takes it."""
-    for instruction, _, _ in steps_of(code):
-        for _ in range(instruction.floats):
-            yield instruction.name
+    for node in nodes(code):
+        for _ in range(node.instruction.floats):
+            yield node.instruction.name
 
 
 def _growth(scaler: torch.amp.GradScaler) -> tuple[float, ...]:

@@ -29,8 +29,9 @@ from xla_amp.config import Process
 from xla_amp.errors import EngineError
 from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
+from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import Program, steps
+from xla_amp.lazy.programs.compile import Program
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
 
@@ -304,13 +305,14 @@ def _line(place: tuple[str, int] | None = None) -> str:
 
 def _describe(program: Program, numbers: Sequence[np.ndarray]) -> bytes:
     """The program as text for a process that has another."""
-    rows = list(steps(program.key.code))
+    tape = Tape(program.key.code)
     found = {
         "operations": [
-            f"{instruction.name}({', '.join(map(str, inputs))}) -> {', '.join(map(str, instruction.outs))}"
-            for instruction, _, inputs in rows
+            f"{node.instruction.name}({', '.join(map(str, node.inputs))}) -> "
+            f"{', '.join(map(str, node.instruction.outs))}"
+            for node in tape
         ],
-        "lines": [instruction.location for instruction, _, _ in rows],
+        "lines": [node.instruction.location for node in tape],
         "results": len(program.outputs),
         "numbers": [repr(number) for each in numbers for number in each.tolist()],
         "autocast": _autocast(),

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from xla_amp.lazy.graph.tape import Node, Tape
 from xla_amp.lazy.graph.trace import Instruction, Spec
-from xla_amp.lazy.programs.compile import Program, steps
+from xla_amp.lazy.programs.compile import Program
 
 _SAME = ("all_reduce.", "all_gather", "collective_broadcast")
 """Beginnings of the names of collectives that give all processes the same value."""
@@ -22,59 +23,51 @@ def positions(program: Program) -> tuple[list[int], list[int]]:
     A weight is what the program overwrites and computes from its old value, other such values, results of collectives
     and scalars: so the running sum of what each process measures is none.
     """
-    rows = list(steps(program.key.code))
+    tape = Tape(program.key.code)
+    specs = tape.specs()
     behind: list[bool] = []
     """By number of a value: whether it depends on a collective."""
     separate: list[bool] = []
     """Whether it depends on data that may differ from process to process."""
-    specs: list[Spec | None] = []
-    parameter = ints = floats = 0
-    first_numbers = []
-    for instruction, _, inputs in rows:
-        first_numbers.append((len(behind), floats, ints))
-        floats, ints = floats + instruction.floats, ints + instruction.ints
-        outs = len(instruction.outs)
-        if instruction.emit is None:
-            spec = instruction.outs[0]
-            states = [(False, parameter not in program.overwritten and spec is not None and spec.size > 1)]
-            parameter += 1
+    for node in tape:
+        instruction = node.instruction
+        if node.is_parameter:
+            written = node.at.parameters in program.overwritten
+            states = [(False, not written and _size(instruction.outs[0]) > 1)]
         elif instruction.collective:
-            states = [(True, not _is_same(instruction))] * outs
+            states = [(True, not _is_same(instruction))] * len(instruction.outs)
         else:
             states = [
                 (any(behind[number] for number in given), any(separate[number] for number in given))
-                for given in _read_by_each(instruction, inputs, specs)
+                for given in _read_by_each(node, specs)
             ]
         behind += [state[0] for state in states]
         separate += [state[1] for state in states]
-        specs += instruction.outs
-    written = program.key.wanted[: len(program.overwritten)]
-    needed = {number for number in written if behind[number] and not separate[number]}
-    seeds = program.abstract[3].shape[0] - ints
+    written_to = program.key.wanted[: len(program.overwritten)]
+    needed = {number for number in written_to if behind[number] and not separate[number]}
+    seeds = program.abstract[3].shape[0] - sum(node.instruction.ints for node in tape)
     of_floats: set[int] = set()
     of_ints: set[int] = set()
-    for (instruction, draw, inputs), (value, float_, int_) in zip(reversed(rows), reversed(first_numbers), strict=True):
-        if instruction.collective or needed.isdisjoint(range(value, value + len(instruction.outs))):
+    for node in reversed(tape.nodes):
+        if node.instruction.collective or needed.isdisjoint(node.results):
             continue
-        for result, given in enumerate(_read_by_each(instruction, inputs, specs), value):
+        for result, given in enumerate(_read_by_each(node, specs), node.first):
             if result in needed:
                 needed.update(given)
-        of_floats.update(range(float_, float_ + instruction.floats))
-        of_ints.update(range(seeds + int_, seeds + int_ + instruction.ints))
-        if draw:
-            of_ints.update((2 * draw[0], 2 * draw[0] + 1))
+        of_floats.update(range(node.floats.start, node.floats.stop))
+        of_ints.update(range(seeds + node.ints.start, seeds + node.ints.stop))
+        if node.draw:
+            of_ints.update((2 * node.draw[0], 2 * node.draw[0] + 1))
     return sorted(of_floats), sorted(of_ints)
 
 
-def _read_by_each(
-    instruction: Instruction, inputs: Sequence[int], specs: Sequence[Spec | None]
-) -> Iterator[Sequence[int]]:
+def _read_by_each(node: Node, specs: Sequence[Spec | None]) -> Iterator[Sequence[int]]:
     """The numbers of the values that each result depends on."""
-    count, given = len(instruction.outs), [number for number in inputs if number >= 0]
-    if instruction.name.startswith("_foreach_") and len(given) == len(inputs) and not len(given) % count:
+    count, given, name = len(node.results), [number for number in node.inputs if number >= 0], node.instruction.name
+    if name.startswith("_foreach_") and len(given) == len(node.inputs) and not len(given) % count:
         yield from (given[index::count] for index in range(count))
         return
-    if instruction.name == "write_view" and _size(specs[given[0]]) == _size(specs[given[1]]):
+    if name == "write_view" and _size(specs[given[0]]) == _size(specs[given[1]]):
         given = given[1:]  # nothing of the old value is left
     yield from [given] * count
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,10 +20,11 @@ from xla_amp.backends.places import Place
 from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
+from xla_amp.lazy.graph.tape import Position, Tape, nodes
 from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.compile import Key, Program, build, steps
+from xla_amp.lazy.programs.compile import Key, Program, build
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -44,20 +45,6 @@ class _RaiseOnFlush:
 
     def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Is never called."""
-
-
-class _Position(NamedTuple):
-    """A position in the trace."""
-
-    code: int
-    values: int
-    parameters: int
-    floats: int
-    ints: int
-
-    @classmethod
-    def now(cls) -> _Position:
-        return cls(len(trace.code), trace.count, len(trace.parameters), len(trace.floats), len(trace.ints))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +98,7 @@ class FunctionTrace:
 
     def __init__(self) -> None:
         self._buffers: list[Buffer] = []
-        self._split: _Position | None = None
+        self._split: Position | None = None
         self._locations = Locations()
 
     def __enter__(self) -> FunctionTrace:
@@ -159,7 +146,7 @@ class FunctionTrace:
 
     def split(self) -> None:
         """Ends the forward part; placeholders made after this are arguments of the backward part."""
-        self._split = _Position.now()
+        self._split = Position.now()
         self._forward_arguments = len(self._buffers)
 
     def whole(self, wanted: Sequence[torch.Tensor]) -> PureFunction:
@@ -183,15 +170,14 @@ class FunctionTrace:
         at = self._split
         if at is None:
             raise EngineError("FunctionTrace.halves() before split()")
-        saved: dict[int, int] = {}
-        for number in (*(n for _, _, inputs in steps(trace.code[at.code :]) for n in inputs), *numbers):
-            if 0 <= number < at.values:
-                saved.setdefault(number, len(saved))
-        specs = [out for instruction, _, _ in steps(trace.code[: at.code]) for out in instruction.outs]
+        first, second = Tape(trace.code).split(at)
+        read = [*second.earlier(), *(number for number in numbers if 0 <= number < at.values)]
+        saved = {number: index for index, number in enumerate(dict.fromkeys(read))}
+        specs = first.specs()
         forward = _pure_function(
             [],
-            trace.code[: at.code],
-            self._locations.of(trace.code[: at.code]),
+            first.code,
+            self._locations.of(first.code),
             [*results, *saved],
             trace.parameters[: at.parameters],
             trace.floats[: at.floats],
@@ -200,13 +186,9 @@ class FunctionTrace:
         )
 
         def renumbered(number: int) -> int:
-            if number < 0:
-                return number
             return saved[number] if number < at.values else number - at.values + len(saved)
 
-        code: list[int] = []
-        for instruction, draw, inputs in steps(trace.code[at.code :]):
-            code += [instruction.id, *draw, *map(renumbered, inputs)]
+        code = second.renumbered(renumbered)
         before = [Buffer(specs[number]) for number in saved]  # type: ignore[arg-type]
         backward = _pure_function(
             before,
@@ -272,16 +254,8 @@ def _pure_function(
         floats=np.array(floats, np.float64),
         ints=np.array(ints, np.int64),
         streams=streams - streams[0],
-        draws=any(instruction.random for instruction, _, _ in steps(full)),
+        draws=any(node.instruction.random for node in nodes(full)),
     )
-
-
-def _parameter_numbers(code: Sequence[int]) -> Iterator[int]:
-    count = 0
-    for instruction, _, _ in steps(code):
-        if instruction.emit is None:
-            yield count
-        count += len(instruction.outs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -295,5 +269,6 @@ def _program(
     streams: int,
 ) -> Program:
     key = Key(code=code, wanted=wanted, spent=())
+    parameters = [node.first for node in nodes(code) if node.is_parameter]
     with private_api.x64():
-        return build(key, list(_parameter_numbers(code)), specs, (floats, ints), streams, pjrt.platform(), places)
+        return build(key, parameters, specs, (floats, ints), streams, pjrt.platform(), places)

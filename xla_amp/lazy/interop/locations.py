@@ -8,8 +8,8 @@ from typing import Any
 
 from xla_amp.backends import module_paths
 from xla_amp.backends.places import LocatingMode, Place
+from xla_amp.lazy.graph.tape import Position, nodes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.programs.compile import steps
 
 
 class Locations(LocatingMode):
@@ -39,12 +39,9 @@ class Locations(LocatingMode):
 
     def of(self, code: Sequence[int], start: int = 0) -> tuple[Place | None, ...]:
         """The places of the instructions of `code`, which the trace has from position `start` on."""
-        found: list[Place | None] = []
-        position = start
-        for instruction, draw, inputs in steps(code):
-            found.append(None if instruction.emit is None else self._at(position))
-            position += 1 + len(draw) + len(inputs)
-        return tuple(found)
+        return tuple(
+            None if node.is_parameter else self._at(node.at.code) for node in nodes(code, Position(code=start))
+        )
 
     def _at(self, position: int) -> Place | None:
         """The place of the operation that torch dispatched last before a position of the trace's code, if any."""

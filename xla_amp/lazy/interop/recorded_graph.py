@@ -17,8 +17,8 @@ import torch
 
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
+from xla_amp.lazy.graph.tape import Position, Tape
 from xla_amp.lazy.graph.trace import Instruction, add_parameter, instructions, trace
-from xla_amp.lazy.programs.compile import steps
 from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -173,9 +173,7 @@ def _record(
 ) -> tuple[Sequence[Any], _Recording | None]:
     """Runs the graph; also returns what it recorded, if that is all that it did."""
     numbers = [buffer.number if buffer.number >= 0 else add_parameter(buffer) for buffer in inputs.buffers]
-    first, draws = trace.count, trace.draws
-    code, floats, ints = len(trace.code), len(trace.floats), len(trace.ints)
-    parameters = len(trace.parameters)
+    begin, draws = Position.now(), trace.draws
     before = (trace.generation, trace.stream, len(trace.streams), len(trace.generators))
     limit, trace.limit = trace.limit, sys.maxsize
     try:
@@ -189,41 +187,37 @@ def _record(
     known = {number: index for index, number in enumerate(numbers)}
     constants: list[Buffer] = []
     elsewhere = {buffer.number: buffer for buffer in trace.buffers()}
-    new = iter(trace.parameters[parameters:])
     relative: dict[int, int] = {-1: -1}
     flat: list[int] = []
     positions: list[int] = []
     streams: list[int] = []
     used: dict[int, Instruction] = {}
-    pending: list[tuple[Instruction, Sequence[int], Sequence[int], int]] = []
-    number = first
-    for instruction, draw, operands in steps(trace.code[code:]):
-        if instruction.emit is None:
+    tape = Tape.since(begin)
+    for node in tape:
+        if node.is_parameter:
+            known[node.first] = len(numbers) + len(constants)
+            constants.append(trace.parameters[node.at.parameters])
+    for number in tape.earlier():
+        if number not in known:
+            if number not in elsewhere:
+                return results, None
             known[number] = len(numbers) + len(constants)
-            constants.append(next(new))
-        else:
-            pending.append((instruction, draw, operands, number))
-        number += len(instruction.outs)
-    for _, _, operands, _ in pending:
-        for operand in operands:
-            if 0 <= operand < first and operand not in known:
-                if operand not in elsewhere:
-                    return results, None
-                known[operand] = len(numbers) + len(constants)
-                constants.append(elsewhere[operand])
+            constants.append(elsewhere[number])
     count = len(numbers) + len(constants)
     relative |= known
     computed = 0
-    for instruction, draw, operands, number in pending:
-        used[instruction.id] = instruction
-        flat.append(instruction.id)
-        if draw:
+    for node in tape:
+        if node.is_parameter:
+            continue
+        used[node.instruction.id] = node.instruction
+        flat.append(node.instruction.id)
+        if node.draw:
             streams.append(len(flat))
-            flat += [0, draw[1] - draws]
-        positions += range(len(flat), len(flat) + len(operands))
-        flat += [relative[operand] for operand in operands]
-        for offset in range(len(instruction.outs)):
-            relative[number + offset] = count + computed
+            flat += [0, node.draw[1] - draws]
+        positions += range(len(flat), len(flat) + len(node.inputs))
+        flat += [relative[number] for number in node.inputs]
+        for number in node.results:
+            relative[number] = count + computed
             computed += 1
     made = _results(results, inputs, values, relative)
     if made is None:
@@ -234,8 +228,8 @@ def _record(
         streams=np.array(streams, np.int64),
         computed=computed,
         constants=tuple(constants),
-        floats=tuple(trace.floats[floats:]),
-        ints=tuple(trace.ints[ints:]),
+        floats=tuple(trace.floats[begin.floats :]),
+        ints=tuple(trace.ints[begin.ints :]),
         draws=trace.draws - draws,
         instructions=used,
         buffers=made[1],

@@ -21,9 +21,10 @@ import torch
 from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import to_torch
 from xla_amp.lazy.graph.host_copies import copies
+from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, trace
 from xla_amp.lazy.programs import causes, execute, mesh, program_cache
-from xla_amp.lazy.programs.compile import Key, build, steps
+from xla_amp.lazy.programs.compile import Key, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 
@@ -88,34 +89,21 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def _needed(number: int) -> list[_Step] | None:
     """The part of the trace that computes value `number`, or None if it needs a value that is not on the host."""
     producers: dict[int, _Step] = {}
-    count = parameters = floats = ints = 0
-    for instruction, draw, inputs in steps(trace.code):
-        is_parameter = instruction.emit is None
+    for node in nodes(trace.code):
         array = None
-        if is_parameter:
-            found = copies.get(id(trace.parameters[parameters].array))
+        if node.is_parameter:
+            found = copies.get(id(trace.parameters[node.at.parameters].array))
             array = None if found is None else found[1]
             host = found is not None
         else:
-            host = not draw and all(i < 0 or i in producers for i in inputs)
+            host = not node.draw and all(i < 0 or i in producers for i in node.inputs)
         if host:
-            step = _Step(
-                instruction,
-                count,
-                tuple(inputs),
-                array,
-                tuple(trace.floats[floats : floats + instruction.floats]),
-                tuple(trace.ints[ints : ints + instruction.ints]),
-            )
-            for result in range(count, count + len(instruction.outs)):
-                producers[result] = step
-        for result, value_spec in enumerate(instruction.outs, count):
+            numbers = tuple(trace.floats[node.floats]), tuple(trace.ints[node.ints])
+            step = _Step(node.instruction, node.first, tuple(node.inputs), array, *numbers)
+            producers |= dict.fromkeys(node.results, step)
+        for result, value_spec in enumerate(node.instruction.outs, node.first):
             if value_spec is not None and result in trace.known:
                 producers[result] = _Step(value_spec.parameter, result, (), trace.known[result], (), ())
-        count += len(instruction.outs)
-        parameters += is_parameter
-        floats += instruction.floats
-        ints += instruction.ints
     if number not in producers:
         return None
     needed: dict[int, _Step] = {}

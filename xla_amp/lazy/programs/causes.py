@@ -21,8 +21,9 @@ from typing import Any
 
 from xla_amp import config, events
 from xla_amp.errors import RecompileWarning
+from xla_amp.lazy.graph.tape import Node, Tape, nodes
 from xla_amp.lazy.graph.trace import Instruction
-from xla_amp.lazy.programs.compile import Program, steps
+from xla_amp.lazy.programs.compile import Program
 
 _log = logging.getLogger(__name__)
 
@@ -139,9 +140,9 @@ def _again(location: str, line: _Line, what: str, reason: str) -> None:
 
 def _grows(old: Program, new: Program) -> bool:
     """Whether the first value that differs has become longer in one dimension."""
-    for before, after in zip(steps(old.key.code), steps(new.key.code), strict=False):
-        if before[0] is not after[0]:
-            outs = zip(before[0].outs, after[0].outs, strict=False)
+    for before, after in zip(nodes(old.key.code), nodes(new.key.code), strict=False):
+        if before.instruction is not after.instruction:
+            outs = zip(before.instruction.outs, after.instruction.outs, strict=False)
             return any(a is not None and b is not None and _is_longer(a.shape, b.shape) for a, b in outs)
     return False
 
@@ -170,18 +171,17 @@ def _change(old: Program, new: Program) -> str:
 
 def difference(old: Sequence[int], new: Sequence[int]) -> str | None:
     """The first difference of two traces, None if they are equal."""
-    before, after = list(steps(old)), list(steps(new))
+    before, after = Tape(old).nodes, Tape(new).nodes
     count = "" if len(before) == len(after) else f" ({len(after)} operations, {len(before)} before)"
-    number = 0
     for position, (a, b) in enumerate(zip(before, after, strict=False)):
-        if a[0] is not b[0]:
-            return _instruction_change(position, a[0], b[0], _reader(after[position:], number)) + count
-        if (*a[1], *a[2]) != (*b[1], *b[2]):
-            return f"operation {position}, {b[0].name}, reads other values{_at(b[0])}{count}"
-        number += len(b[0].outs)
+        if a.instruction is not b.instruction:
+            reader = _reader(after[position:], b.first)
+            return _instruction_change(position, a.instruction, b.instruction, reader) + count
+        if (*a.draw, *a.inputs) != (*b.draw, *b.inputs):
+            return f"operation {position}, {b.instruction.name}, reads other values{_at(b.instruction)}{count}"
     if len(before) != len(after):
         shorter = min(len(before), len(after))
-        extra = (after if len(after) > len(before) else before)[shorter][0]
+        extra = (after if len(after) > len(before) else before)[shorter].instruction
         which = "is new" if len(after) > len(before) else "is missing"
         return f"operation {shorter}, {extra.name}, {which}{_at(extra)}{count}"
     return None
@@ -203,11 +203,11 @@ def _instruction_change(position: int, old: Instruction, new: Instruction, reade
     return f"operation {position} is {_name(new)}, {_name(old)} before{_at(new)}"
 
 
-def _reader(rest: list[tuple[Instruction, Sequence[int], Sequence[int]]], number: int) -> str:
+def _reader(rest: Sequence[Node], number: int) -> str:
     """The first operation of a trace that reads value `number`."""
-    for instruction, _, inputs in rest:
-        if number in inputs:
-            return f", read by {instruction.name}{_at(instruction)}"
+    for node in rest:
+        if number in node.inputs:
+            return f", read by {node.instruction.name}{_at(node.instruction)}"
     return ""
 
 

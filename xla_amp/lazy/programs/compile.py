@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ import numpy as np
 from xla_amp.backends.places import Place
 from xla_amp.errors import StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_of, rounding_cast
+from xla_amp.lazy.graph.tape import Tape
+from xla_amp.lazy.graph.trace import Instruction, Spec, rounding_cast
 from xla_amp.lazy.programs import compile_options, memory_layout, mesh, weight_gradients
 from xla_amp.lazy.programs.memory_layout import InputFormat
 from xla_amp.lowering.operand import Deferred, materialize
@@ -120,17 +121,6 @@ class Context:
     """Whether the operation gives a weight its gradient, of which each device of a mesh has a part."""
 
 
-def steps(code: Sequence[int]) -> Iterator[tuple[Instruction, Sequence[int], Sequence[int]]]:
-    """(instruction, (stream, draw) of a random one, input numbers) for each operation of a trace."""
-    position = 0
-    while position < len(code):
-        instruction = instruction_of(code[position])
-        inputs = position + (3 if instruction.random else 1)
-        end = inputs + instruction.inputs
-        yield instruction, code[position + 1 : inputs], code[inputs:end]
-        position = end
-
-
 def build(
     key: Key,
     parameter_numbers: Sequence[int],
@@ -152,13 +142,10 @@ def build(
             an operation has the line that recorded it first.
     """
     parameter_of = {number: index for index, number in enumerate(parameter_numbers)}
-    specs: list[Spec | None] = []
-    instructions: dict[int, Instruction] = {}
-    operations = 0
-    for instruction, _, _ in steps(key.code):
-        instructions[instruction.id] = instruction
-        specs.extend(instruction.outs)
-        operations += instruction.emit is not None
+    tape = Tape(key.code)
+    specs = tape.specs()
+    instructions = {node.instruction.id: node.instruction for node in tape}
+    operations = sum(not node.is_parameter for node in tape)
     unchanged = {parameter_of[number] for number in key.wanted if number in parameter_of}
     computed = list(dict.fromkeys(number for number in key.wanted if number not in parameter_of))
     donated = _pair(
@@ -170,7 +157,7 @@ def build(
     if any(layout.num_devices > 1 for layout in key.shardings.parameters):
         # XLA puts the sum over devices right after the product, in the dtype of its result.
         in_product_dtype = {parameter_numbers[index] for index in key.shardings.in_product_dtype}
-        found = weight_gradients.find(steps(key.code))
+        found = weight_gradients.find(tape)
         wide = frozenset(result for result, weights in found.items() if not weights or not weights <= in_product_dtype)
     context = Context(platform, mesh.AXIS if mesh.replicas else None)
     options: dict[str, Any] = {}
@@ -191,14 +178,14 @@ def build(
         for index, array in zip(kept, others, strict=True):
             parameters[index] = array
         return _interpret(
-            key.code, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, places
+            tape, parameters, floats, ints[2 * streams :], ints[: 2 * streams], computed, context, wide, places
         )
 
     step = replicated(lazy_step) if mesh.replicas else lazy_step
     nested = jax.jit(step, donate_argnums=0, **options)
     chosen = compile_options.for_platform(platform)
     # Over several devices XLA chooses the layouts.
-    orders = {} if options or mesh.replicas else memory_layout.orders(steps(key.code), platform)
+    orders = {} if options or mesh.replicas else memory_layout.orders(tape, platform)
     input_formats: list[InputFormat] = []
     if orders:
         given = list(memory_layout.shardings(parameter_specs, orders))
@@ -257,7 +244,7 @@ def _pair(spent: Sequence[int], parameter_specs: Sequence[Spec], outputs: Sequen
 
 
 def _interpret(
-    code: Sequence[int],
+    tape: Tape,
     parameters: Sequence[jax.Array],
     floats: jax.Array,
     ints: jax.Array,
@@ -268,29 +255,25 @@ def _interpret(
     places: Sequence[Place | None],
 ) -> list[jax.Array]:
     values: list[Any] = []
-    next_parameter = next_float = next_int = 0
     found = iter(places)
     in_wide = dataclasses.replace(context, wide=True)
-    for instruction, draw, inputs in steps(code):
-        place = next(found, None)
-        if instruction.emit is None:
-            values.append(parameters[next_parameter])
-            next_parameter += 1
+    for node in tape:
+        instruction, place = node.instruction, next(found, None)
+        if node.is_parameter:
+            values.append(parameters[node.at.parameters])
             continue
         rng = None
-        if draw:
-            stream, index = draw
+        if node.draw:
+            stream, index = node.draw
             rng = random_key(streams[2 * stream], streams[2 * stream + 1] + index)
         arguments = (
-            [values[number] if number >= 0 else None for number in inputs],
-            [floats[next_float + i] for i in range(instruction.floats)],
-            [ints[next_int + i] for i in range(instruction.ints)],
+            [values[number] if number >= 0 else None for number in node.inputs],
+            [floats[node.at.floats + i] for i in range(instruction.floats)],
+            [ints[node.at.ints + i] for i in range(instruction.ints)],
             rng,
         )
         with _at(instruction, place):
-            results = emit(instruction, in_wide if len(values) in wide else context, *arguments)
-        next_float += instruction.floats
-        next_int += instruction.ints
+            results = emit(instruction, in_wide if node.first in wide else context, *arguments)
         values.extend(results)
     return [materialize(values[number]) for number in wanted]
 

@@ -30,9 +30,10 @@ import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from xla_amp import config
+from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile_options, mesh, pjrt
-from xla_amp.lazy.programs.compile import Program, steps
+from xla_amp.lazy.programs.compile import Program
 from xla_amp.lowering import forms
 
 _DEEPEST: Final = 24
@@ -71,9 +72,9 @@ def digest(program: Program, arguments: Sequence[Any]) -> str:
     """
     key = program.key
     parts = hashlib.sha256(_environment())
-    for instruction, draw, inputs in steps(key.code):
-        parts.update(_of_instruction(instruction))
-        parts.update(repr((tuple(draw), tuple(inputs))).encode())
+    for node in nodes(key.code):
+        parts.update(_of_instruction(node.instruction))
+        parts.update(repr((tuple(node.draw), tuple(node.inputs))).encode())
     kept = (key.wanted, key.spent, program.donated, program.kept, program.context)
     parts.update(repr(kept).encode())
     layouts = [*key.shardings.parameters, *key.shardings.wanted]

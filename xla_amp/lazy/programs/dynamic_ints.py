@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from xla_amp.lazy.graph.trace import Family, instruction_of, instructions, trace
-from xla_amp.lazy.programs.compile import steps
+from xla_amp.lazy.graph.tape import Tape
+from xla_amp.lazy.graph.trace import Family, instructions, trace
 
 _LIMIT = 256
 _forms: OrderedDict[tuple[int, ...], tuple[list[tuple[int, ...]], set[int]]] = OrderedDict()
@@ -31,40 +31,36 @@ def replace(expected: Collection[Family]) -> bool:
     Returns:
         Whether the trace has changed.
     """
-    code, positions, position = list(trace.code), [], 0
-    for instruction, draw, inputs in steps(trace.code):
-        if instruction.family is not None:
-            code[position] = instruction.family.number
-            positions.append(position)
-        position += 1 + len(draw) + len(inputs)
-    if not positions:
+    tape = Tape(trace.code)
+    present = [node for node in tape if node.instruction.family is not None]
+    if not present:
         return False
-    present = [instruction_of(trace.code[position]) for position in positions]
-    form = tuple(code)
+    code = list(trace.code)
+    for node in present:
+        code[node.at.code] = node.instruction.family.number  # type: ignore[union-attr]
+    form, integers = tuple(code), [node.instruction.integers for node in present]
     if form not in _forms:
-        _forms[form] = [i.integers for i in present], {n for n, i in enumerate(present) if i.family in expected}
+        _forms[form] = integers, {n for n, node in enumerate(present) if node.instruction.family in expected}
         if len(_forms) > _LIMIT:
             _forms.popitem(last=False)
     _forms.move_to_end(form)
     first, dynamic = _forms[form]
-    dynamic.update(n for n, (i, before) in enumerate(zip(present, first, strict=True)) if i.integers != before)
+    dynamic.update(n for n, (now, before) in enumerate(zip(integers, first, strict=True)) if now != before)
     if not dynamic:
         return False
-    _rewrite({positions[n] for n in dynamic})
+    _rewrite(tape, {present[n].first for n in dynamic})
     return True
 
 
-def _rewrite(positions: set[int]) -> None:
+def _rewrite(tape: Tape, firsts: set[int]) -> None:
+    """Makes the integers of operations with these first results data."""
     ints: list[int] = []
-    position = taken = 0
-    code = trace.code
-    for instruction, draw, inputs in list(steps(code)):
-        ints += trace.ints[taken : taken + instruction.ints]
-        taken += instruction.ints
-        if position in positions and instruction.family is not None:
-            dynamic = instruction.family.dynamic()
+    for node in tape:
+        ints += trace.ints[node.ints]
+        family = node.instruction.family
+        if node.first in firsts and family is not None:
+            dynamic = family.dynamic()
             instructions[dynamic.id] = dynamic  # `forget_unused` may have dropped it
-            code[position] = dynamic.id
-            ints += instruction.integers
-        position += 1 + len(draw) + len(inputs)
+            trace.code[node.at.code] = dynamic.id
+            ints += node.instruction.integers
     trace.ints[:] = ints

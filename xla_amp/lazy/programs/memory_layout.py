@@ -14,7 +14,8 @@ import jax
 from jax.experimental.layout import Format, Layout
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.graph.trace import Instruction, Numbers, Spec
+from xla_amp.lazy.graph.tape import Tape
+from xla_amp.lazy.graph.trace import Numbers, Spec
 from xla_amp.lazy.programs import pjrt
 
 
@@ -27,25 +28,24 @@ class InputFormat(NamedTuple):
     format: Format
 
 
-def orders(operations: Iterable[tuple[Instruction, Any, Sequence[int]]], platform: str) -> dict[Spec, Numbers]:
+def orders(tape: Tape, platform: str) -> dict[Spec, Numbers]:
     """Major-to-minor dimensions of the parameters for which an operation prefers a layout.
 
     The key is the spec, because a weight's gradient and optimizer state are read and written together with it.
 
     Args:
-        operations: `compile.steps` of a trace.
+        tape: of the program.
         platform: XLA platform.
     """
-    specs: list[Spec | None] = []
+    specs = tape.specs()
     origins: dict[int, Spec] = {}  # of a parameter, and of elementwise results such as a cast
     found: dict[Spec, Numbers] = {}
-    for instruction, _, inputs in operations:
-        number = len(specs)
-        specs.extend(instruction.outs)
-        if instruction.emit is None:
-            origins[number] = instruction.outs[0]  # type: ignore[assignment]
+    for node in tape:
+        instruction, inputs = node.instruction, node.inputs
+        if node.is_parameter:
+            origins[node.first] = instruction.outs[0]  # type: ignore[assignment]
         elif len(inputs) == 1 and inputs[0] in origins and _alike(instruction.outs, specs[inputs[0]]):
-            origins[number] = origins[inputs[0]]
+            origins[node.first] = origins[inputs[0]]
         for position, minor in instruction.minor.get(platform, {}).items():
             if (parameter := origins.get(inputs[position])) is not None:
                 outer = (dim for dim in range(len(parameter.shape)) if dim not in minor)

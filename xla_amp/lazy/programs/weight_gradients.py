@@ -7,10 +7,9 @@ elements as the weight.  A weight is an input of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Final
 
-from xla_amp.lazy.graph.trace import Instruction
+from xla_amp.lazy.graph.tape import Tape
 
 _SAME_VALUE: Final = frozenset({"_to_copy", "clone", "mark_sharding", "view"})
 """Operations whose result is their operand in another dtype or form."""
@@ -34,30 +33,28 @@ _SUMS: Final = frozenset(
 """They sum in float32.  XLA:TPU sums the parts of devices in half, if the result is converted to that right after."""
 
 
-def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]]) -> dict[int, frozenset[int]]:
+def find(tape: Tape) -> dict[int, frozenset[int]]:
     """Number of an operation's first result -> numbers of weights, for those that give weights their gradients.
 
     A gradient with regard to an input of the program that is no weight counts as well; that of a value which is
     computed from a weight (``weight_norm``) does not.
-
-    Args:
-        operations: `compile.steps` of a trace.
 
     Returns:
         Several weights where it may be the gradient of any of them; none for a convolution's that is no input.
     """
     origin: list[int] = []
     """Value -> the value that it is another form of."""
-    sizes: list[int] = []
+    sizes = [0 if out is None else out.size for out in tape.specs()]
     inputs: set[int] = set()
     partners: dict[int, list[int]] = {}
     """Value -> inputs that it was multiplied with."""
     found: dict[int, frozenset[int]] = {}
     products: list[tuple[int, int]] = []
     """(result, factor whose other factor is computed)."""
-    for instruction, _, operands in operations:
-        first, name = len(origin), instruction.name
-        if instruction.emit is None:
+    for node in tape:
+        first, instruction, operands = node.first, node.instruction, node.inputs
+        name = instruction.name
+        if node.is_parameter:
             inputs.add(first)
         elif name in _CONVOLUTIONS:
             found[first] = frozenset({origin[operands[2]]} & inputs)
@@ -73,8 +70,7 @@ def find(operations: Iterable[tuple[Instruction, Sequence[int], Sequence[int]]])
                 elif name in _GRADIENTS:
                     products.append((first, value))
         same = name in _SAME_VALUE and len(operands) == 1
-        origin += [origin[operands[0]] if same else first + i for i in range(len(instruction.outs))]
-        sizes += [0 if out is None else out.size for out in instruction.outs]
+        origin += [origin[operands[0]] if same else result for result in node.results]
     for result, factor in products:
         weights = frozenset(weight for weight in partners.get(factor, ()) if sizes[weight] == sizes[result])
         if weights and (result not in found or len(weights) < len(found[result])):

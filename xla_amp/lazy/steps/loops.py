@@ -29,12 +29,12 @@ other operations.
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.tape import Node, Tape
 from xla_amp.lazy.graph.trace import FIRST_LOOK, Family, instruction_of, trace
 from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import steps
 
 REPEATS = 2
 REPEATS_WITH_GRADIENTS = 16
@@ -43,18 +43,6 @@ LONG = 2048
 """Operations up to which it is worth waiting for a larger loop; compiling takes one to two milliseconds for each."""
 GROWING = 256
 """Operations from which iterations may differ in shapes."""
-
-
-class _Recorded(NamedTuple):
-    """The operations of the trace, without the reads of tensors."""
-
-    families: dict[int, tuple[Family, tuple[int, ...]]]
-    """Index of an operation -> its family and constants."""
-    inputs: list[tuple[int, ...]]
-    firsts: list[int]
-    """Number of the first result of each operation."""
-    reads: list[tuple[int, int]]
-    """(number of the value, index of the next operation) of each tensor that is read."""
 
 
 class _Loop:
@@ -171,18 +159,17 @@ def _search() -> None:
     if name in _loop.ended and len(ids) < LONG:
         _loop.inner.add(name)
         return _wait()
-    recorded = _recorded()
-    if _is_stack(recorded, period):
+    tape = Tape(trace.code)
+    operations = [node for node in tape if not node.is_parameter]
+    if _is_stack(tape, operations, period):
         return _wait()
     behind = (len(ids) - start) % period
     if behind and len(ids) < start + (least + 2) * period:  # later than that a kernel begins at no such place
         return _wait(period - behind)
     if gradients and not _is_steady(len(ids), period):
         return _wait(period)
-    last = {index: item for index, item in recorded.families.items() if index >= len(ids) - period}
-    differ = frozenset(item[0] for index, item in last.items() if recorded.families.get(index - period) != item)
     _loop.repeated, _loop.growing = False, growing
-    _end(ids[-period:], differ)
+    _end(ids[-period:], _differing(operations, period))
 
 
 def _wait(operations: int = 0) -> None:
@@ -232,35 +219,29 @@ def repetition(ids: list[Any], least: int, inner: set[tuple[Any, ...]]) -> tuple
     return best
 
 
-def _recorded() -> _Recorded:
-    recorded = _Recorded({}, [], [], [])
-    families, inputs, firsts, reads = recorded
-    count = 0
-    for instruction, _, values in steps(trace.code):
-        if instruction.emit is None:
-            reads.append((count, len(firsts)))
-        else:
-            family = instruction.family
-            if family is not None:
-                families[len(firsts)] = family, instruction.integers
-            inputs.append(tuple(values))
-            firsts.append(count)
-        count += len(instruction.outs)
-    return recorded
-
-
-def _is_stack(recorded: _Recorded, period: int) -> bool:
+def _is_stack(tape: Tape, operations: list[Node], period: int) -> bool:
     """Whether the last repetition reads more new tensors than old ones, except for those uploaded in the loop."""
-    begin = len(recorded.firsts) - period
-    loop_begin = recorded.firsts[begin - period]
-    numbers = [number for number, _ in recorded.reads]
-    new = 0
-    for index, (_, before) in enumerate(recorded.reads):
-        uploaded = trace.uploads.get(id(trace.parameters[index]), -1) >= loop_begin
-        new += begin <= before and not uploaded
-    used = {number for values in recorded.inputs[begin:] for number in values}
-    old = sum(number in used for number, (_, before) in zip(numbers, recorded.reads, strict=True) if before < begin)
+    before, loop_begin = operations[-period - 1].first, operations[-2 * period].first
+    used = {number for node in operations[-period:] for number in node.inputs}
+    old = new = 0
+    for node in tape:
+        if not node.is_parameter:
+            continue
+        if node.first < before:
+            old += node.first in used
+        elif trace.uploads.get(id(trace.parameters[node.at.parameters]), -1) < loop_begin:
+            new += 1
     return new > old
+
+
+def _differing(operations: list[Node], period: int) -> frozenset[Family]:
+    """Families whose integers differ between the last two repetitions."""
+    found = set()
+    for one, other in zip(operations[-2 * period : -period], operations[-period:], strict=True):
+        before, now = one.instruction, other.instruction
+        if now.family is not None and (before.family, before.integers) != (now.family, now.integers):
+            found.add(now.family)
+    return frozenset(found)
 
 
 def _is_steady(operations: int, period: int) -> bool:

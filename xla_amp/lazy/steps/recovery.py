@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from xla_amp.lazy import private_api
+from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile as compiling
-from xla_amp.lazy.programs.compile import Context, Key, steps
+from xla_amp.lazy.programs.compile import Context, Key
 from xla_amp.lowering.operand import materialize
 
 _MOST_INSTRUCTIONS = 256
@@ -54,14 +54,14 @@ def rest(
         streams: count of (seed, offset) pairs, which precede the ints.
         platform: XLA platform.
     """
-    code = list(steps(key.code))
+    tape = Tape(key.code)
     context = Context(platform)
     with private_api.x64():
-        errors = _find(code, lambda instruction, specs: _lower(instruction, specs, context))
+        errors = _find(tape, lambda instruction, specs: _lower(instruction, specs, context))
         if errors:
-            lost = _dependents(code, errors)
+            lost = _dependents(tape, errors)
             wanted = tuple(number for number in key.wanted if number not in lost)
-            reduced = Key(code=tuple(_without(code, lost)), wanted=wanted, spent=())
+            reduced = Key(code=tuple(tape.without(lost)), wanted=wanted, spent=())
             values = {}
             if wanted:
                 counts = len(numbers[0]), len(numbers[1]) - 2 * streams
@@ -70,29 +70,26 @@ def rest(
                 found = (outputs[p] if p >= 0 else arrays[~p] for p in program.outputs)
                 values = dict(zip(wanted, found, strict=True))
         else:
-            if len({instruction for instruction, _, _ in code}) > _MOST_INSTRUCTIONS:
+            if len({node.instruction for node in tape}) > _MOST_INSTRUCTIONS:
                 return None
-            values, lost = _one_by_one(code, key.wanted, arrays, numbers, streams, context)
+            values, lost = _one_by_one(tape, key.wanted, arrays, numbers, streams, context)
             if not lost:
                 return None
     return Rest(values, lost, next(iter(lost.values())))
 
 
-def _find(
-    code: Sequence[tuple[Instruction, Any, Any]], run: Callable[[Instruction, list[Spec | None]], None]
-) -> dict[Instruction, str]:
+def _find(tape: Tape, run: Callable[[Instruction, list[Spec | None]], None]) -> dict[Instruction, str]:
     """Instruction -> its failure; an instruction fixes the specs of its inputs, so each is tried once."""
     errors: dict[Instruction, str] = {}
-    specs: list[Spec | None] = []
+    specs = tape.specs()
     tried: set[Instruction] = set()
-    for instruction, _, inputs in code:
-        if instruction.emit is not None and instruction not in tried:
-            tried.add(instruction)
+    for node in tape:
+        if not node.is_parameter and node.instruction not in tried:
+            tried.add(node.instruction)
             try:
-                run(instruction, [specs[number] if number >= 0 else None for number in inputs])
+                run(node.instruction, [specs[number] if number >= 0 else None for number in node.inputs])
             except Exception as error:
-                errors[instruction] = str(error)
-        specs.extend(instruction.outs)
+                errors[node.instruction] = str(error)
     return errors
 
 
@@ -113,43 +110,18 @@ def _lower(instruction: Instruction, specs: list[Spec | None], context: Context)
     jax.eval_shape(run, structs, floats, number((instruction.ints,)), number((2,)))
 
 
-def _dependents(code: Sequence[tuple[Instruction, Any, Any]], errors: dict[Instruction, str]) -> dict[int, str]:
+def _dependents(tape: Tape, errors: dict[Instruction, str]) -> dict[int, str]:
     """Value number -> the failure that it depends on."""
     lost: dict[int, str] = {}
-    count = 0
-    for instruction, _, inputs in code:
-        said = errors.get(instruction) or next((lost[number] for number in inputs if number in lost), None)
+    for node in tape:
+        said = errors.get(node.instruction) or next((lost[number] for number in node.inputs if number in lost), None)
         if said is not None:
-            lost |= dict.fromkeys(range(count, count + len(instruction.outs)), said)
-        count += len(instruction.outs)
+            lost |= dict.fromkeys(node.results, said)
     return lost
 
 
-def _without(code: Sequence[tuple[Instruction, Sequence[int], Sequence[int]]], lost: dict[int, str]) -> list[int]:
-    """The trace with a placeholder for each lost operation, so that all other values keep their numbers."""
-    changed: list[int] = []
-    placeholders: dict[Instruction, Instruction] = {}
-    count = 0
-    for instruction, draw, inputs in code:
-        used = inputs
-        if count in lost:
-            if instruction not in placeholders:
-                placeholders[instruction] = _placeholder(instruction)
-            instruction, used = placeholders[instruction], ()
-        changed += [instruction.id, *draw, *used]
-        count += len(instruction.outs)
-    return changed
-
-
-def _placeholder(lost: Instruction) -> Instruction:
-    def emit(*_: Any) -> list[Any]:
-        return [None if out is None else jnp.zeros(out.shape, out.numpy_dtype) for out in lost.outs]
-
-    return Instruction("lost", emit, lost.outs, 0, lost.floats, lost.ints, random=lost.random)
-
-
 def _one_by_one(
-    code: Sequence[tuple[Instruction, Sequence[int], Sequence[int]]],
+    tape: Tape,
     wanted: Sequence[int],
     arrays: Sequence[Any],
     numbers: tuple[np.ndarray, np.ndarray],
@@ -157,35 +129,31 @@ def _one_by_one(
     context: Context,
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """(wanted value number -> array, value number -> the failure that it depends on)."""
-    last_use = {number: step for step, (_, _, inputs) in enumerate(code) for number in inputs}
-    last_use |= dict.fromkeys(wanted, len(code))
+    last_use = {number: step for step, node in enumerate(tape) for number in node.inputs}
+    last_use |= dict.fromkeys(wanted, len(tape))
     values: dict[int, Any] = {}
     lost: dict[int, str] = {}
     kernels: dict[Instruction, Any] = {}
     floats, (words, ints) = numbers[0], np.split(numbers[1], [2 * streams])
-    count = parameter = 0
-    for step, (instruction, draw, inputs) in enumerate(code):
-        outs = range(count, count + len(instruction.outs))
-        count += len(instruction.outs)
-        if instruction.emit is None:
-            values[outs[0]] = arrays[parameter]
-            parameter += 1
-        elif (said := next((lost[number] for number in inputs if number in lost), None)) is not None:
+    for step, node in enumerate(tape):
+        instruction, draw, outs = node.instruction, node.draw, node.results
+        if node.is_parameter:
+            values[node.first] = arrays[node.at.parameters]
+        elif (said := next((lost[number] for number in node.inputs if number in lost), None)) is not None:
             lost |= dict.fromkeys(outs, said)
         else:
             kernel = kernels.get(instruction)
             if kernel is None:
                 kernel = kernels[instruction] = jax.jit(functools.partial(_emit, instruction, context))
             seed = words[2 * draw[0] : 2 * draw[0] + 2] + [0, draw[1]] if draw else np.zeros(2, np.int64)
-            given = [values[number] if number >= 0 else None for number in inputs]
+            given = [values[number] if number >= 0 else None for number in node.inputs]
             try:
-                results = kernel(given, floats[: instruction.floats], ints[: instruction.ints], seed)
+                results = kernel(given, floats[node.floats], ints[node.ints], seed)
                 values |= zip(outs, jax.block_until_ready(results), strict=True)
             except Exception as error:
                 said = compiling.failure(instruction, given, error)
                 lost |= dict.fromkeys(outs, said)
-        floats, ints = floats[instruction.floats :], ints[instruction.ints :]
-        for number in (*inputs, *outs):
+        for number in (*node.inputs, *outs):
             if last_use.get(number, step) <= step:
                 values.pop(number, None)
     return {number: values[number] for number in wanted if number in values}, lost
