@@ -567,7 +567,8 @@ def _is_library(file: str | None) -> bool:
 
 def _is_library_module(module: types.ModuleType) -> bool:
     package = module.__name__.partition(".")[0]
-    return package in sys.stdlib_module_names or _is_library(getattr(module, "__file__", None))
+    known = package in _OPAQUE or package in sys.stdlib_module_names  # this package may be outside of `_FOLDERS`
+    return known or _is_library(getattr(module, "__file__", None))
 
 
 @functools.lru_cache(maxsize=4096)
