@@ -36,7 +36,7 @@ PROGRAM = """
 
         run = xla_amp.compile(step) if captured else step
         compiled = run.warm_up(x, y) if captured else None
-        return [run(x, y).item() for _ in range(4)], compiled, getattr(run, "replays", None), scaler.get_scale()
+        return [run(x, y).item() for _ in range(6)], compiled, getattr(run, "replays", None), scaler.get_scale()
 
     library = torch.library.Library("eager_mode", "DEF")
     library.define("broken(Tensor x) -> Tensor")
