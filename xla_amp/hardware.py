@@ -30,13 +30,18 @@ class Processor(NamedTuple):
     name: str
     cores: int
     """That this process may use."""
-    features: tuple[str, ...]
-    """Of `_VECTORS`; empty where ``/proc/cpuinfo`` does not say."""
+    flags: frozenset[str]
+    """All its instruction sets; empty where ``/proc/cpuinfo`` does not say."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those of `_VECTORS`."""
+        return tuple(each for each in _VECTORS if each in self.flags)
 
     @property
     def multiplies_bfloat16(self) -> bool:
         """Whether it has instructions for products in bfloat16 (AVX512-BF16 or AMX)."""
-        return "avx512_bf16" in self.features or "amx_bf16" in self.features
+        return "avx512_bf16" in self.flags or "amx_bf16" in self.flags
 
 
 def processor() -> Processor:
@@ -47,10 +52,10 @@ def processor() -> Processor:
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             name = value.strip()
-        elif key.strip() == "flags":
+        elif key.strip() in ("flags", "Features"):
             flags.update(value.split())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Processor(name=name, cores=cores, features=tuple(each for each in _VECTORS if each in flags))
+    return Processor(name=name, cores=cores, flags=frozenset(flags))
 
 
 def names() -> tuple[str, ...]:

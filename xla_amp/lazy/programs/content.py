@@ -15,7 +15,7 @@ import enum
 import functools
 import hashlib
 import os
-import platform as python_platform
+import platform
 import sys
 import types
 import weakref
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from xla_amp import config
+from xla_amp import config, hardware
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile_options, mesh, pjrt
@@ -110,19 +110,10 @@ def _machine() -> tuple[Any, ...]:
     versions = (sys.version, *map(metadata.version, ("torch", "jax", "jaxlib", "numpy")))
     client: Any = device.client
     count = len(jax.devices(device.platform))
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cpu = (python_platform.machine(), _cpu(), threads)  # XLA:CPU splits work by the count of threads
+    processor = hardware.processor()
+    # XLA:CPU's code uses the instructions that the CPU has, and splits work by the count of threads.
+    cpu = (platform.machine(), processor.name, sorted(processor.flags), processor.cores)
     return versions, device.platform, str(device.device_kind), client.platform_version, count, cpu
-
-
-def _cpu() -> str:
-    """Model and features of the CPU: XLA:CPU's code uses the latter."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return python_platform.processor()
-    words = ("model name", "flags", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(words)}))
 
 
 def source_files() -> list[Path]:
