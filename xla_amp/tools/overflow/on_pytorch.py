@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,6 @@ from xla_amp.backends.places import Place
 from xla_amp.backends.step_state import reachable, restored
 from xla_amp.errors import StepError
 from xla_amp.report.document import Column, Document, Finding, Row, State, Table
-from xla_amp.report.shown import Shown
 from xla_amp.tools.overflow.dispatch_modes import (
     GradientRecorder,
     NonfiniteResults,
@@ -23,7 +21,7 @@ from xla_amp.tools.overflow.dispatch_modes import (
     SkipHalfCasts,
     nonfinite,
 )
-from xla_amp.tools.overflow.report import Operand, Producer, findings, reached, table
+from xla_amp.tools.overflow.report import FoundProducers, Operand, Producer, findings, reached, table
 
 __all__ = ["Operand", "OverflowReport", "Place", "Producer", "StepError", "Underflow", "find_overflow"]
 
@@ -40,7 +38,7 @@ class Underflow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowReport(Shown):
+class OverflowReport(FoundProducers):
     """The result of `find_overflow`; ``print(report)`` for people, `to_json` for programs."""
 
     producers: tuple[Producer, ...]
@@ -60,15 +58,6 @@ class OverflowReport(Shown):
     """Number of operations that the step ran."""
     protected: tuple[str, ...]
     """Classes of the objects that were restored besides tensors."""
-
-    @property
-    def first(self) -> Producer | None:
-        """The operation that produced the first inf or NaN; None for a finite step."""
-        return self.producers[0] if self.producers else None
-
-    def to_json(self, indent: int | None = None) -> str:
-        """Everything as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from xla_amp.events import Place
 from xla_amp.report import units
@@ -164,8 +165,26 @@ def table(producers: tuple[Producer, ...], passed_on: Producer | None) -> Table:
     return Table(title=title, columns=columns, rows=tuple(rows), page_only=True).without_empty_columns()
 
 
+class FoundProducers(Shown):
+    """What the reports of all fronts have: they are dataclasses with ``producers``."""
+
+    __slots__ = ()
+
+    producers: tuple[Producer, ...]
+
+    @property
+    def first(self) -> Producer | None:
+        """The operation that produced the first inf or NaN; None if no operation that was watched did."""
+        return self.producers[0] if self.producers else None
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Everything as JSON."""
+        fields: Any = self
+        return json.dumps(dataclasses.asdict(fields), indent=indent)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramOverflowReport(Shown):
+class ProgramOverflowReport(FoundProducers):
     """The result of `find_overflow` in JAX and StableHLO; ``print(report)`` for people, `to_json` for programs."""
 
     producers: tuple[Producer, ...]
@@ -181,15 +200,6 @@ class ProgramOverflowReport(Shown):
     """Number of operations that ran."""
     not_watched: tuple[str, ...]
     """What only the results of were seen, or nothing; empty if every operation was seen."""
-
-    @property
-    def first(self) -> Producer | None:
-        """The operation that produced the first inf or NaN; None if no operation that was watched did."""
-        return self.producers[0] if self.producers else None
-
-    def to_json(self, indent: int | None = None) -> str:
-        """Everything as JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=indent)
 
     def document(self) -> Document:
         """The report for people: `xla_amp.report` writes it as a page or as text."""
