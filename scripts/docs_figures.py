@@ -141,7 +141,7 @@ NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 GALLERY = ROOT / "docs" / "gallery"
 PICTURES = ("losses", "layers", "loss_scale")
 """Names of the notebook's pictures, in its order."""
-CELL = re.compile(r"/tmp/ipykernel_\d+/\d+\.py")
+CELL = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
 """The file in which IPython puts a cell: another one in each run."""
 
 

@@ -110,7 +110,7 @@ def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) 
 def remembered(cache: MutableMapping[Any, tuple[_T, Effects]], key: Any, make: Callable[[], _T]) -> _T:
     """What `make` returns for a part of a program, from `cache` if it is there; its effects are counted each time.
 
-    While somebody listens to decisions, it is made each time, too.
+    It is also made each time while something listens to decisions.
     """
     if key in cache and not events.sinks:
         made, effects = cache[key]

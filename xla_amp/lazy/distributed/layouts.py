@@ -113,7 +113,7 @@ ROLES = (
         "The vocabulary is the longest dimension: each device has its words, and their logits.",
     ),
 )
-"""Tensor parallel weights by name.  A model of transformers with a plan of its own (``tp_plan``) is split by that."""
+"""Tensor parallel weights by name.  A model of transformers that has a plan (``tp_plan``) is split by that plan."""
 
 _STYLES = (("embedding", "rows"), ("colwise", "outputs"), ("packed_colwise", "outputs"), ("rowwise", "inputs"))
 """Beginnings of the styles in transformers' plans, and which dimension they split."""

@@ -3,8 +3,8 @@
 A file is complete or absent: it is written under a temporary name and renamed.  It begins with the digest of the rest,
 so a damaged one is recognized and removed.  What cannot be read or written is a miss, with one warning a process.
 
-A stored executable is machine code and a pickle, so whoever can write to the folder can run code in the processes that
-read it: the folder must be the user's own (`files.own_folder`).
+A stored executable is machine code and a pickle.  A user who can write to the folder can run code in the processes that
+read it, so the folder must belong to this user alone (`files.own_folder`).
 """
 
 from __future__ import annotations

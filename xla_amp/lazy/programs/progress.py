@@ -55,7 +55,7 @@ def compiling(operations: int, location: str, *, stores: bool) -> Iterator[None]
 
 
 def _say(text: str) -> None:
-    """Logs a line of its own: a progress bar of tqdm is drawn again below it."""
+    """Logs a separate line: a progress bar of tqdm is drawn again below it."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with tqdm.external_write_mode(file=sys.stderr) if tqdm is not None else contextlib.nullcontext():
         _log.warning(text)

@@ -1,1 +1,1 @@
-"""What is known of an operation before it runs: shapes and dtypes of results, refusals, checks of arguments."""
+"""Checks before an operation is recorded: its arguments, its dtypes, and the shapes and dtypes of its results."""
