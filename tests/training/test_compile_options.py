@@ -135,7 +135,7 @@ def test_programs_inside_others_go_without(monkeypatch, device):
     np.testing.assert_allclose(export(lambda: {"y": model(x)}).call()[0], expected, rtol=1e-6)
     program = execute.programs()[-1]
     with pytest.raises(ValueError, match="can only be passed to top-level"):
-        jax.jit(program.call)(*program.abstract)
+        jax.jit(program.jitted)(*program.abstract)
 
 
 def test_what_was_recorded_before_is_run_while_jax_traces(device):

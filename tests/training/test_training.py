@@ -124,6 +124,8 @@ def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, d
     expected_to_change = ("executions", "operations", "host_values", "programs_kept", "program_bytes")
     assert {name: spent[name] for name in spent if name not in expected_to_change} == {
         "programs_dropped": 0,
+        "programs_loaded": 0,
+        "programs_not_stored": 0,
         "compilations": 0,
         "host_syncs": 0,
         "device_to_host": 0,
