@@ -113,6 +113,29 @@ def _copy() -> Primitive:
     return copy
 
 
+@functools.cache
+def _with_gradient() -> Primitive:
+    """(copy, master) -> the copy, which has the master's gradient, rounded."""
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        out, (_, tangent) = linked.bind(*primals), tangents
+        aval = compat.tangent_aval(compat.typeof(out))
+        return out, ad.Zero(aval) if isinstance(tangent, ad.Zero) else _cast(tangent, out.dtype)
+
+    def batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+        moved = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+        return linked.bind(*moved), 0
+
+    linked = Primitive("low_copy_with_gradient")
+    linked.def_impl(lambda copy, master: copy)
+    linked.def_abstract_eval(lambda copy, master: copy)
+    ad.primitive_jvps[linked] = jvp
+    batching.primitive_batchers[linked] = batch
+    mlir.register_lowering(linked, mlir.lower_fun(lambda copy, master: copy, multiple_results=False))
+    return linked
+
+
 def original_call(
     primitive: Any, avals: Sequence[Any], params: dict[str, Any]
 ) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -320,31 +343,45 @@ def _matrix(x: jax.Array, contracted: Sequence[int], batch: Sequence[int]) -> tu
 
 def _jvp(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     out = low_primitive(primitive).bind(*primals, **params)
-    return out, _tangent(primitive, primals, tangents, params, compat.typeof(out))
+    return out, _tangent(primitive, _factors(primals, params), tangents, params, compat.typeof(out))
 
 
 def _linearize(primitive: Any, is_vjp: bool, nonzero: Sequence[bool], *primals: Any, **params: Any) -> Any:
     # Equal to the rule that JAX derives from `_jvp`, without tracing `_jvp`.
     out = low_primitive(primitive).bind(*primals, **params)
     aval = compat.typeof(out)
-    count = len(primals) - sum(params["masters"])
 
     def linear(residuals: Sequence[Any], *tangents: Any) -> Any:
         return _tangent(primitive, residuals, tangents, params, aval)
 
-    return out, True, primals[:count], linear
+    return out, True, _factors(primals, params), linear
 
 
-def _tangent(primitive: Any, primals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any], aval: Any) -> Any:
-    count = len(tangents) - sum(params["masters"])
-    operands, masters = list(primals[:count]), [index for index, given in enumerate(params["masters"]) if given]
-    sources = [(0, tangents[0]), (1, tangents[1]), *zip(masters, tangents[count:], strict=True)]
+def _factors(primals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """The operands as factors of the derivative, which can be differentiated again.
+
+    A copy has no gradient, so a second derivative would lose its part: here its gradient is that of its master.
+    """
+    count = len(primals) - sum(params["masters"])
+    factors = list(primals[:count])
+    for index, master in zip(_copies(params), primals[count:], strict=True):
+        factors[index] = _with_gradient().bind(factors[index], master)
+    return factors
+
+
+def _copies(params: Mapping[str, Any]) -> list[int]:
+    """The positions of the operands that have masters, in the order of these."""
+    return [index for index, given in enumerate(params["masters"]) if given]
+
+
+def _tangent(primitive: Any, factors: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any], aval: Any) -> Any:
+    sources = [(0, tangents[0]), (1, tangents[1]), *zip(_copies(params), tangents[len(factors) :], strict=True)]
     float8 = params["float8"] and params["float8"].without_formats()
     plain = {**params, "masters": (False, False), "float8": float8}
     terms = []
     for index, tangent in sources:
         if not isinstance(tangent, ad.Zero):
-            terms.append(low_primitive(primitive).bind(*operands[:index], tangent, *operands[index + 1 :], **plain))
+            terms.append(low_primitive(primitive).bind(*factors[:index], tangent, *factors[index + 1 :], **plain))
     return functools.reduce(ad.add_jaxvals, terms) if terms else ad.Zero(compat.tangent_aval(aval))
 
 
@@ -355,8 +392,7 @@ def _transpose(
     result: list[Any] = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
     # The last undefined operand: if a copy and its master are both undefined, the master gets the gradient.
     target = max(index for index, operand in enumerate(operands) if ad.is_undefined_primal(operand))
-    copies = [index for index, given in enumerate(masters) if given]
-    linear = target if target < count else copies[target - count]
+    linear = target if target < count else _copies({"masters": masters})[target - count]
     if isinstance(cotangent, ad.Zero):
         return result
     unknown = operands[target].aval
