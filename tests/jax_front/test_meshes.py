@@ -98,7 +98,7 @@ def test_sums_of_a_monitor_on_an_explicit_mesh() -> None:
 
 FILES = {
     "explicit": (
-        "autocast_functions",
+        "autocast_functions second_derivatives",
         "autocast_contracts autocast_composition autocast_arguments_jax autocast_models contraction_primitives",
         "constants jax_monitor jax_names jax_overflow jax_search jax_sweep loss_scale module_scopes",
         "float8_jax optax_wrapper parity_with_flax peers precision_report program_requests tracer_leaks",
