@@ -86,7 +86,6 @@ MODULES = (
     "xla_amp.tools.monitor.bad_step",
     "xla_amp.tools.monitor.history",
     "xla_amp.tools.monitor.sinks",
-    "xla_amp.tools.monitor.table",
 )
 """Modules that are documented as a whole."""
 

@@ -114,7 +114,7 @@ def monitor(page: Path) -> None:
     device = xla_amp.xla_device()
     model, tokens = GPT().to(device), torch.randint(0, 64, (4, 16)).to(device)
     optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), xla_amp.GradScaler(device)
-    recorder = xla_amp.monitor(model, optimizer, scaler, sample=1, every=10, layers=["h.*.attn", "h.*.mlp", "head"])
+    recorder = xla_amp.monitor(model, optimizer, scaler, sample=1, layers=["h.*.attn", "h.*.mlp", "head"])
     for _ in range(60):
         with recorder.step(tokens) as step:
             optimizer.zero_grad()

@@ -144,9 +144,10 @@ def test_errors_and_reports_hold_no_codes_that_a_terminal_acts_on():
     assert str(FileError(f"{RED}", "b")).startswith("[Errno \\x1b")
     statistics = history.Statistics(amax=1.0, rms=1.0, underflow=0.0, inf=0.0, nan=0.0, headroom=1.0)
     record = history.StepRecord(step=1, statistics={history.Key(f"{RED}h", "weight"): statistics})
-    from xla_amp.tools.monitor import table
+    from xla_amp.report import terminal
+    from xla_amp.tools.monitor import history_report
 
-    shown = table.text(history.History(low="float16", steps=[record]))
+    shown = terminal.text(history_report.document(history.History(low="float16", steps=[record])))
     assert "\\x1b[31m" in shown
     assert not set(RED) & set("\x1b\x07\x9b") & set(shown)
 

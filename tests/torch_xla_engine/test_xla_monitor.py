@@ -72,7 +72,7 @@ def test_statistics_are_those_of_the_cpu():
 
 def test_the_first_bad_step_is_kept_and_replayed(tmp_path):
     model, optimizer, scaler, step = make()
-    recorder = xla_amp.monitor(model, optimizer, scaler, directory=tmp_path, sample=1, every=2, save_state=True)
+    recorder = xla_amp.monitor(model, optimizer, scaler, directory=tmp_path, sample=1, save_state=True)
     for x, y in batches(BAD + 3):
         moved = x.to("xla"), y.to("xla")
         with recorder.step(*moved) as running:

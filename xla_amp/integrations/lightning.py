@@ -254,8 +254,8 @@ class MonitorCallback(Callback):
             self._block = contextlib.ExitStack()
             self._step = self._block.enter_context(self.monitor.step())
             self._steps = trainer.global_step
-        if self._step is not None and self._step.before is not None:
-            self._step.batch = (*self._step.batch, batch)
+        if self._step is not None and self._step.kept is not None:
+            self._step.kept.batch = (*self._step.kept.batch, batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *rest: Any) -> None:
         """Ends the step if this was its last micro-batch."""

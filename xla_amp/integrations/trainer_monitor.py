@@ -46,8 +46,8 @@ class MonitorCallback(TrainerCallback):
         self._parts = args.gradient_accumulation_steps
 
     def _before(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._step is not None and self._step.before is not None and model.training:
-            self._step.batch = (*self._step.batch, dict(kwargs) or args)
+        if self._step is not None and self._step.kept is not None and model.training:
+            self._step.kept.batch = (*self._step.kept.batch, dict(kwargs) or args)
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         loss = getattr(output, "loss", None)

@@ -43,7 +43,7 @@ def make():
 def train(rank, folder):
     model, optimizer, scaler, step = make()
     run = Path(folder, "run")
-    monitor = xla_amp.monitor(model, optimizer, scaler, directory=run, save_state=True, sample=1, every=2)
+    monitor = xla_amp.monitor(model, optimizer, scaler, directory=run, save_state=True, sample=1)
     made = torch.Generator().manual_seed(rank)
     for index in range(6):
         x = torch.randn(4, 4, generator=made)

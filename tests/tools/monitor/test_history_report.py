@@ -9,6 +9,7 @@ import report_pages
 
 from xla_amp.report import terminal
 from xla_amp.report.document import Column, Row, Table
+from xla_amp.report.page import html as page_text
 from xla_amp.tools.monitor import history_report
 from xla_amp.tools.monitor.advice import advice
 from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
@@ -33,9 +34,8 @@ def history() -> History:
     return History(low="float16", steps=steps)
 
 
-def test_the_page_has_the_course_of_each_layer(history, tmp_path):
-    history_report.write(history, tmp_path / "page.html")
-    page = report_pages.read((tmp_path / "page.html").read_text())
+def test_the_page_has_the_course_of_each_layer(history):
+    page = report_pages.read(page_text(history_report.document(history)))
     layers, run = page.data["tables"]
     assert layers["steps"] == [100, 102, 104, 106, 108]
     assert run["steps"] == list(range(100, 110))
@@ -88,9 +88,9 @@ def test_monitors_write_the_page(tmp_path):
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters())
-    recorder = xla_amp.monitor(model, optimizer, sample=1)
+    recorder = xla_amp.monitor(model, optimizer, sample=1, directory=tmp_path / "run")
     with recorder.step() as step:
-        step.loss = model(torch.ones(1, 2)).sum()
+        step.loss = model(torch.full((1, 2), torch.inf)).sum()
         step.loss.backward()
         optimizer.step()
     recorder.read()
@@ -108,20 +108,18 @@ def test_monitors_write_the_page(tmp_path):
     for name, layer in (("torch", "0"), ("jax", "layer")):
         page = report_pages.read((tmp_path / f"{name}.html").read_text())
         assert layer in {row["layer"] for row in page.rows("Layers")}
+        assert (("a", {"href": "run/bad_step_0000000/rank_0"}) in page.elements) == (name == "torch")
 
 
-def test_the_page_begins_with_curves_and_is_red_after_a_failed_step(history, tmp_path):
-    history_report.write(history, tmp_path / "page.html", kept=tmp_path / "run" / "bad_step")
-    text = (tmp_path / "page.html").read_text()
+def test_the_page_begins_with_curves_and_is_red_after_a_failed_step(history):
+    text = page_text(history_report.document(history))
     page = report_pages.read(text)
     labels = [known.get("aria-label") for tag, known in page.elements if tag == "svg"]
     assert labels[:2] == ["loss over steps", "loss scale over steps"]
     assert ("header", {"class": "risk"}) in page.elements
-    assert ("a", {"href": "run/bad_step"}) in page.elements
     assert text.count('class="bad"') == 1, "the loss of step 109 is not finite"
     good = History(low="float16", steps=history.steps[:-1])
-    history_report.write(good, tmp_path / "good.html")
-    assert ("header", {"class": ""}) in report_pages.read((tmp_path / "good.html").read_text()).elements
+    assert ("header", {"class": ""}) in report_pages.read(page_text(history_report.document(good))).elements
 
 
 @pytest.mark.parametrize(

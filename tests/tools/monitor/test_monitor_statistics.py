@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import xla_amp
 from xla_amp.tools.monitor.history import Key, Statistics, Sums
 from xla_amp.tools.monitor.on_pytorch.columns import LayerError
-from xla_amp.tools.monitor.on_pytorch.host import StepCountError
+from xla_amp.tools.monitor.on_pytorch.running_step import StepCountError
 from xla_amp.tools.monitor.on_pytorch.statistics import tensor_sums
 from xla_amp.types import RANGES, VALUE_KINDS
 
@@ -129,7 +129,7 @@ def test_statistics_are_those_of_hooks_on_the_cpu(where, remat, parts):
     optimizer, step = trainer(model, parts)
     step = xla_amp.compile(step, strict=True) if where == "captured" else step
     _, reference = trainer(twin, parts)
-    monitor = xla_amp.monitor(model, optimizer, sample=1, every=2, low="float16")
+    monitor = xla_amp.monitor(model, optimizer, sample=1, low="float16")
     wanted, losses = [], []
     for index in range(4):
         given = [tensor for pair in batches(parts * 4)[index * parts : (index + 1) * parts] for tensor in pair]
@@ -202,7 +202,7 @@ def scaled():
 def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
     model, optimizer, scaler, step, device = scaled
     step = xla_amp.compile(step, strict=True) if captured else step
-    monitor = xla_amp.monitor(model, optimizer, scaler, every=3, sample=2)
+    monitor = xla_amp.monitor(model, optimizer, scaler, sample=2)
     given = [tuple(tensor.to(device) for tensor in pair) for pair in batches(24)]
 
     def run(pairs):
@@ -386,7 +386,7 @@ def test_a_block_with_two_steps_is_an_error():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"every": 0}, {"history": True}, {"sample": 1.5}, {"kinds": ["weights"]}, {"low": "fp16"}, {"save_state": True}],
+    [{"sample": 0}, {"history": True}, {"sample": 1.5}, {"kinds": ["weights"]}, {"low": "fp16"}, {"save_state": True}],
 )
 def test_wrong_arguments_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

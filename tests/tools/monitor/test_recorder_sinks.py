@@ -1,20 +1,17 @@
-"""Sinks: TensorBoard, the live table, JSON lines, and functions; each gets every step of a run in order."""
+"""Sinks: TensorBoard, JSON lines, and functions; each gets every step of a run in order."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 
 import pytest
 import torch
 
 import xla_amp
-from xla_amp.errors import MissingLibraryError
 from xla_amp.tools.monitor import history
 from xla_amp.tools.monitor.history import Key, Statistics, StepRecord
 from xla_amp.tools.monitor.sinks import JsonLines, TensorBoard, scalars
-from xla_amp.tools.monitor.table import Live
 
 
 def record(step: int, sampled: bool = True, loss: float = 0.5) -> StepRecord:
@@ -28,7 +25,7 @@ def train(**options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = xla_amp.monitor(model, optimizer, sample=2, every=2, **options)
+    monitor = xla_amp.monitor(model, optimizer, sample=2, **options)
     for index in range(4):
         with monitor.step() as running:
             running.loss = model(torch.full((2, 3), 1.0 + index)).sum()
@@ -91,25 +88,6 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path):
     rms = [(event.step, event.value) for event in events.Scalars("gradient/0/rms")]
     key = Key("0", "gradient")
     assert rms == [(step, pytest.approx(row.rms, rel=1e-6)) for step, row in monitor.history.of(key)]
-
-
-def test_the_live_table_shows_the_newest_statistics(capsys):
-    live = Live(most=1)
-    for found in (record(0), record(1), record(2, sampled=False)):
-        live(found)
-    live.close()
-    shown = capsys.readouterr().out
-    assert "step 2, loss 0.5, loss scale 1024" in shown, "the newest step"
-    assert "h.0.attn" in shown, "the statistics of the last sampled one"
-    assert "(model)" not in shown, "most=1"
-    assert all(name in shown for name in ("layer", "kind", "amax", "rms", "headroom", "underflow"))
-    assert "NaN" not in shown, "a column without values"
-
-
-def test_the_live_table_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.live", None)
-    with pytest.raises(MissingLibraryError, match=r"pip install 'xla-amp\[cli\]'"):
-        Live()
 
 
 def test_a_sink_that_fails_says_so_and_loses_nothing():

@@ -41,9 +41,7 @@ def make(checkpoint=None):
 def train(directory, saved_before, save_state=False):
     """Saves checkpoints before the steps `saved_before`, and tells the monitor."""
     model, optimizer, _, step = make()
-    monitor = xla_amp.monitor(
-        model, optimizer, directory=directory, sample=1, every=4, save_state=save_state, low="float16"
-    )
+    monitor = xla_amp.monitor(model, optimizer, directory=directory, sample=1, save_state=save_state, low="float16")
     made = torch.Generator().manual_seed(1)
     for index in range(9):
         if index in saved_before:

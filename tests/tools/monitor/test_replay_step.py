@@ -62,7 +62,7 @@ def make_captured():
 def train(directory, captured: bool, steps: int = 12, **options):
     model, optimizer, scaler, step = make(captured)
     device = xla_amp.xla_device()
-    monitor = xla_amp.monitor(model, optimizer, scaler, directory=directory, every=4, **options)
+    monitor = xla_amp.monitor(model, optimizer, scaler, directory=directory, **options)
     made = torch.Generator().manual_seed(4)
     for index in range(steps):
         x, y = (torch.randint(0, RARE, (4, 5), generator=made) for _ in "xy")
@@ -114,8 +114,9 @@ def test_the_bad_step_runs_again_bit_for_bit(kept, monkeypatch, capsys):
     assert report["elements"] == [ELEMENT]
     assert report["overflow"]["producers"][0]["place"]["module"] == "1.up"
     text = (bad_step.folder(directory, BAD_STEP, 0).parent / "report.txt").read_text()
-    assert f"step {BAD_STEP}, process 0: its loss was not finite\nreproduced bit for bit" in text
-    assert f"batch elements with an inf or NaN there: {ELEMENT} (of 4)" in text
+    assert text.startswith(f"step {BAD_STEP}: its loss was not finite\n")
+    assert "Is the step the same, bit for bit?\n  yes, " in text
+    assert f"Which batch elements?\n  {ELEMENT} (of 4)" in text
     assert "addmm made inf in the forward pass, module 1.up" in text
 
 
@@ -133,7 +134,7 @@ def test_a_replay_says_what_is_not_as_it_was(kept):
         kept_batch.write_bytes(saved)
         bad_step.write(monitor.bad_step, bad, records)
     assert not report.reproduced
-    assert "not reproduced" in str(report)
+    assert "numbers differ" in str(report)
     assert "the state before the step was not kept" in report.notes[0]
     assert report.elements == (ELEMENT,)  # it overflows in this state too
 
@@ -231,7 +232,7 @@ def test_a_finite_replay_without_the_state_is_no_answer(tmp_path):
     record_scaled(tmp_path, 1000.0, 4.0)
     report = replay(tmp_path, make_scaled)
     assert (report.overflow.first, report.of_step) == (None, False)
-    for said in (str(report), str(report.document())):
-        assert "cannot be replayed without its state" in " ".join(said.split())
-        assert "save_state=True" in said
-        assert "no torch operation made one" not in said
+    said = " ".join(str(report).split())
+    assert "cannot be replayed without its state" in said
+    assert "save_state=True" in said
+    assert "no torch operation made one" not in said

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from xla_amp.report import page
 from xla_amp.report.document import Cell, Column, Curve, Document, Finding, Row, State, Table
 from xla_amp.tools.monitor.advice import THRESHOLDS, Advice, advice
 from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
@@ -17,24 +13,6 @@ _COURSES = ("loss", "gradient_norm", "loss_scale")
 """Numbers of a step that the page begins with, over the steps."""
 _MOST = 8
 """Pieces of advice that the report begins with."""
-
-
-def write(history: History, path: str | os.PathLike[str], kept: Path | None = None) -> None:
-    """Writes the report as one HTML file, which loads nothing.
-
-    Args:
-        history: the records.
-        path: of the file.
-        kept: folder of the bad step that the run kept, for a link.
-
-    Raises:
-        MissingLibraryError: jinja2 is not installed.
-        FileError: the file cannot be written.
-    """
-    link = None
-    if kept is not None:
-        link = ("the first bad step is kept here", Path(os.path.relpath(kept, Path(path).resolve().parent)).as_posix())
-    page.write(dataclasses.replace(document(history), link=link), path)
 
 
 def document(history: History) -> Document:
@@ -47,7 +25,7 @@ def document(history: History) -> Document:
     facts = [("steps", f"{steps[0].step:,} to {steps[-1].step:,}"), ("low dtype", history.low)]
     facts += [("skipped steps", f"{skipped:,}")] if skipped else []
     return Document(
-        title=headline(steps[-1]),
+        title=_headline(steps[-1]),
         kind="monitor",
         state="risk" if _failed(steps[-1]) else "",
         facts=tuple(facts),
@@ -57,7 +35,7 @@ def document(history: History) -> Document:
     )
 
 
-def headline(record: StepRecord) -> str:
+def _headline(record: StepRecord) -> str:
     """One line about a step."""
     parts = [f"step {record.step:,}"]
     if record.loss is not None:

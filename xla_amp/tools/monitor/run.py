@@ -1,4 +1,4 @@
-"""The host's half of a monitor, the same on every front: its options, and the records of its run."""
+"""The host's half of a monitor, the same on every front: options, records of the run, the first bad step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
-from xla_amp.tools.monitor import advice, bad_step, history_report, table
+from xla_amp.report import page
+from xla_amp.report.document import Document
+from xla_amp.report.shown import Shown
+from xla_amp.tools.monitor import advice, bad_step, history_report
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import History, StepRecord
 from xla_amp.tools.monitor.sinks import JsonLines
@@ -21,63 +24,58 @@ SAMPLE: Final = 50
 updates once, which takes up to the time of a step itself where memory is slow."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True)
 class Options:
-    """Arguments of a front's `monitor`; `of` makes them of what a user wrote."""
+    """Arguments of a front's `monitor`, as it documents them.
 
-    every: int
-    history: int
-    layers: tuple[str, ...]
-    kinds: tuple[ValueKind, ...]
-    sample: int
-    directory: Path | None = None
+    Raises:
+        ValueError: a number is out of its range, or a name of `kinds` or `low` is unknown.
+    """
+
+    history: int = 64
+    layers: str | Iterable[str] = "*"
+    kinds: Iterable[ValueKind] = VALUE_KINDS
+    sample: int = SAMPLE
+    directory: str | Path | None = None
     low: Dtype | None = None
     save_state: bool = False
-    sinks: tuple[Callable[[StepRecord], object], ...] = ()
+    sinks: Iterable[Callable[[StepRecord], object]] = ()
     first_step: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        layers: str | Iterable[str],
-        kinds: Iterable[ValueKind],
-        directory: str | Path | None,
-        sinks: Iterable[Callable[[StepRecord], object]],
-        low: Dtype | None,
-        save_state: bool,
-        **numbers: int,
-    ) -> Options:
-        """The options, checked.
-
-        Raises:
-            ValueError: a number is out of its range, or a name of `kinds` or `low` is unknown.
-        """
-        for name, number in numbers.items():
-            least = 0 if name == "first_step" else 1
+    def __post_init__(self) -> None:
+        for name, least in (("history", 1), ("sample", 1), ("first_step", 0)):
+            number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"monitor({name}={number!r}): expected an integer of at least {least}")
-        kinds = tuple(kinds)
-        if unknown := set(kinds) - set(VALUE_KINDS):
-            raise ValueError(
-                f"monitor(kinds={kinds!r}): unknown {sorted(unknown)}; expected some of {list(VALUE_KINDS)}"
-            )
-        if low is not None and low not in DTYPES:
-            raise ValueError(f"monitor(low={low!r}): expected one of {list(DTYPES)}")
-        if save_state and directory is None:
+        self.layers = (self.layers,) if isinstance(self.layers, str) else tuple(self.layers)
+        self.kinds = tuple(self.kinds)
+        self.sinks = tuple(self.sinks)
+        self.directory = None if self.directory is None else Path(self.directory)
+        if unknown := set(self.kinds) - set(VALUE_KINDS):
+            expected = f"expected some of {list(VALUE_KINDS)}"
+            raise ValueError(f"monitor(kinds={self.kinds!r}): unknown {sorted(unknown)}; {expected}")
+        if self.low is not None and self.low not in DTYPES:
+            raise ValueError(f"monitor(low={self.low!r}): expected one of {list(DTYPES)}")
+        if self.save_state and self.directory is None:
             raise ValueError("monitor(save_state=True): nothing is kept without a directory; pass directory=")
-        return cls(
-            layers=(layers,) if isinstance(layers, str) else tuple(layers),
-            kinds=kinds,
-            directory=None if directory is None else Path(directory),
-            sinks=tuple(sinks),
-            low=low,
-            save_state=save_state,
-            **numbers,
-        )
 
 
-class Run:
+class Waiting(Protocol):
+    """A step that has ended and whose numbers are on their way to the host."""
+
+    sampled: bool
+    """Whether it has statistics."""
+    kept: Any
+    """What a replay needs of it, while it may turn out bad; otherwise None."""
+
+    def ready(self) -> bool:
+        """Whether `record` does not wait."""
+
+    def record(self) -> tuple[StepRecord, Dtype] | None:
+        """The record of the step, and the low dtype of its statistics; None if the step failed."""
+
+
+class BaseMonitor(Shown):
     """The steps of a run that are known, and its first bad one.
 
     Args:
@@ -85,94 +83,34 @@ class Run:
         process: gives the rank of this process and the number of processes, once steps have run.
     """
 
+    front: str
+    """As in `BadStep`."""
+
     def __init__(self, options: Options, process: Callable[[], tuple[int, int]]) -> None:
-        self.options = options
-        self.process = process
-        self.low: Dtype | None = options.low
         self.bad_step: Path | None = None
-        self.checkpoints: deque[tuple[str, int]] = deque(maxlen=1000)
-        """Paths of the last checkpoints, and for each the number of the step before which it was saved."""
-        self._records: deque[StepRecord] = deque(maxlen=max(options.history * options.sample, options.every))
-        self._good: StepRecord | None = None
-        self._file: JsonLines | None = None
-
-    @property
-    def history(self) -> History:
-        """The last records."""
-        return History(low=self.low or "float32", steps=list(self._records))
-
-    def judged(self, record: StepRecord) -> str:
-        """Why a step is bad, as in `BadStep.reason`, or empty; takes every step, in order."""
-        reason = bad_step.reason(self._good, record)
-        self._good = self._good if record.skipped else record
-        return reason
-
-    def add(self, record: StepRecord) -> None:
-        """Takes a complete record, in order, and hands it to the file and the sinks."""
-        self._records.append(record)
-        if self._file is None and self.options.directory is not None:
-            rank, _ = self.process()
-            self._file = JsonLines(self.options.directory / (f"history_rank_{rank}.jsonl" if rank else "history.jsonl"))
-        if self._file is not None:
-            self._file(record, self.low or "float32")
-        for sink in self.options.sinks:
-            sink(record)
-
-    def described(
-        self,
-        record: StepRecord,
-        reason: str,
-        *,
-        front: str,
-        local: bool | None,
-        versions: Mapping[str, str],
-        sampled: bool,
-        kept: bool,
-    ) -> BadStep:
-        """What is known of a bad step; `kept` tells whether the state before it is."""
-        # A bad step is found when later ones have run, after which the loop may have saved its state.
-        earlier = [each for each in self.checkpoints if each[1] <= record.step]
-        path, step = earlier[-1] if earlier else (None, None)
-        rank, world_size = self.process()
-        return BadStep(
-            front=front,
-            step=record.step,
-            rank=rank,
-            world_size=world_size,
-            reason=reason,
-            local=True if world_size == 1 else local,
-            loss=record.loss,
-            loss_scale=record.loss_scale,
-            gradient_norm=record.gradient_norm,
-            low=self.low or "float32",
-            versions=versions,
-            options={"layers": list(self.options.layers), "kinds": list(self.options.kinds), "sampled": sampled},
-            state="kept" if kept else "checkpoint" if path is not None else "none",
-            checkpoint=path,
-            checkpoint_step=step,
-        )
-
-
-class BaseMonitor(abc.ABC):
-    """What the monitors of all fronts tell of their runs."""
-
-    def __init__(self, options: Options, process: Callable[[], tuple[int, int]]) -> None:
-        self._options = options
-        self._run = Run(options, process)
-
-    @property
-    def bad_step(self) -> Path | None:
         """The folder of the first bad step of this process, once it is kept."""
-        return self._run.bad_step
+        self._options = options
+        self._process = process
+        self._next_step = options.first_step
+        self._low: Dtype | None = options.low
+        self._waiting: deque[Any] = deque()
+        """A `Waiting` for each step that has not been read, in order."""
+        self._records: deque[StepRecord] = deque(maxlen=options.history * options.sample)
+        self._good: StepRecord | None = None
+        """The last step that was not skipped."""
+        self._file: JsonLines | None = None
+        self._checkpoints: deque[tuple[str, int]] = deque(maxlen=1000)
+        """Paths of the last checkpoints, and for each the number of the step before which it was saved."""
 
     @property
     def history(self) -> History:
         """What has been read so far."""
-        return self._run.history
+        return History(low=self._low or "float32", steps=list(self._records))
 
-    @abc.abstractmethod
     def read(self) -> History:
         """Waits for everything recorded so far, and returns the history."""
+        self._collect(wait=True)
+        return self.history
 
     def advice(self) -> list[advice.Advice]:
         """What the history says that you may want to change."""
@@ -180,21 +118,107 @@ class BaseMonitor(abc.ABC):
 
     def table(self) -> str:
         """The newest statistics as a table for the terminal."""
-        return table.text(self.history)
+        return str(self)
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
+    def document(self) -> Document:
+        """The report for people: `xla_amp.report` writes it as a page or as text."""
+        return history_report.document(self.history)
+
+    def to_html(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Writes what has been read so far as one HTML file, which loads nothing.
+
+        Args:
+            path: of the file.
+            title: of the page; None: the last step.
 
         Raises:
             MissingLibraryError: jinja2 is not installed.
             FileError: the file cannot be written.
         """
-        history_report.write(self.history, path, self.bad_step)
+        document = self.document()
+        if self.bad_step is not None:
+            address = Path(os.path.relpath(self.bad_step, Path(path).resolve().parent)).as_posix()
+            document = dataclasses.replace(document, link=("the first bad step is kept here", address))
+        page.write(dataclasses.replace(document, title=title or document.title), path)
 
     def saved(self, checkpoint: str | Path) -> None:
         """Tells that the run has just saved a checkpoint: a bad step refers to it."""
-        self._run.checkpoints.append((str(checkpoint), self._next_step()))
+        self._checkpoints.append((str(checkpoint), self._next_step))
+
+    @property
+    def _looks_for_bad_step(self) -> bool:
+        return self._options.directory is not None and self.bad_step is None
+
+    def _is_sampled(self, step: int) -> bool:
+        return (step - self._options.first_step) % self._options.sample == 0
+
+    def _collect(self, *, wait: bool) -> None:
+        """Takes the steps whose numbers have arrived, or waits for all."""
+        while self._waiting and (wait or self._waiting[0].ready()):
+            waiting = self._waiting.popleft()
+            found = waiting.record()
+            if found is None:
+                continue
+            record, self._low = found
+            reason = bad_step.reason(self._good, record)
+            self._good = self._good if record.skipped else record
+            self._add(record)
+            if reason and waiting.kept is not None and self._looks_for_bad_step:
+                self._keep(waiting, record, reason)
+
+    def _add(self, record: StepRecord) -> None:
+        """Takes a record, in order, and hands it to the file and the sinks."""
+        self._records.append(record)
+        directory = self._options.directory
+        if self._file is None and directory is not None:
+            rank, _ = self._process()
+            self._file = JsonLines(Path(directory) / (f"history_rank_{rank}.jsonl" if rank else "history.jsonl"))
+        if self._file is not None:
+            self._file(record, self._low or "float32")
+        for sink in self._options.sinks:
+            sink(record)
+
+    def _keep(self, waiting: Waiting, record: StepRecord, reason: str) -> None:
+        """Writes the folder of a bad step."""
+        # A bad step is found when later ones have run, after which the loop may have saved its state.
+        earlier = [each for each in self._checkpoints if each[1] <= record.step]
+        path, step = earlier[-1] if earlier else (None, None)
+        rank, world_size = self._process()
+        state = "kept" if self._options.save_state else "checkpoint" if path is not None else "none"
+        options = {"layers": self._options.layers, "kinds": self._options.kinds, "sampled": waiting.sampled}
+        bad = BadStep(
+            front=self.front,
+            step=record.step,
+            rank=rank,
+            world_size=world_size,
+            reason=reason,
+            local=True if world_size == 1 else self._is_local(waiting, record),
+            loss=record.loss,
+            loss_scale=record.loss_scale,
+            gradient_norm=record.gradient_norm,
+            low=self._low or "float32",
+            versions=self._versions(),
+            options=options,
+            state=state,
+            checkpoint=path,
+            checkpoint_step=step,
+        )
+        folder = bad_step.folder(Path(self._options.directory or ""), record.step, rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        more = self._write(folder, waiting)
+        bad_step.write(folder, dataclasses.replace(bad, options={**options, **more}), self.history)
+        self.bad_step = folder
+        for other in self._waiting:  # frees what later steps keep
+            other.kept = None
 
     @abc.abstractmethod
-    def _next_step(self) -> int:
-        """The number of the next step."""
+    def _write(self, folder: Path, waiting: Any) -> Mapping[str, Any]:
+        """Writes what a replay of the step needs into its folder; returns further `BadStep.options`."""
+
+    @abc.abstractmethod
+    def _versions(self) -> dict[str, str]:
+        """Versions of the packages whose change can change a number."""
+
+    def _is_local(self, waiting: Any, record: StepRecord) -> bool | None:
+        """Whether this process itself made the inf or NaN, if that is known."""
+        return None

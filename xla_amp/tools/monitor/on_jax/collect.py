@@ -336,9 +336,7 @@ def _shard_map(part: _Part) -> list[Any] | None:
         return tuple(outs), tuple(value[None] for value in (*found.sums.values(), *found.scalars.values()))
 
     outs, recorded = rebind.shard_map(params, shard, part.operands, PartitionSpec(axes))
-    part.add(
-        labels, recorded, lambda label, rows: _joined(rows) if isinstance(label, Key) else _ON_DEVICES[label](rows)
-    )
+    part.add(labels, recorded, _over_devices)
     return list(outs)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from xla_amp.jax import compat
 from xla_amp.jax.modules import nnx_state
 from xla_amp.tools.monitor import bad_step
 from xla_amp.tools.monitor.bad_step import BadStep
-from xla_amp.tools.monitor.history import History
 
 _ARRAYS: Final = "batch.npz"
 
@@ -59,10 +57,8 @@ class Call:
         return self._step(*args, **kwargs)
 
 
-def keep(directory: Path, bad: BadStep, history: History, leaves: Mapping[int, Any]) -> Path:
-    """Writes the folder of a bad step and returns its path; leaves that are no arrays or numbers are not kept."""
-    path = bad_step.folder(directory, bad.step, bad.rank)
-    path.mkdir(parents=True, exist_ok=True)
+def write(folder: Path, leaves: Mapping[int, Any]) -> dict[str, Any]:
+    """Writes the arrays and numbers among `leaves`, and returns what `load` needs to know about them."""
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     kept: Mapping[int, Any] = {index: leaf for index, leaf in leaves.items() if isinstance(leaf, _KEPT)}
@@ -82,10 +78,8 @@ def keep(directory: Path, bad: BadStep, history: History, leaves: Mapping[int, A
         array = np.asarray(leaf)
         kinds[str(index)] = type(leaf).__name__ if isinstance(leaf, bool | int | float | complex) else str(array.dtype)
         arrays[str(index)] = _storable(array)
-    np.savez(path / _ARRAYS, **arrays)
-    bad = dataclasses.replace(bad, options={**bad.options, "leaves": kinds, "parts": parts})
-    bad_step.write(path, bad, history)
-    return path
+    np.savez(folder / _ARRAYS, **arrays)
+    return {"leaves": kinds, "parts": parts}
 
 
 def _storable(array: Any) -> Any:

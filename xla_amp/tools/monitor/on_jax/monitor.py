@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -22,7 +21,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.modules import scopes
 from xla_amp.jax.observations import SCALARS
 from xla_amp.policy import module_patterns
-from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord, Sums
+from xla_amp.tools.monitor.history import Key, Statistics, StepRecord, Sums
 from xla_amp.tools.monitor.on_jax import collect, kept_step
 from xla_amp.tools.monitor.on_jax.collect import Observed, Wanted
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
@@ -37,7 +36,6 @@ _NUMBERS: Final = (*SCALARS, "norm2")
 def monitor(
     step: Callable[_P, _R],
     *,
-    every: int = 100,
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
@@ -60,7 +58,6 @@ def monitor(
     Args:
         step: a function of pytrees, under `jax.jit` or not.  It is compiled as a whole; arguments that its own
             ``jax.jit`` donates are donated.
-        every: steps between two reads of the statistics.
         history: sampled steps that `Monitor.history` holds.
         directory: gets ``history.jsonl`` and the folder of the first bad step (`xla_amp.tools.monitor.bad_step`); None
             keeps no bad step.
@@ -91,8 +88,7 @@ def monitor(
         >>> step.read().steps[0].statistics[Key("layer", "activation")].amax
         2.0
     """
-    options = Options.of(
-        every=every,
+    options = Options(
         history=history,
         directory=directory,
         layers=layers,
@@ -145,14 +141,22 @@ class _Programs:
     """Of the dynamic leaves."""
 
 
-class _Waiting(NamedTuple):
+@dataclasses.dataclass
+class _Waiting:
     """A step whose row has not been read."""
 
     number: int
     row: Any
     layout: _Layout
-    kept: Any
+    sampled: bool
+    kept: Mapping[int, Any] | None
     """Its arguments, while it may turn out bad."""
+
+    def ready(self) -> bool:
+        return bool(self.row.is_ready())
+
+    def record(self) -> tuple[StepRecord, Dtype]:
+        return self.layout.record(self.number, self.row), self.layout.low
 
 
 class Monitor(BaseMonitor, Generic[_P, _R]):
@@ -164,6 +168,8 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
         donate: whether arguments are donated that the step's own ``jax.jit`` donates.
     """
 
+    front = "jax"
+
     def __init__(self, step: Callable[_P, _R], options: Options, *, donate: bool = True) -> None:
         if not callable(step):
             raise TypeError(f"monitor() expects a function, got {step!r} ({type(step).__name__})")
@@ -171,9 +177,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
         self.__wrapped__ = step
         self._step = step
         self._donate = donate and not options.save_state
-        self._next = options.first_step
         self._programs: dict[Any, _Programs] = {}
-        self._waiting: deque[_Waiting] = deque()
 
     def __repr__(self) -> str:
         return f"xla_amp.jax.monitor({getattr(self._step, '__qualname__', self._step)!s})"
@@ -185,50 +189,20 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
         programs = self._programs.get(call.key)
         if programs is None:
             programs = self._programs[call.key] = self._build(call, args, kwargs)
-        number = self._next
-        sampled = self._is_sampled(number)
+        sampled = self._is_sampled(self._next_step)
         values = list(itertools.compress(call.leaves, programs.dynamic))
-        watching = self._options.directory is not None and self.bad_step is None
-        donated = [index for index, each in enumerate(programs.donated) if each]
         kept = None
-        if watching:
+        if self._looks_for_bad_step:
             dynamic = [index for index, each in enumerate(programs.dynamic) if each]
-            gone = {dynamic[index] for index in donated}
+            gone = set(itertools.compress(dynamic, programs.donated))
             kept = {index: leaf for index, leaf in enumerate(call.leaves) if index not in gone}
         outs, row = (programs.sampled if sampled else programs.plain)(*values)
-        self._next += 1
-        self._waiting.append(_Waiting(number, row, programs.layouts[sampled], kept))
-        if watching:
-            row.copy_to_host_async()
-        self._collect(force=False)
+        row.copy_to_host_async()
+        self._waiting.append(_Waiting(self._next_step, row, programs.layouts[sampled], sampled, kept))
+        self._next_step += 1
+        self._collect(wait=False)
         result: _R = call.finish(programs.trees[sampled](outs))
         return result
-
-    def statistics(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[_R, dict[Key, jax.Array]]:
-        """The result of the step, and the sums of each layer, float32 (7) (`xla_amp.tools.monitor.history.Sums`).
-
-        It is a pure function for programs of your own: call it under ``jax.jit``, ``jax.grad`` or in a scan.
-        """
-        call = kept_step.Call(self._step, args, kwargs)
-        dynamic = tuple(map(compat.is_array, call.leaves))
-        closed, values, tree = _trace(call, dynamic, list(itertools.compress(call.leaves, dynamic)))
-        outs, found = collect.evaluate(closed, values, self._wanted(closed, True))
-        return call.finish(tree(outs)), _without_common_root(found).sums
-
-    def read(self) -> History:
-        """Waits for everything recorded so far, and returns the history."""
-        self._collect(force=True)
-        return self.history
-
-    def skip_to(self, step: int) -> None:
-        """Gives the next step this number, from which also follows whether it is sampled."""
-        self._next = step
-
-    def _next_step(self) -> int:
-        return self._next
-
-    def _is_sampled(self, step: int) -> bool:
-        return (step - self._options.first_step) % self._options.sample == 0
 
     # -- programs ------------------------------------------------------------------------------------------------
 
@@ -281,39 +255,13 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
             if pattern != "*" and not any(module_patterns.selects(pattern, layer) for layer in layers):
                 raise ValueError(f"monitor(layers={pattern!r}): no layer of the step matches")
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- the bad step --------------------------------------------------------------------------------------------
 
-    def _collect(self, *, force: bool) -> None:
-        """Records the steps whose rows have arrived; with `force` waits for all."""
-        every, directory = self._options.every, self._options.directory
-        if not force and directory is None:
-            if (self._next - self._options.first_step) % every == 0:
-                for waiting in self._waiting:
-                    waiting.row.copy_to_host_async()
-            elif len(self._waiting) < 2 * every:
-                return
-        while self._waiting and (force or self._waiting[0].row.is_ready()):
-            waiting = self._waiting.popleft()
-            record = waiting.layout.record(waiting.number, waiting.row)
-            self._run.low = waiting.layout.low
-            self._run.add(record)
-            reason = self._run.judged(record)
-            if reason and waiting.kept is not None and self.bad_step is None and directory is not None:
-                self._keep(directory, waiting, record, reason)
+    def _write(self, folder: Path, waiting: _Waiting) -> Mapping[str, Any]:
+        return kept_step.write(folder, waiting.kept or {})
 
-    def _keep(self, directory: Path, waiting: _Waiting, record: StepRecord, reason: str) -> None:
-        bad = self._run.described(
-            record,
-            reason,
-            front="jax",
-            local=None,
-            versions={"jax": jax.__version__},
-            sampled=self._is_sampled(record.step),
-            kept=self._options.save_state,
-        )
-        self._run.bad_step = kept_step.keep(directory, bad, self._run.history, waiting.kept)
-        for index, other in enumerate(self._waiting):  # frees the arguments of later steps
-            self._waiting[index] = other._replace(kept=None)
+    def _versions(self) -> dict[str, str]:
+        return {"jax": jax.__version__}
 
 
 def _trace(

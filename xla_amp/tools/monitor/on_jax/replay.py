@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,38 +9,18 @@ from typing import Any
 import jax
 
 from xla_amp.errors import StepError
-from xla_amp.tools.monitor import bad_step, history
+from xla_amp.tools.monitor import bad_step
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.on_jax import kept_step
 from xla_amp.tools.monitor.on_jax.monitor import Monitor
+from xla_amp.tools.monitor.replay import ReplayReport, compared, recorded
 from xla_amp.tools.monitor.run import Options
 from xla_amp.tools.overflow.on_jax import find_overflow
 from xla_amp.tools.overflow.report import ProgramOverflowReport
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """The result of `replay`; ``print(replay)`` for people."""
-
-    bad: BadStep
-    """What is known of the step."""
-    record: StepRecord
-    """Of the step as it ran now."""
-    reproduced: bool
-    """Whether its record is that of the run, bit for bit."""
-    overflow: ProgramOverflowReport
-    folder: Path
-    rank: int | None
-    """The process whose part of the batch overflows first; None if that is not known."""
-
-    def __str__(self) -> str:
-        same = "bit for bit as in the run" if self.reproduced else "NOT as in the run: its numbers differ"
-        where = "" if self.rank is None else f", process {self.rank} of {self.bad.world_size}"
-        return f"step {self.bad.step:,} ({self.bad.reason}){where}, {same}\n{self.overflow}"
-
-
-def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs: Any) -> Replay:
+def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs: Any) -> ReplayReport:
     """Runs the first bad step of a run again: compiled, as it ran, and under `find_overflow`.  Writes ``report.txt``.
 
     Args:
@@ -72,36 +51,34 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
     leaves = [kept.get(index, leaf) for index, leaf in enumerate(call.leaves)]
     sampled = bad.options["sampled"]
     options = Options(
-        every=1,
         history=1,
-        layers=tuple(bad.options["layers"]),
-        kinds=tuple(bad.options["kinds"]),
-        sample=1 if sampled else 2,
+        layers=bad.options["layers"] if sampled else "*",
+        kinds=bad.options["kinds"] if sampled else (),
+        sample=1,
         low=bad.low,
-        first_step=bad.step if sampled else bad.step - 1,
+        first_step=bad.step,
     )
     again = Monitor(call.run, options, donate=False)
-    again.skip_to(bad.step)
     again(leaves)
-    record = again.read().steps[-1]
-    then = next((each for each in history.read(folder / bad_step.HISTORY).steps if each.step == bad.step), None)
-    if then is not None and then.loss_scale != record.loss_scale:
+    now, then = again.read().steps[-1], recorded(folder, bad)
+    if then.loss_scale != now.loss_scale:
         raise StepError(
-            f"replay: the step ran at a loss scale of {_scale(then)}, the arguments have {_scale(record)}, so it "
+            f"replay: the step ran at a loss scale of {_scale(then)}, the arguments have {_scale(now)}, so it "
             f"cannot be replayed without the state; pass the state with a loss scale of {_scale(then)}, or record with "
             "save_state=True"
         )
-    report = find_overflow(call.run, leaves)
-    found = Replay(
+    overflow = find_overflow(call.run, leaves)
+    differences, count = compared(then, now)
+    report = ReplayReport(
         bad=bad,
-        record=record,
-        reproduced=then is not None and record.to_dict() == then.to_dict(),
-        overflow=report,
         folder=folder,
-        rank=_rank(folder, bad, report),
+        rank=_rank(folder, bad, overflow),
+        differences=differences,
+        compared=count,
+        overflow=overflow,
     )
-    (folder.parent / "report.txt").write_text(f"{found}\n", encoding="utf-8")
-    return found
+    report.write()
+    return report
 
 
 def _scale(record: StepRecord) -> str:

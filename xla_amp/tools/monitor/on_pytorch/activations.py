@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from xla_amp.backends import base
 from xla_amp.tools.monitor.history import Key
-from xla_amp.tools.monitor.on_pytorch import columns, ring
+from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS, tensor_sums
 
 
 class Activations:
-    """One line of sums for each layer that returned something."""
+    """One line of sums for each layer, which is of size 0 if the layer has returned nothing.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        layers: their paths.
+        device: of the model.
+    """
+
+    def __init__(self, layers: Iterable[str], device: torch.device) -> None:
         self._device = device
-        self.sums: torch.Tensor | None = None
+        self._layers = list(layers)
+        """In the order in which they return; those that have not come last."""
+        self._returned: dict[str, None] = {}
+        [self.sums] = zeros([(len(self._layers), FIELDS)], torch.float32, device)
         """float32 (layers, fields), of all passes of the step that `fold` has taken."""
-        self._lines: dict[str, int] = {}
-        """Path of a layer -> its line in `sums`."""
         self._pass: dict[str, torch.Tensor] = {}
-        """The same of the forward pass that runs."""
+        """Layer -> the sums of the forward pass that runs."""
         self._seen = columns.Seen()
 
     def keys(self) -> list[Key]:
         """What the lines are."""
-        return [Key(path, "activation") for path in self._lines]
+        return [Key(path, "activation") for path in self._layers]
 
     def new(self, output: object) -> list[torch.Tensor]:
         """The floating tensors of what a module returned that no module inside it has returned."""
@@ -43,25 +52,15 @@ class Activations:
         self._seen.clear()
         if not found:
             return
-        for path in found:
-            self._lines.setdefault(path, len(self._lines))
-        places = [self._lines[path] for path in found]
-        order = sorted(range(len(places)), key=places.__getitem__)
-        sums = torch.cat(list(found.values()))
-        if order != list(range(len(order))):
-            sums = sums[torch.tensor(order)]
-        sums = columns.spread(sums, sorted(places), len(self._lines))
-        if self.sums is None or len(self.sums) < len(self._lines):
-            [grown] = ring.zeros([(len(self._lines), FIELDS)], torch.float32, self._device)
-            if self.sums is not None:
-                grown[: len(self.sums)].copy_(self.sums)
-            self.sums = grown
-        self.sums.copy_(columns.joined(self.sums, sums))
+        if not found.keys() <= self._returned.keys():
+            self._returned.update(dict.fromkeys(found))
+            self._layers = [*self._returned, *(path for path in self._layers if path not in self._returned)]
+        nothing = torch.zeros((1, FIELDS), device=self._device)
+        self.sums.copy_(columns.joined(self.sums, torch.cat([found.get(path, nothing) for path in self._layers])))
 
     def begin_step(self) -> None:
         """Sets the step's sums to zero."""
-        if self.sums is not None:
-            self.sums.zero_()
+        self.sums.zero_()
 
     @torch.no_grad()
     def drop(self) -> None:
@@ -69,3 +68,8 @@ class Activations:
         self._pass.clear()
         self._seen.clear()
         self.begin_step()
+
+
+def zeros(shapes: Iterable[Iterable[int]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """State on the device, made outside of the step, so that the first step is the program of the next ones."""
+    return base.zeros_like([torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in shapes], device)

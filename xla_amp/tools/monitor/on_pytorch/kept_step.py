@@ -10,31 +10,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from xla_amp.backends import base, devices
-from xla_amp.tools.monitor import bad_step
-from xla_amp.tools.monitor.history import History, StepRecord
-from xla_amp.tools.monitor.run import Run
 
 
 class Before:
-    """What a replay needs that is gone after the step: random states, and copies of the state if asked for."""
+    """What a replay needs that is gone after the step: the batch, random states, and a copy of the state if asked for.
+
+    Args:
+        batch: what the step computes on.
+        device: of the model.
+        state: model, optimizer and scaler whose state is copied; None copies none.
+    """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
+        batch: tuple[Any, ...],
         device: torch.device,
-        save_state: bool,
+        state: tuple[torch.nn.Module, torch.optim.Optimizer | None, torch.amp.GradScaler | None] | None,
     ) -> None:
-        self.device = device
+        self.batch = batch
         self.generators = {"cpu": torch.get_rng_state(), "python": random.getstate()}
         if devices.is_xla(device.type):
             self.generators["device"] = devices.engine().get_rng_state()
         elif device.type == "cuda":
             self.generators["device"] = torch.cuda.get_rng_state(device)
-        self.state = copied(state_of(model, optimizer, scaler)) if save_state else None
+        self.state = None if state is None else copied(state_of(*state))
+
+    def write(self, folder: Path) -> None:
+        """Writes ``batch.pt``, ``rng.pt`` and ``state.pt``."""
+        places: list[str] = []
+        torch.save({"batch": on_host(self.batch, places), "places": places}, folder / "batch.pt")
+        torch.save(on_host(self.generators), folder / "rng.pt")
+        if self.state is not None:
+            torch.save(on_host(self.state), folder / "state.pt")
 
 
 def state_of(
@@ -75,48 +85,7 @@ def load_scale(scale: float | torch.Tensor, scaler: torch.amp.GradScaler, device
 @torch.no_grad()
 def copied(value: Any) -> Any:
     """`value` with clones of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [copied(each) for each in value]
-    return value
-
-
-def write(
-    directory: Path,
-    run: Run,
-    batch: Any,
-    before: Before | None,
-    history: History,
-    record: StepRecord,
-    *,
-    reason: str,
-    local: bool,
-    sampled: bool,
-) -> Path:
-    """Writes the folder of a bad step, and returns it."""
-    path = bad_step.folder(directory, record.step, run.process()[0])
-    path.mkdir(parents=True, exist_ok=True)
-    places: list[str] = []
-    torch.save({"batch": on_host(batch, places), "places": places}, path / "batch.pt")
-    state = None if before is None else before.state
-    if before is not None:
-        torch.save(on_host(before.generators), path / "rng.pt")
-    if state is not None:
-        torch.save(on_host(state), path / "state.pt")
-    bad = run.described(
-        record,
-        reason,
-        front="pytorch",
-        local=local,
-        versions=versions(),
-        sampled=sampled,
-        kept=state is not None,
-    )
-    bad_step.write(path, bad, history)
-    return path
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def process(device: torch.device) -> tuple[int, int]:

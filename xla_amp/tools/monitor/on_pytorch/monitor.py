@@ -1,8 +1,7 @@
 """`monitor`: statistics of a training run, computed on the device inside the step's own program.
 
 Hooks call the device's half (`recording`), which writes into tensors on the device.  At the end of each step the host's
-half (`host`) starts to read a few numbers, and once in `every` steps the ring buffer; both are on their way while the
-next steps run.
+half (`run`) starts to read them; they are on their way while the next steps run.
 """
 
 from __future__ import annotations
@@ -12,16 +11,15 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from xla_amp.backends import base, devices, dynamo
-from xla_amp.tools.monitor.history import History, StepRecord
+from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.on_pytorch import columns, kept_step
-from xla_amp.tools.monitor.on_pytorch.host import Host
 from xla_amp.tools.monitor.on_pytorch.recording import Recording
 from xla_amp.tools.monitor.on_pytorch.running_step import Step
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
@@ -33,7 +31,6 @@ def monitor(
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
     *,
-    every: int = 100,
     history: int = 64,
     directory: str | Path | None = None,
     layers: str | Iterable[str] = "*",
@@ -54,8 +51,7 @@ def monitor(
         optimizer: its step ends a step.  None: each forward pass in training mode is one, with its activations
             only.
         scaler: None records no loss scale and finds no skipped step.
-        every: steps between two reads of the ring buffer.
-        history: sampled steps that the ring buffer and `Monitor.history` hold.
+        history: sampled steps that `Monitor.history` holds.
         directory: gets ``history.jsonl`` and the folder of the first bad step (`xla_amp.tools.monitor.bad_step`); None
             keeps no bad step.
         layers: patterns as in rules for modules, ``"*.attn"``; a module that one names and all modules in it.
@@ -84,8 +80,7 @@ def monitor(
         >>> recorder.read().steps[0].statistics[Key("", "activation")].inf
         0.0
     """
-    options = Options.of(
-        every=every,
+    options = Options(
         history=history,
         directory=directory,
         layers=layers,
@@ -100,10 +95,14 @@ def monitor(
 
 
 _numbers = itertools.count()
+_TOGETHER: Final = 100
+"""Steps that wait together on torch_xla, which cannot read without waiting."""
 
 
 class Monitor(BaseMonitor):
     """Records a run; `monitor` makes it."""
+
+    front = "pytorch"
 
     def __init__(
         self,
@@ -115,19 +114,13 @@ class Monitor(BaseMonitor):
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"monitor(optimizer={optimizer!r}): expected a torch.optim.Optimizer, or None")
         if optimizer is None:
-            kinds = tuple(kind for kind in options.kinds if kind == "activation")
-            options = dataclasses.replace(options, kinds=kinds)
-        self._device = _device_of(model)
+            options = dataclasses.replace(options, kinds=set(options.kinds) & {"activation"})
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         super().__init__(options, functools.partial(kept_step.process, self._device))
         self.model, self.optimizer = model, optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._modules = columns.selected(model, options.layers)
         self._recording = Recording(model, self._modules, optimizer, self.scaler, options, self._device)
-        self._host = Host(self._run, optimizer=optimizer is not None, scaler=self.scaler is not None)
-        self._count = 0
-        """Steps that have ended."""
-        self._unread = 0
-        """Steps since the last read of the ring buffer."""
         self._entry: Step | None = None
         """The step whose block is open."""
         self._ended = 0
@@ -138,7 +131,8 @@ class Monitor(BaseMonitor):
         self._set_sampled()
 
     def __repr__(self) -> str:
-        return f"<xla_amp.monitor of {type(self.model).__name__}: {self._count} steps, {len(self._modules)} layers>"
+        steps = self._next_step - self._options.first_step
+        return f"<xla_amp.monitor of {type(self.model).__name__}: {steps} steps, {len(self._modules)} layers>"
 
     @contextlib.contextmanager
     def step(self, *batch: Any) -> Iterator[Step]:
@@ -153,13 +147,13 @@ class Monitor(BaseMonitor):
         """
         if self._entry is not None:
             raise RuntimeError("monitor.step(): the step before has not ended; one `with` block holds one step")
-        before = None
-        save_state = self._options.save_state
+        kept = None
         # Copies are a part of the step's program, which is the same in all processes; they learn of a bad step at
         # different times, so they go on with the copies.
-        if self._host.looks_for_bad_step or (save_state and self._run.process()[1] > 1):
-            before = kept_step.Before(self.model, self.optimizer, self.scaler, self._device, save_state)
-        entry = Step(self._next_step(), batch if before else None, before, self._recording.sampled)
+        if self._looks_for_bad_step or (self._options.save_state and self._process()[1] > 1):
+            state = (self.model, self.optimizer, self.scaler) if self._options.save_state else None
+            kept = kept_step.Before(batch, self._device, state)
+        entry = self._new_step(kept)
         self._entry, self._ended = entry, 0
         self._recording.counts = True
         scale = self._recording.loss_scale()
@@ -176,13 +170,6 @@ class Monitor(BaseMonitor):
                 return  # no optimizer step: the block holds a part of a step
             self._recording.step_was_left_out(scale)
         self._end(entry)
-
-    def read(self) -> History:
-        """Waits for everything recorded so far, and returns the history."""
-        if self._count:
-            self._read_rows()
-            self._collect(wait=True)
-        return self.history
 
     def close(self) -> None:
         """Reads what is left and removes all hooks."""
@@ -231,42 +218,35 @@ class Monitor(BaseMonitor):
     def _step_ended(self) -> None:
         self._ended += 1
         if self._entry is None:
-            self._end(Step(self._next_step(), None, None, self._recording.sampled))
+            self._end(self._new_step(None))
+
+    def _new_step(self, kept: kept_step.Before | None) -> Step:
+        count = self._next_step - self._options.first_step
+        return Step(self._next_step, count, kept, self._recording.sampled)
 
     def _end(self, entry: Step) -> None:
-        for rows in self._recording.outgrown():
-            self._host.expect_rows(self._next_step(), rows)
-        entry.end(self._recording.status)
-        self._host.expect_step(entry)
-        self._count += 1
-        self._unread += 1
-        if self._unread >= self._options.every:
-            self._read_rows()
+        entry.end(self._recording.recorded())
+        self._waiting.append(entry)
+        self._next_step += 1
         self._set_sampled()
-        self._collect(wait=False)
-
-    def _next_step(self) -> int:
-        return self._options.first_step + self._count
+        self._collect(wait=self._device.type == "xla" and len(self._waiting) >= _TOGETHER)
 
     def _set_sampled(self) -> None:
-        sampled = self._count % self._options.sample == 0
+        sampled = self._is_sampled(self._next_step)
         if self.model.__dict__.get(self._flag) is not sampled:
             self._recording.sampled = self.model.__dict__[self._flag] = sampled
 
-    def _read_rows(self) -> None:
-        self._unread = 0
-        self._host.expect_rows(self._next_step(), self._recording.read_rows())
+    def _write(self, folder: Path, waiting: Step) -> Mapping[str, Any]:
+        if waiting.kept is not None:
+            waiting.kept.write(folder)
+        return {}
 
-    def _collect(self, wait: bool) -> None:
-        # torch_xla cannot read without waiting: there the reads of many steps wait together.
-        wait = wait or (self._host.waits_for_rows and self._device.type == "xla")
-        if self._host.take_steps(wait):
-            self._read_rows()
-        self._host.take_rows(wait)
+    def _versions(self) -> dict[str, str]:
+        return kept_step.versions()
 
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    def _is_local(self, waiting: Step, record: StepRecord) -> bool:
+        activations = (row for key, row in record.statistics.items() if key.kind == "activation")
+        return waiting.local or not all(row.finite for row in activations)
 
 
 class _Hook:

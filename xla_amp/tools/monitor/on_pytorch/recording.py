@@ -1,8 +1,8 @@
 """The device's half of a monitor: what hooks add to the step's own program.
 
-State on the device are the sums over the activations of the step so far, the ring buffer, and the number of steps.
-Hooks write them, so a step with statistics costs no executable and no wait, also in a captured step, whose replays run
-no Python.
+State on the device are the sums over the activations of the step so far, the numbers and sums of the last step, and the
+number of steps.  Hooks write them, so a step with statistics costs no executable and no wait, also in a captured step,
+whose replays run no Python.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import Any
 import torch
 
 from xla_amp.backends import devices
-from xla_amp.tools.monitor.on_pytorch import columns, ring
-from xla_amp.tools.monitor.on_pytorch.activations import Activations
+from xla_amp.tools.monitor.on_pytorch import columns
+from xla_amp.tools.monitor.on_pytorch.activations import Activations, zeros
 from xla_amp.tools.monitor.on_pytorch.parameters import Parameters, gradient_norm
-from xla_amp.tools.monitor.on_pytorch.ring import Ring, Rows
+from xla_amp.tools.monitor.on_pytorch.running_step import OnDevice
+from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS
 from xla_amp.tools.monitor.run import Options
 from xla_amp.types import RANGES, Dtype
-
-STATUS = ("step", "skipped", "scale", "norm", "local")
-"""What the host reads of each step: its number; whether it was skipped; loss scale; norm of the gradients; whether this
-process itself made an inf or NaN."""
 
 
 class Recording:
@@ -54,15 +51,15 @@ class Recording:
         """Whether forward passes belong to a step now."""
         self._model, self._optimizer, self._scaler, self._device = model, optimizer, scaler, device
         self._inside = False
-        self._wanted = frozenset(modules)
-        self._paths = {module: path for path, module in model.named_modules()}
         owned = {} if optimizer is None else columns.parameters_of(modules, optimizer)
-        self._activations = Activations(device)
+        self._activations = Activations(modules if "activation" in options.kinds else (), device)
         self._parameters = Parameters(owned, options.kinds, device)
-        self._ring = Ring(max(options.history, -(-options.every // options.sample) + 1), device)
-        self._outgrown: list[Rows] = []
-        [self.status] = ring.zeros([(len(STATUS),)], torch.float32, device)
-        [self._steps] = ring.zeros([(1,)], torch.int64, device)
+        self._names = ("step", "skipped", "local")
+        self._names += ("gradient_norm",) if optimizer is not None else ()
+        self._names += ("loss_scale",) if scaler is not None else ()
+        lines = len(self._activations.keys()) + len(self._parameters.keys())
+        self._status, self._row = zeros([(len(self._names),), (lines, FIELDS)], torch.float32, device)
+        [self._steps] = zeros([(1,)], torch.int64, device)
         self._norm = torch.zeros(())
         self._closure = False
         self._local: list[torch.Tensor] = []
@@ -97,7 +94,6 @@ class Recording:
         if ended:
             self._activations.fold()
             if self._optimizer is None:
-                self._norm = torch.zeros((), device=self._device)
                 self.end_step()
         return ended and self._optimizer is None
 
@@ -151,30 +147,24 @@ class Recording:
             self._parameters.add_gradients(self._zero, unscale, scale)
 
     def end_step(self, skipped: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
-        """Stores the status, and the row of the ring buffer if the step is sampled."""
+        """Stores the numbers of the step, and its sums if it is sampled."""
         nothing = torch.zeros((), device=self._device)
         skipped = self._found_inf() if skipped is None else skipped
         skipped = nothing if skipped is None else skipped.reshape(()).to(torch.float32)
-        if scale is None and self._scaler is not None:
-            scale = self._scaler._scale
-        scale = nothing if scale is None else scale.reshape(()).to(self._device, torch.float32)
         finite, self._local = self._local, []
         local = (~torch.stack(finite).all()).to(torch.float32) if finite else nothing
-        status = torch.stack([self._steps.to(torch.float32).reshape(()), skipped, scale, self._norm, local])
-        self.status.copy_(status)
+        numbers = [self._steps.to(torch.float32).reshape(()), skipped, local]
+        if self._optimizer is not None:
+            numbers.append(self._norm)
+        if self._scaler is not None:
+            scale = self._scaler._scale if scale is None else scale
+            numbers.append(nothing if scale is None else scale.reshape(()).to(self._device, torch.float32))
+        self._status.copy_(torch.stack(numbers))
         self._steps.add_(1)
-        if not self.sampled:
-            return
-        self._parameters.add_updates(self._zero, skipped)
-        sums, keys = self._parameters.sums(), self._parameters.keys()
-        if self._activations.sums is not None:
-            sums, keys = [self._activations.sums, *sums], [*self._activations.keys(), *keys]
-        if not sums:
-            return
-        outgrown = self._ring.append(status, sums, keys, self._low)
-        if outgrown is not None:
-            self._outgrown.append(outgrown)
-        self._activations.begin_step()
+        if self.sampled and len(self._row):
+            self._parameters.add_updates(self._zero, skipped)
+            self._row.copy_(torch.cat([self._activations.sums, *self._parameters.sums()]))
+            self._activations.begin_step()
 
     def _found_inf(self) -> torch.Tensor | None:
         if self._scaler is not None:
@@ -188,14 +178,10 @@ class Recording:
 
     # -- for the host ----------------------------------------------------------------------------------------------
 
-    def read_rows(self) -> Rows:
-        """Starts to read the ring buffer."""
-        return self._ring.read(self._low)
-
-    def outgrown(self) -> list[Rows]:
-        """Rows that ended because the layers changed, once."""
-        found, self._outgrown = self._outgrown, []
-        return found
+    def recorded(self) -> OnDevice:
+        """What the device has recorded of the last step."""
+        keys = [*self._activations.keys(), *self._parameters.keys()]
+        return OnDevice(self._status, self._names, self._row, keys, self._low)
 
     def drop(self) -> None:
         """Forgets a step that failed."""

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from xla_amp.backends import base, devices
 from xla_amp.errors import FileError, XlaAmpError
-from xla_amp.report.document import Document, Finding, State
-from xla_amp.tools.monitor import bad_step, history, history_report
+from xla_amp.tools.monitor import bad_step
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.on_pytorch import columns, kept_step
 from xla_amp.tools.monitor.on_pytorch.monitor import Monitor
+from xla_amp.tools.monitor.replay import ReplayReport, compared, recorded
 from xla_amp.tools.monitor.run import Options
 from xla_amp.tools.overflow.on_pytorch import OverflowReport, find_overflow, uncompiled
 
@@ -32,90 +32,6 @@ RUNS = 3
 
 class MakeError(XlaAmpError, TypeError):
     """A factory that does not give what a replay needs."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayReport:
-    """The result of `replay`; ``print(report)`` for people."""
-
-    bad: BadStep
-    """The process that overflowed first."""
-    folder: Path
-    differences: tuple[str, ...]
-    """Numbers of the step that are not the same bits now."""
-    compared: int
-    """How many numbers were compared."""
-    overflow: OverflowReport | None
-    """None in a replay of several processes."""
-    elements: tuple[int, ...]
-    """Batch elements in which the first inf or NaN appears; empty if it is not of single elements."""
-    batch_size: int
-    notes: tuple[str, ...]
-    of_step: bool = True
-    """Whether the step ran in the state that it had in the run."""
-
-    @property
-    def reproduced(self) -> bool:
-        """Whether every number is the same, bit for bit."""
-        return not self.differences
-
-    def document(self) -> Document:
-        """The report of `find_overflow`, with what is known of the step, and the history before it."""
-        bad = self.bad
-        found = Document(title="", kind="replay") if self.overflow is None else self.overflow.document()
-        if not self._answers:
-            question = found.findings[0].question
-            found = dataclasses.replace(found, findings=(Finding(question, _WITHOUT_STATE, "could"),))
-        answer = f"yes, {self.compared} numbers" if self.reproduced else f"no: {len(self.differences)} numbers differ"
-        state: State = "low" if self.reproduced else "risk"
-        items = tuple((each, "") for each in (*self.differences[:10], *self.notes))
-        said = [Finding("Is the step the same, bit for bit?", answer, state, items)]
-        if self.elements:
-            shown = ", ".join(map(str, self.elements[:16])) + (", ..." if len(self.elements) > 16 else "")
-            said.append(Finding("Which batch elements?", f"{shown} (of {self.batch_size})", "risk"))
-        before = history_report.document(history.read(self.folder / bad_step.HISTORY))
-        return dataclasses.replace(
-            found,
-            title=f"step {bad.step:,}: {_REASONS[bad.reason]}",
-            kind="replay",
-            facts=(*found.facts, ("process", f"{bad.rank} of {bad.world_size}")),
-            findings=(*found.findings, *said),
-            tables=(*found.tables, *before.tables),
-        )
-
-    @property
-    def _answers(self) -> bool:
-        """Whether a run without an inf or NaN says something of the step."""
-        return self.of_step or self.overflow is None or bool(self.overflow.producers or self.overflow.passed_on)
-
-    def __str__(self) -> str:
-        bad = self.bad
-        of = f" of {bad.world_size}" if bad.world_size > 1 else ""
-        lines = [f"step {bad.step:,}, process {bad.rank}{of}: {_REASONS[bad.reason]}"]
-        if self.reproduced:
-            lines.append(f"reproduced bit for bit: {self.compared} numbers")
-        else:
-            lines.append(f"not reproduced: {len(self.differences)} of {self.compared} numbers differ")
-            lines += [f"  {each}" for each in self.differences[:10]]
-        lines += [f"note: {note}" for note in self.notes]
-        if self.elements:
-            shown = ", ".join(map(str, self.elements[:16])) + (", ..." if len(self.elements) > 16 else "")
-            lines.append(f"batch elements with an inf or NaN there: {shown} (of {self.batch_size})")
-        if self.overflow is not None:
-            lines += ["", str(self.overflow) if self._answers else _WITHOUT_STATE]
-        return "\n".join(lines)
-
-
-_WITHOUT_STATE = (
-    "unknown: every value is finite in the state in which it ran, which is not that of the step. The step cannot be "
-    "replayed without its state: give make() the checkpoint before it, or record with xla_amp.monitor(..., "
-    "save_state=True)"
-)
-_REASONS: Mapping[str, str] = {
-    "loss": "its loss was not finite",
-    "skip": "the scaler skipped it, and the scale had not just grown",
-    "gradient": "a gradient was not finite",
-}
 
 
 def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayReport:
@@ -146,10 +62,7 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     rank, world = kept_step.process(device)
     if world > 1:
         bad, folder = _of_rank(places, found, rank, world)
-    records = history.read(folder / bad_step.HISTORY)
-    then = next((record for record in reversed(records.steps) if record.step == bad.step), None)
-    if then is None:
-        raise FileError(f"{folder / bad_step.HISTORY}: it has no record of step {bad.step}")
+    then = recorded(folder, bad)
     kept, generators = _load(folder / "batch.pt"), _load(folder / "rng.pt")
     notes = []
     if bad.versions != kept_step.versions():
@@ -181,15 +94,13 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
             devices.engine().sync()
 
     now = _run(bad, model, optimizer, scaler, step, batch, restore)
-    one, other = _numbers(then), _numbers(now)
-    if bad.world_size > world:
-        reduced = [name for name in one if name.startswith(_REDUCED)]
-        one, other = ({name: value for name, value in each.items() if name not in reduced} for each in (one, other))
+    left_out = _REDUCED if bad.world_size > world else ()
+    differences, count = compared(then, now, left_out)
+    if left_out:
         notes.append(
-            f"{len(reduced)} numbers of gradients and updates come from all {bad.world_size} processes and were not "
-            f"compared; a replay in {bad.world_size} processes does that"
+            f"{compared(then, now)[1] - count} numbers of gradients and updates come from all {bad.world_size} "
+            f"processes and were not compared; a replay in {bad.world_size} processes does that"
         )
-    differences, compared = _compared(one, other)
     size = next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
     overflow: OverflowReport | None = None
     elements: tuple[int, ...] = ()
@@ -203,21 +114,21 @@ def replay(directory: str | Path, make: Callable[..., Any] | str) -> ReplayRepor
     report = ReplayReport(
         bad=bad,
         folder=folder,
-        differences=tuple(differences),
-        compared=compared,
+        rank=bad.rank,
+        differences=differences,
+        compared=count,
         overflow=overflow,
         elements=elements,
         batch_size=size,
         notes=tuple(notes),
         of_step=bad.state == "kept" or (bad.state == "checkpoint" and bad.checkpoint_step == bad.step),
     )
-    name = f"report_rank_{rank}.txt" if world > 1 else "report.txt"
-    (folder.parent / name).write_text(f"{report}\n", encoding="utf-8")
+    report.write(f"report_rank_{rank}.txt" if world > 1 else "report.txt")
     return report
 
 
 _REDUCED = ("gradient", "update")
-"""How names of numbers begin that come from all processes of a run."""
+"""Kinds of values that come from all processes of a run."""
 
 
 def _of_rank(places: Sequence[Path], found: Sequence[BadStep], rank: int, world: int) -> tuple[BadStep, Path]:
@@ -279,13 +190,11 @@ def _run(
     """The record of the step, run as the monitor saw it."""
     options = bad.options
     wanted = Options(
-        every=1,
-        history=1,
-        layers=tuple(options["layers"]),
-        kinds=tuple(options["kinds"]),
+        history=RUNS,
+        layers=options["layers"],
+        kinds=options["kinds"],
         sample=1 if options["sampled"] else RUNS + 1,  # then only the first run has statistics
         low=bad.low,
-        first_step=bad.step,
     )
     recorder = Monitor(model, optimizer, scaler, wanted)
     try:
@@ -298,22 +207,6 @@ def _run(
         return dataclasses.replace(recorder.read().steps[-1], step=bad.step)
     finally:
         recorder.close()
-
-
-def _compared(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[list[str], int]:
-    names = list(dict.fromkeys([*one, *other]))
-    # By their text: two NaNs are the same, and all digits are there.
-    return [
-        f"{n}: {one.get(n)} then, {other.get(n)} now" for n in names if repr(one.get(n)) != repr(other.get(n))
-    ], len(names)
-
-
-def _numbers(record: StepRecord) -> dict[str, Any]:
-    found = {name: getattr(record, name) for name in ("loss", "loss_scale", "skipped", "gradient_norm")}
-    for key, row in record.statistics.items():
-        for name, value in dataclasses.asdict(row).items():
-            found[f"{key.kind} of {key.layer or 'the model'}, {name}"] = value
-    return found
 
 
 # ---- the batch element -----------------------------------------------------------------------------------------------
