@@ -8,7 +8,7 @@
         bad_step_0001500/
             rank_0/                 one folder for each process
                 step.json           `BadStep`
-                history.jsonl       the records of the ring buffer, the bad step's last
+                history.jsonl       the last records, the bad step's at the end
                 batch.pt            what ``monitor.step`` was given (JAX: batch.npz)
                 rng.pt              states of the random generators before the step
                 state.pt            model, optimizer and scaler before the step, with ``save_state=True``

@@ -1,4 +1,4 @@
-"""Which values a monitor records, and their order in a row of the ring buffer."""
+"""Which values a monitor records, and which tensors hold them."""
 
 from __future__ import annotations
 
