@@ -13,7 +13,6 @@ from xla_amp.report.shown import Shown
 from xla_amp.tools.monitor import bad_step, history, history_report
 from xla_amp.tools.monitor.bad_step import BadStep
 from xla_amp.tools.monitor.history import StepRecord
-from xla_amp.tools.overflow.report import FoundProducers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +46,7 @@ class ReplayReport(Shown):
         """The report of `find_overflow`, with what is known of the step, and the history before it."""
         bad, overflow = self.bad, self.overflow
         found = Document(title="", kind="replay") if overflow is None else overflow.document()
-        if isinstance(overflow, FoundProducers) and not (self.of_step or overflow.producers or overflow.passed_on):
+        if overflow is not None and not (self.of_step or overflow.producers or overflow.passed_on):
             found = dataclasses.replace(found, findings=(Finding(found.findings[0].question, _WITHOUT_STATE, "could"),))
         answer = f"yes, {self.compared} numbers"
         if self.differences:

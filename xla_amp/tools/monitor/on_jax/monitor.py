@@ -207,8 +207,8 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
     # -- programs ------------------------------------------------------------------------------------------------
 
     def _wanted(self, closed: Any, sampled: bool) -> Wanted:
-        low, kinds = self._options.low or _low_of(closed.jaxpr), self._options.kinds
-        return Wanted(layers=self._options.layers, kinds=kinds if sampled else (), zero=RANGES[low].zero)
+        low, kinds = self._options.low or _low_of(closed.jaxpr), tuple(self._options.kinds)
+        return Wanted(layers=tuple(self._options.layers), kinds=kinds if sampled else (), zero=RANGES[low].zero)
 
     def _build(self, call: kept_step.Call, args: Any, kwargs: Any) -> _Programs:
         dynamic, donated = _dynamic(self._step, call.leaves, args, kwargs)

@@ -53,8 +53,8 @@ class Recording:
         self._inside = False
         owned = {} if optimizer is None else columns.parameters_of(modules, optimizer)
         self._activations = Activations(modules if "activation" in options.kinds else (), device)
-        self._parameters = Parameters(owned, options.kinds, device)
-        self._names = ("step", "skipped", "local")
+        self._parameters = Parameters(owned, tuple(options.kinds), device)
+        self._names: tuple[str, ...] = ("step", "skipped", "local")
         self._names += ("gradient_norm",) if optimizer is not None else ()
         self._names += ("loss_scale",) if scaler is not None else ()
         lines = len(self._activations.keys()) + len(self._parameters.keys())
