@@ -105,30 +105,6 @@ class Finding(NamedTuple):
     """(what, where or why), the most important first."""
 
 
-class Point(NamedTuple):
-    """One point of a `Plot`."""
-
-    x: float
-    y: float
-    state: State = ""
-    label: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plot:
-    """Points of a trade-off, on logarithmic x; only pages show it."""
-
-    title: str
-    x: str
-    y: str
-    """Seconds."""
-    points: tuple[Point, ...]
-    limit: float | None = None
-    """A vertical line at this x."""
-    chosen: tuple[float, float] | None = None
-    """The point that was chosen."""
-
-
 class Curve(NamedTuple):
     """One number over the steps of a run; only pages draw it, above all else."""
 
@@ -165,4 +141,3 @@ class Document:
     tables: tuple[Table, ...] = ()
     edges: tuple[Edge, ...] = ()
     """The graph between scopes, whose layers are those of the first table."""
-    plots: tuple[Plot, ...] = ()

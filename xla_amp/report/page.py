@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from xla_amp.errors import MissingLibraryError, writing
-from xla_amp.report import plot, terminal, units
+from xla_amp.report import curve, terminal, units
 from xla_amp.report.document import STATES, Cell, Document, Table
 
 MISSING: Final = "jinja2 is not installed: pip install 'xla-amp[cli]'"
@@ -52,9 +52,8 @@ def html(document: Document) -> str:
         "edges": [list(edge) for edge in document.edges],
     }
     template = environment.get_template("page.html.j2")
-    plots = [(each, plot.drawing(each)) for each in document.plots if each.points]
-    curves = [(each, plot.line(each)) for each in document.curves if each.steps]
-    return template.render(document=document, tables=shown, plots=plots, curves=curves, data=_embedded(data))
+    curves = [(each, curve.line(each)) for each in document.curves if each.steps]
+    return template.render(document=document, tables=shown, curves=curves, data=_embedded(data))
 
 
 def framed(document: Document) -> str:

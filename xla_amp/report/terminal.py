@@ -44,7 +44,7 @@ def text(document: Document, width: int | None = None, *, most: int = MOST_ROWS)
     return printable("\n\n".join(parts))
 
 
-def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tuple[list[Column], list[list[str]], int]:
+def lines(table: Table, width: int = 10**9, most: int = MOST_ROWS) -> tuple[list[Column], list[list[str]], int]:
     """The columns that fit into `width`; the rows, of which the `most` with the largest numbers; how many there are.
 
     Equal rows are one, also of numbered layers (``h.0-11``).
@@ -56,7 +56,7 @@ def lines(table: Table, width: int = 10**9, most: int | None = MOST_ROWS) -> tup
         columns = [table.columns[i] for i in shown]
         merged = _merged(columns, [[row.cells[i] for i in shown] for row in rows])
         total = len(merged)
-        if most is not None and total > most:
+        if total > most:
             merged = merged[:most] if table.ranked else _largest(merged, columns, most)
         written = [[_cell(value, column) for value, column in zip(row, columns, strict=True)] for row in merged]
         widths = [max(map(len, (column.name, *cells))) for column, *cells in zip(columns, *written, strict=True)]

@@ -12,7 +12,7 @@ from xla_amp.errors import writing
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import MEASURED
 from xla_amp.report import units
-from xla_amp.report.document import Column, Document, Finding, Plot, Point, Row, Table
+from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.shown import Shown
 from xla_amp.tools.search import plans
 from xla_amp.tools.search.candidates import Candidate
@@ -120,7 +120,6 @@ class SearchResult(Shown):
             facts=(("target", self.target), *self.facts),
             findings=tuple(findings),
             tables=(self._table(),),
-            plots=(self._plot(),),
         )
 
     def _answer(self) -> str:
@@ -228,21 +227,3 @@ class SearchResult(Shown):
             each.flops or None,
         )
         return Row(cells, "low" if low else "wide")
-
-    def _plot(self) -> Plot:
-        """Estimated time against error of every plan that was measured."""
-        wide = self.estimated.get("float32") or 0.0
-        name = next(iter(self.found.budget))
-        points = tuple(
-            Point(each.errors[name], wide - each.seconds, "low" if each.fits else "risk", f"{len(each.plan)} low")
-            for each in self.found.tried
-            if each.plan
-        )
-        return Plot(
-            title=f"Measured plans: error of the {name} and estimated time",
-            x=f"relative error of the {name}",
-            y="estimated time",
-            points=points,
-            limit=self.found.budget[name],
-            chosen=(self.errors[name], wide - self.found.seconds) if self.found.plan else None,
-        )
