@@ -34,10 +34,6 @@ def test_a_tensor_of_zeros_or_of_nans():
     assert Statistics.of(Sums(0, 0, 0, 8, 0, 8, 8), "float16").nan == 1
 
 
-def test_sums_of_two_tensors():
-    assert Sums(1, 2, 3, 4, 5, 6, 7).joined(Sums(3, 1, 1, 1, 1, 1, 1)) == Sums(3, 3, 4, 5, 6, 7, 8)
-
-
 def test_a_file_gives_back_what_was_written(tmp_path):
     bad = dataclasses.replace(ROW, headroom=math.inf, update_ratio=0.5)
     steps = [

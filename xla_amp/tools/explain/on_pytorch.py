@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
-from xla_amp import events, tables
+from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.jax import primitives
 from xla_amp.policy import BUILTIN, float8, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
-from xla_amp.report import operations, terminal, units
+from xla_amp.report import operations, units
 from xla_amp.report.document import Column, Document, Row, Table
 from xla_amp.report.shown import Shown
 
@@ -110,14 +110,6 @@ class Report(Shown):
             findings=operations.findings(found),
             tables=(operations.table(found), *([_forms_table(forms)] if (forms := self.forms()) else [])),
         )
-
-    def __rich__(self) -> Any:
-        """The table for ``rich.print``."""
-        document = self.document()
-        columns, lines, _ = terminal.lines(document.tables[0], most=None)
-        numeric = [column.name for column in columns if column.numeric]
-        caption = "; ".join(f"{name}: {value}" for name, value in document.facts)
-        return tables.rich([column.name for column in columns], lines, caption=caption, numeric=numeric)
 
 
 @contextlib.contextmanager

@@ -31,10 +31,7 @@ FORMAT: Final = "xla_amp history 1"
 
 
 class Sums(NamedTuple):
-    """What the device computes of the tensors of one layer and kind; `Statistics.of` makes shares of it.
-
-    Sums of several tensors (micro-batches, parameters of one layer) are those of `joined`.
-    """
+    """What the device computes of the tensors of one layer and kind; `Statistics.of` makes shares of it."""
 
     amax: float
     squares: float
@@ -46,10 +43,6 @@ class Sums(NamedTuple):
     nan: float
     size: float
     """Number of all values."""
-
-    def joined(self, other: Sums) -> Sums:
-        """The sums over the values of both."""
-        return Sums(max(self.amax, other.amax), *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
 class Key(NamedTuple):
