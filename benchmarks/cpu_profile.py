@@ -4,8 +4,8 @@
 
 XLA:CPU's profiler times each kernel; a kernel's time is its shortest in all steps.  Its floating-point operations are
 those of its matrix products, its bytes the sizes of its operands and results, both read from the optimized program.
-The limits are measured in the same process: a bfloat16 and a float32 product of 2048 x 2048 matrices by PyTorch (oneDNN),
-and a copy of 256 MiB.  Kernels of a step may run at once, so that their sum can exceed the step.  Writes
+The limits are measured in the same process: a bfloat16 and a float32 product of 2048 x 2048 matrices by PyTorch, and a
+copy of 256 MiB.  Kernels may run at once, so that their sum can exceed the step.  Writes
 benchmarks/results/cpu_profile.md.
 """
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental.ode import odeint
 
 from xla_amp.errors import PolicyError
 from xla_amp.jax import autocast
@@ -235,6 +236,19 @@ def test_a_low_residual_stream_leaves_sums_alone():
         assert carried == [f"{stream}[4,8]", "f32[4,8]"]
     with pytest.raises(PolicyError, match=r"residual='half'.*'keep', 'low'"):
         autocast(layers, residual="half")
+
+
+@pytest.mark.parametrize("carry", ["keep", "low"])
+def test_a_low_residual_stream_leaves_a_solver_alone(carry):
+    w, y0 = jax.random.normal(jax.random.key(0), (6, 6)) / 2, jax.random.normal(jax.random.key(1), (6,))
+
+    def solved(w, y0):
+        return jnp.sum(odeint(lambda y, t: jnp.tanh(w @ y) - y, y0, jnp.linspace(0.0, 1.0, 5))[-1] ** 2)
+
+    exact = jax.value_and_grad(solved, (0, 1))(w, y0)
+    got = jax.value_and_grad(autocast(solved, carry=carry, residual="low"), (0, 1))(w, y0)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        assert jnp.linalg.norm(a - b) < 0.01 * jnp.linalg.norm(b)
 
 
 def test_layers_of_a_kind_share_the_float32_islands():

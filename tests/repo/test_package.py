@@ -41,6 +41,15 @@ def test_a_source_distribution_has_everything():
     assert [folder for folder in listed if not (ROOT / folder).is_dir()] == []
 
 
+def test_a_wheel_has_every_file_that_the_package_reads():
+    given = PROJECT["tool"]["setuptools"]["package-data"]
+    patterns = [f"{package.replace('.', '/')}/{glob}" for package, globs in given.items() for glob in globs]
+    files = [path.relative_to(ROOT) for path in (ROOT / "xla_amp").rglob("*") if path.is_file()]
+    read = [path for path in files if path.suffix not in (".py", ".pyc", ".md") and path.name != "private_names.toml"]
+    assert [str(path) for path in read if not any(path.match(pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(path.match(pattern) for path in read)] == []
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").iterdir()), ids=lambda path: path.name)
 def test_workflows_run_what_is_there(path):
     text = path.read_text()

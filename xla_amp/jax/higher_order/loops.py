@@ -6,6 +6,8 @@ weight that the body contracts is rounded once, before the loop.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,10 @@ def while_loop(call: HigherOrderCall) -> list[Value]:
     """``lax.while_loop``."""
     condition: compat.ClosedJaxpr = call.params["cond_jaxpr"]
     condition_consts, consts, start = rebind.looped(call.params, call.values)
+    # Iterations are steps of a solver or a search, not layers: no small term may be lost, whatever `residual` says.
+    within = copy.copy(call.interpreter)
+    within.settings = dataclasses.replace(within.settings, residual="keep")
+    call = dataclasses.replace(call, interpreter=within)
     given, traced = _traced_body(call, call.params["body_jaxpr"], consts, start, (), (), None)
     operands = [*arrays_of(condition_consts), *given[len(given) - len(start) :]]
     no_weights = (False,) * len(operands)

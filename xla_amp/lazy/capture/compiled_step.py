@@ -232,7 +232,7 @@ class Compiled(Generic[_Arguments, _Result]):
         for index, (old, new) in enumerate(zip(self._newest, signature, strict=True)):
             if old != new:
                 if index == len(signature) - 1:
-                    return "other parameters have a gradient"
+                    return "other parameters have a gradient, require one, or have hooks"
                 name = f"argument {index}" if index < arguments else "a mode (grad, autocast, default dtype, policy)"
                 return f"{name} is {_described(new)}, {_described(old)} before"
         return "the structure of its arguments has changed"
@@ -314,7 +314,7 @@ def _match(entries: list[CacheEntry], values: Values) -> CacheEntry | None:
 
 def _signature(flat_args: list[Any], guards: Guards) -> list[Any]:
     """The properties of a call, besides Python values, that shape its program."""
-    return [*_described_arguments(flat_args), *_modes(), guards.missing_gradients()]
+    return [*_described_arguments(flat_args), *_modes(), guards.gradient_states()]
 
 
 def _described_arguments(flat_args: list[Any]) -> Iterator[Any]:

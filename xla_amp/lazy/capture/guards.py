@@ -1,9 +1,9 @@
 """Guards of a captured step: what must be unchanged for a replay, when it is compared, and what happens then.
 
 1. Each call compares its arguments (shape, dtype, strides, aliasing, mesh layout; the value of what is no tensor), the
-   modes of the thread (grad mode, default dtype, autocast region and policy) and which parameters have no gradient, as
-   the cache key (`compiled_step`), and the Python values that the step can see (`Guards`, below).  If they differ from
-   those of all cache entries, another entry is made, at most `limit`.
+   modes of the thread (grad mode, default dtype, autocast region and policy) and which parameters have or require a
+   gradient, as the cache key (`compiled_step`), and the Python values that the step can see (`Guards`, below).  If they
+   differ from those of all cache entries, another entry is made, at most `limit`.
 2. A replay compares the options of optimizers and the growth parameters of scalers (`optimizer_steps`), whether the
    step still has the storages that the captured call left (`Guards.storages`), and whether each tensor of the state is
    still alive and written (`replay`).  If they differ, the entry drops its capture and captures again.
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.capture.reach import Reach, Values, changed, is_frozen
+from xla_amp.lazy.capture.reach import Reach, Values, changed, hooks_of, is_frozen
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -115,9 +115,9 @@ class Guards:
         state = [tensor for table in tables for tensor in table.values() if _is_here(tensor)]
         return [*values.storages, *(id(tensor_io.buffer_of(tensor)) for tensor in (*self._on_device, *state))]
 
-    def missing_gradients(self) -> tuple[bool, ...]:
-        """Which parameters have no gradient now."""
-        return tuple([parameter.grad is None for parameter in self.parameters])
+    def gradient_states(self) -> tuple[tuple[bool, bool, int], ...]:
+        """For each parameter: whether it has no gradient now, whether it requires one, and how many hooks it has."""
+        return tuple([(p.grad is None, p.requires_grad, len(hooks_of(p))) for p in self.parameters])
 
     def gradients(self) -> list[weakref.ref[Buffer] | None]:
         """The storages of the parameters' gradients, kept alive by nothing here; None where there is none."""

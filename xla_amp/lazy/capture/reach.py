@@ -266,7 +266,11 @@ class _Walk:
 
     def _tensor(self, value: torch.Tensor, label: str) -> None:
         if value.device.type == DEVICE_TYPE and value.layout is torch.strided:
-            self._add(torch.Tensor, (value.shape, value.stride(), value.storage_offset(), value.dtype), label)
+            self._add(
+                torch.Tensor,
+                (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad),
+                label,
+            )
             self._storages.append(id(tensor_io.buffer_of(value)))
             if value.requires_grad and value.is_leaf:
                 self.leaves.append(value)
@@ -275,7 +279,7 @@ class _Walk:
                 self._refuse(label, value, f"its {value.nbytes:,} bytes are too many; move it to the device")
             memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             self._add((value.dtype, value.shape), memory.numpy().tobytes(), label)
-        for hook in list((value._backward_hooks or {}).values()):
+        for hook in hooks_of(value):
             self.value(hook, f"a hook of {label}")
 
     def _bytes(self, value: Any, label: str) -> None:
@@ -459,7 +463,7 @@ class _Walk:
                         self.value(hook, f"a hook of {name}")
                 elif attribute == "_parameters":
                     for parameter in item.values():
-                        if parameter is not None and parameter._backward_hooks:
+                        if parameter is not None and hooks_of(parameter):
                             self._tensor(parameter, f"a parameter of {name}")
                 elif attribute in self.names and attribute not in _MODULE_TABLES and not is_frozen(item):
                     self.value(item, f"{name}.{attribute}")
@@ -510,6 +514,11 @@ def changed(label: str, old: tuple[Any, Any], new: tuple[Any, Any]) -> str:
     if old_kind in _PLAIN and new_kind in _PLAIN:
         return f"{label} from {before!r} to {now!r}"
     return label
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """What a backward pass calls for a tensor's gradient, and after a leaf has it."""
+    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
 
 
 def is_frozen(value: Any) -> bool:

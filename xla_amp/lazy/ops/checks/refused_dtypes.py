@@ -213,10 +213,9 @@ def refusals() -> Mapping[tuple[str, torch.dtype], type[Exception]]:
 
 
 def _message(operation: str, dtype: torch.dtype) -> str:
-    return (
-        f"{operation} is not implemented for {dtype}: expected another dtype; convert the operands first, for example "
-        "with .to(torch.float32)"
-    )
+    base = operation.partition(".")[0]
+    other = next(d for d in (torch.float32, torch.int64) if not {(operation, d), (base, d)} & refusals().keys())
+    return f"{operation} is not implemented for {dtype}; convert the operands first, for example with .to({other})"
 
 
 def computing_dtype(operator: Any, arguments: Mapping[str, Any]) -> torch.dtype | None:
