@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple
 from xla_amp import hardware
 from xla_amp.errors import PolicyError
 from xla_amp.policy.op_catalog import read_table
-from xla_amp.types import Cast
 
 DEFAULT_TARGET: Final = "h100"
 """What is assumed where the device is none of the table: of its GPUs the one with the slowest memory, which gains the
@@ -117,9 +116,7 @@ def estimate(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) 
     return Estimate(product(row["matrix"]["bfloat16"], 2), product(row["float8"], 1) + scaling, scaling)
 
 
-def left_out(
-    rows: int, depth: int, columns: int, *, asked: bool, target: str = DEFAULT_TARGET, cast: Cast = "fp8"
-) -> str:
+def left_out(rows: int, depth: int, columns: int, *, asked: bool, target: str = DEFAULT_TARGET) -> str:
     """Why a product with a weight stays in 16 bits; empty if it does not.
 
     Args:
@@ -201,31 +198,6 @@ def sizes_of(
         return f"{LEFT_OUT}: a size is not known"
     depth, columns = shapes[weight][summed[weight][0]], shapes[weight][1 - summed[weight][0]]
     return Sizes(weight, math.prod(shapes[1 - weight]) // max(1, depth), depth, columns)
-
-
-def estimate_of(
-    left: Sequence[int],
-    right: Sequence[int],
-    result: Sequence[int],
-    target: str = DEFAULT_TARGET,
-) -> Estimate | None:
-    """`estimate` by the shapes of a product, of which one operand is a matrix: the weight, the right one of two.
-
-    None where neither is a matrix, a size is not known (negative), or the shapes are those of no such product.
-
-    Example:
-        >>> estimate_of((4, 4096, 1024), (512, 1024), (4, 4096, 512)) == estimate(16384, 1024, 512)
-        True
-    """
-    if any(size <= 0 for shape in (left, right, result) for size in shape):
-        return None
-    data, weight = (left, right) if len(right) == 2 else (right, left)
-    # The three arrays have rows * depth, depth * columns and rows * columns elements: each size occurs twice.
-    products = math.isqrt(math.prod(data) * math.prod(weight) * math.prod(result))
-    rows, depth, columns = (products // math.prod(each) for each in (weight, result, data))
-    if len(weight) != 2 or sorted(weight) != sorted((depth, columns)) or rows * depth != math.prod(data):
-        return None
-    return estimate(rows, depth, columns, target)
 
 
 def explained(rows: int, depth: int, columns: int, target: str = DEFAULT_TARGET) -> str:

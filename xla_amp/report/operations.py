@@ -23,22 +23,12 @@ class Operation:
     """Whether it is a product, a convolution or a recurrent cell."""
     casts: int | None = None
     """Casts of its operands that were inserted."""
-    seconds_16_bits: float | None = None
-    """Estimate of a product and its gradient of the data in bfloat16."""
-    seconds_8_bits: float | None = None
-    """The same in 8-bit floats, scaling included."""
-    seconds_scaling: float | None = None
     error: float | None = None
     """Relative error of its result."""
     reference_error: float | None = None
     nonfinite: int | None = None
 
 
-FLOAT8_COLUMNS: Final = (
-    Column("in bf16", "seconds", meaning="Estimate of the product and its gradient of the data in bfloat16"),
-    Column("in 8 bits", "seconds", meaning="The same in 8-bit floats, scaling included"),
-    Column("of that scaling", "seconds", meaning="Finding the scales of the operands and rounding them to 8 bits"),
-)
 COLUMNS: Final = (
     Column("count", "count", sum=True, meaning="Equal operations of one layer, of one line"),
     Column("operation"),
@@ -51,7 +41,6 @@ COLUMNS: Final = (
     Column("not finite", "count", sum=True, meaning="Elements that are finite in the reference only"),
     Column("FLOP", "flops", sum=True, meaning="Floating-point operations of products and convolutions"),
     Column("bytes", "bytes", sum=True, meaning="Bytes of operands and results"),
-    *FLOAT8_COLUMNS,
     Column("cast", meaning="What the policy asks for"),
     Column("layer", meaning="Layer of the policy in which the rule is"),
     Column("rule", meaning="Where the rule is written"),
@@ -87,9 +76,6 @@ def _cells(each: Operation) -> tuple[Cell, ...]:
         each.nonfinite,
         record.flops,
         moved(record),
-        each.seconds_16_bits,
-        each.seconds_8_bits,
-        each.seconds_scaling,
         record.cast if record.origin else "",
         record.layer if record.origin else "",
         record.origin,

@@ -12,7 +12,7 @@ from typing import Any, Final
 from xla_amp import events
 from xla_amp.events import DecisionRecord
 from xla_amp.jax import primitives
-from xla_amp.policy import BUILTIN, float8, load
+from xla_amp.policy import BUILTIN, load
 from xla_amp.policy.op_catalog import is_contraction
 from xla_amp.precision_report import PrecisionReport, summarize
 from xla_amp.report import operations, units
@@ -190,14 +190,10 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
     floating = [dtype for dtype in entry.used if units.is_floating(dtype)]
     computes = floating or [dtype for dtype in entry.result if units.is_floating(dtype)]
     product = is_contraction(entry.operation)
-    estimate = _estimate(entry)
     return operations.Operation(
         record=entry,
         product=product,
         casts=casts or None,
-        seconds_16_bits=estimate and estimate.low,
-        seconds_8_bits=estimate and estimate.float8,
-        seconds_scaling=estimate and estimate.scaling,
         state=operations.state(
             floating=bool(computes) and (not _is_plumbing(name) or casts > 0),
             cast=name in _CONVERSIONS,
@@ -207,20 +203,6 @@ def _operation(entry: DecisionRecord) -> operations.Operation:
             risky=_is_risky(entry),
         ),
     )
-
-
-def _estimate(entry: DecisionRecord) -> float8.Estimate | None:
-    """The estimate by which the cast ``fp8`` was decided; None for other decisions, and where shapes are not known."""
-    name = entry.operation.partition(".")[0]
-    first = 1 if name == "addmm" else 0
-    asked = entry.cast == "fp8" or entry.why.startswith(float8.LEFT_OUT)
-    if not asked or len(entry.shapes) < first + 2 or len(entry.result_shapes) != 1:
-        return None
-    left, right = entry.shapes[first : first + 2]
-    if name == "linear":
-        right = right[::-1]
-    target = float8.target_of(sys.modules["jax"].devices()[0].device_kind if "jax" in sys.modules else "")
-    return float8.estimate_of(left, right, entry.result_shapes[0], target)
 
 
 def _is_risky(entry: DecisionRecord) -> bool:
