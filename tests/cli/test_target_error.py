@@ -90,16 +90,8 @@ def test_a_program_without_a_float64_version_is_converted_all_the_same(run, tmp_
     assert (tmp_path / "low.mlir").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--target-error", "0.1"), "--target-error needs --inputs"),
-        (("--max-error", "0.1"), "--max-error needs --inputs"),
-        (("--inputs", "s.npz", "--budget-seconds", "1"), "--budget-seconds needs --target-error"),
-    ],
-)
-def test_options_without_effect_are_refused(run, arguments, message):
-    assert run(*arguments) == (2, "", f"xla-amp: {message}\n")
+def test_a_target_error_needs_inputs(run):
+    assert run("--target-error", "0.1") == (2, "", "xla-amp: --target-error needs --inputs\n")
 
 
 def test_smaller_targets_keep_more_of_a_chain_without_a_cliff():
@@ -115,13 +107,6 @@ def test_smaller_targets_keep_more_of_a_chain_without_a_cliff():
             sum(each.after == "float32" and each.flops is not None for each in found.converted.report.operations)
         )
     assert kept[0] == 0 < kept[1] < kept[2] < len(LAYERS)
-
-
-def test_a_search_that_ends_early_is_still_within_the_target():
-    program = io.read(jax.jit(chain).lower(X, *LAYERS).as_text().encode())
-    found = target_error.convert_within(program, *settings(None, None, None), [(X, *LAYERS)], 2e-3, seconds=1e-3)
-    assert found.met
-    assert not found.found.complete
 
 
 def test_a_rule_without_effect_is_told():

@@ -192,14 +192,6 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def count(text: str) -> int:
-    """A non-negative integer, for ``type=``."""
-    number = int(text)
-    if number < 0:
-        raise ValueError
-    return number
-
-
 def positive(text: str) -> float:
     """A positive finite number, for ``type=``."""
     number = float(text)

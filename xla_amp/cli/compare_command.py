@@ -11,6 +11,8 @@ from xla_amp.errors import FileError
 HELP = "errors of two programs against float64, by result and by operation"
 
 TOLERANCE = 0.05
+WORST = 10
+"""Operations to list."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +26,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=TOLERANCE,
         help=f"largest accepted relative error of a result of B (default {TOLERANCE})",
     )
-    parser.add_argument("--no-operations", action="store_true", help="compare results only")
-    parser.add_argument("--worst", type=common.count, default=10, metavar="N", help="operations to list (default 10)")
     common.function(parser)
     common.report(parser)
     common.timeout(parser)
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser,
         {
             "xla-amp compare step.mlir low.mlirbc --inputs samples.npz": "results and operations on samples",
-            "xla-amp compare step.mlir low.mlirbc --no-operations --quiet": "only whether they agree, for a script",
+            "xla-amp compare step.mlir low.mlirbc --quiet": "only whether they agree, for a script",
         },
         {0: "the results agree", 1: "they differ, or A or B holds no program"},
     )
@@ -51,11 +51,11 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
         raise FileError("compare - -: standard input holds one program; name a file for A or B")
     a, b = (common.read(path, arguments.function) for path in (arguments.a, arguments.b))
     inputs = None if arguments.inputs is None else samples.read_samples(arguments.inputs)
-    found = comparison.compare(a, b, inputs, seed=arguments.seed, operations=not arguments.no_operations)
+    found = comparison.compare(a, b, inputs, seed=arguments.seed)
     agrees = found.agrees(arguments.tolerance)
     document = found.document(f"A = {common.shown(arguments.a)}, B = {common.shown(arguments.b)}", arguments.tolerance)
     document = dataclasses.replace(document, facts=(("inputs", common.given(arguments)), *document.facts))
     common.write_report(arguments, document)
     if arguments.json:
         return common.as_json({"agrees": agrees, "tolerance": arguments.tolerance, **found.to_dict()}), int(not agrees)
-    return terminal.text(document, most=arguments.worst), int(not agrees)
+    return terminal.text(document, most=WORST), int(not agrees)

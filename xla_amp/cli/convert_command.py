@@ -9,7 +9,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from xla_amp import hardware
 from xla_amp.cli import arguments as common
 from xla_amp.errors import FileError, ModuleError, PolicyError, RuleWarning, TargetError
 from xla_amp.policy import BUILTIN
@@ -26,14 +25,6 @@ HELP = "convert a program to mixed precision"
 
 TARGET_MISSED = 3
 """Exit status."""
-
-_NEEDS = {
-    "max_error": "inputs",
-    "target_error": "inputs",
-    "target": "target_error",
-    "budget_seconds": "target_error",
-}
-"""Option -> the option without which it would do nothing."""
 
 FORMATS = ("text", "bytecode", "artifact", "export")
 
@@ -108,24 +99,11 @@ def _sample_options(parser: argparse.ArgumentParser) -> None:
         help="sample inputs: operations that overflow or lose too much on them stay float32; may be repeated",
     )
     parser.add_argument(
-        "--max-error", type=common.positive, help="with --inputs: largest accepted error of one operation"
-    )
-    parser.add_argument(
         "--target-error",
         type=common.positive,
         metavar="ERROR",
         help="with --inputs: largest accepted relative error of a result, e.g. 1e-2; products stay in float32 until "
         "the whole program is within it",
-    )
-    parser.add_argument(
-        "--budget-seconds", type=common.positive, metavar="SECONDS", help="with --target-error: time for the search"
-    )
-    parser.add_argument(
-        "--target",
-        choices=hardware.names(),
-        metavar="TARGET",
-        help=f"with --target-error: the machine to be fast on ({', '.join(hardware.names())}); default: an H100 for "
-        "the policy gpu, otherwise a TPU v6e",
     )
 
 
@@ -156,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
     from xla_amp.tools.inspect import inspection
 
     common.check_report(arguments)
-    common.check_needs(arguments, _NEEDS)
+    common.check_needs(arguments, {"target_error": "inputs"})
     program = common.read(arguments.source, arguments.function)
     kind = io.check_format(program, arguments.output, arguments.format)
     if arguments.output == common.STANDARD and kind != "text" and sys.stdout.isatty():
@@ -210,10 +188,7 @@ def _convert(
             samples,
             arguments.target_error,
             keep_io=arguments.keep_io,
-            max_error=arguments.max_error,
-            seconds=arguments.budget_seconds,
             strict=arguments.strict,
-            target=arguments.target,
         )
         return within.converted, within.achieved
     converted = autocast.autocast(
@@ -224,7 +199,6 @@ def _convert(
         keep_io=arguments.keep_io,
         strict=arguments.strict,
         sample_inputs=samples or None,
-        **({} if arguments.max_error is None else {"max_error": arguments.max_error}),
     )
     if not samples:
         return converted, None

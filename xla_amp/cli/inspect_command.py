@@ -33,9 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="instead: run the program on --inputs, operation by operation, and name the one that makes the first inf "
         "or NaN",
     )
-    parser.add_argument(
-        "--largest", type=common.count, default=10, metavar="N", help="number of largest values to list (default 10)"
-    )
     common.inputs(parser)
     common.function(parser)
     common.report(parser)
@@ -69,7 +66,7 @@ def _inspect(arguments: argparse.Namespace) -> tuple[str, int]:
 
     program = common.read(arguments.file, arguments.function)
     chosen = targets.names() if EVERY in arguments.target else dict.fromkeys(arguments.target)
-    found = inspection.inspect(program, targets=chosen, largest=arguments.largest)
+    found = inspection.inspect(program, targets=chosen)
     status = int(any(isinstance(each, str) for each in found.targets.values()))
     document = found.document(f"{common.shown(arguments.file)}: {program.source}")
     common.write_report(arguments, document)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from xla_amp import hardware, progress
+from xla_amp import progress
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir
@@ -132,10 +132,7 @@ def convert_within(
     target_error: float,
     *,
     keep_io: bool = True,
-    max_error: float | None = None,
-    seconds: float | None = None,
     strict: bool = False,
-    target: str | None = None,
 ) -> Within:
     """Converts `program` so that the results on all samples are within `target_error`, with the most low products.
 
@@ -149,18 +146,12 @@ def convert_within(
         samples: arguments of one call each.
         target_error: largest accepted error of a result.
         keep_io: as for `autocast`.
-        max_error: as for `autocast`; by default only overflow keeps a single operation in float32.
-        seconds: time to search.
         strict: as for `autocast`.
-        target: the machine whose peak rates weigh the products, a name of `hardware.names`.  None is an H100 for the
-            policy ``gpu`` and a TPU v6e for others.
 
     Raises:
-        DeviceError: unknown target.
         ModuleError: the program cannot be run on one device, or the samples do not fit.
     """
-    limit = math.inf if max_error is None else max_error
-    planned = Planned(program, policy, low, samples, keep_io, limit, target)
+    planned = Planned(program, policy, low, samples, keep_io)
     warn_of_rules(program, policy, planned.first, strict=strict)
     few = len(samples) < _FEW
     found = search(
@@ -168,7 +159,6 @@ def convert_within(
         budget={_QUANTITY: target_error},
         held_out=1 if few else None,
         confidence=_WITHOUT_SPREAD if few else CONFIDENCE,
-        budget_seconds=seconds,
     )
     converted = planned.converted(found.plan, found)
     emit_events(converted.report)
@@ -186,18 +176,15 @@ class Planned:
         low: LowDtype,
         samples: Sequence[Sample],
         keep_io: bool = True,
-        limit: float = math.inf,
-        target: str | None = None,
     ) -> None:
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._samples = list(samples)
-        known = target is not None and "matrix" in hardware.specification(target)
-        self._rates = rates(target if target is not None and known else _MACHINES.get(policy.name, "v6e"))
+        self._rates = rates(_MACHINES.get(policy.name, "v6e"))
         self.original = Original(program, samples)
         self._flagged: dict[int, str] = {}
         """Number of a node -> why the samples keep it in float32."""
         self._products: list[tuple[int, Candidate]] = []
-        self.first = self._convert(functools.partial(self._look, limit=limit))
+        self.first = self._convert(self._look)
         size = math.ceil(len(self._products) / _MOST) or 1
         runs = [self._products[start : start + size] for start in range(0, len(self._products), size)]
         self._nodes = {run[0][1].name: frozenset(number for number, _ in run) for run in runs}
@@ -247,9 +234,9 @@ class Planned:
     def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
         return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
 
-    def _look(self, copied: ir.MlirModule, propagation: Propagation, limit: float) -> Callable[[Node], str]:
+    def _look(self, copied: ir.MlirModule, propagation: Propagation) -> Callable[[Node], str]:
         # The first conversion: what overflows on the samples, and the products.
-        reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), limit)
+        reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), math.inf)
         machine = self._rates
         for number, node in enumerate(propagation.nodes):
             if why := reasons(node):
