@@ -25,11 +25,10 @@ from xla_amp.jax import compat, rebind
 from xla_amp.jax.modules import nnx_state, scopes
 from xla_amp.jax.primitives import info
 from xla_amp.tools.monitor.on_jax.monitor import Monitor
-from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
+from xla_amp.tools.overflow.finder import Finder
+from xla_amp.tools.overflow.report import ProgramOverflowReport
 
 _PACKAGE: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
-_MOST: Final = 5
-"""Producers that a report holds."""
 
 
 def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> ProgramOverflowReport:
@@ -93,14 +92,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
             "xla_amp.find_overflow(step, ...)"
         )
     bad = _nonfinite_paths(result, "result")
-    return ProgramOverflowReport(
-        producers=tuple(watch.producers),
-        passed_on=reached(watch.producers, watch.passed_on, finite=not bad),
-        arguments=arguments,
-        results=bad,
-        operations=watch.operations,
-        not_watched=watch.not_watched(),
-    )
+    return watch.report(arguments, bad, watch.strangers())
 
 
 class _WatchTrace(compat.Trace):
@@ -159,16 +151,11 @@ class _WatchTrace(compat.Trace):
         return outs
 
 
-class _Watch:
-    """Evaluates operations in the current trace and keeps what it finds."""
+class _Watch(Finder):
+    """Evaluates operations in the current trace."""
 
     def __init__(self) -> None:
-        self.operations = 0
-        self.producers: list[Producer] = []
-        self.passed_on: Producer | None = None
-        self._loops: list[str] = []
-        self._inside: dict[str, None] = {}
-        """Places that nobody looked into."""
+        super().__init__()
         self._known: dict[int, Any] = {}
         """By ``id``, weakly: arrays that are arguments or were made under watch."""
         self._strangers = 0
@@ -190,15 +177,14 @@ class _Watch:
                 self._strangers += 1
                 self.know(value)
 
-    def not_watched(self) -> tuple[str, ...]:
-        """As in the report."""
-        found = list(self._inside)
-        if self._strangers:
-            found.append(
-                f"how {self._strangers:,} arrays were made that the function reads and that are no arguments "
-                "(from closures, or from programs that were compiled ahead of time)"
-            )
-        return tuple(found)
+    def strangers(self) -> tuple[str, ...]:
+        """What the report says of them."""
+        if not self._strangers:
+            return ()
+        return (
+            f"how {self._strangers:,} arrays were made that the function reads and that are no arguments "
+            "(from closures, or from programs that were compiled ahead of time)",
+        )
 
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
         """The results of one primitive; looks into those that contain jaxprs."""
@@ -212,7 +198,7 @@ class _Watch:
         elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
             self._only_results(primitive, "")
         outs = compat.bind(primitive, operands, params)
-        self._look(primitive, operands, outs)
+        self.look(primitive, operands, outs, own=primitive.name in _FILLS)
         return outs
 
     @contextlib.contextmanager
@@ -224,7 +210,7 @@ class _Watch:
         finally:
             self._eqns.pop()
 
-    def inside(self, inner: Any, values: Sequence[Any]) -> list[Any]:
+    def run(self, inner: Any, values: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr that the operation contains."""
 
         def process(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -232,14 +218,6 @@ class _Watch:
                 return self.evaluate(eqn.primitive, operands, eqn.params)
 
         return rebind.evaluate(inner, values, process)
-
-    def iteration(self, loop: str, number: int, inner: Any, values: Sequence[Any]) -> list[Any]:
-        """`inside` in an iteration of a loop."""
-        self._loops.append(f"iteration {number} of {loop}")
-        try:
-            return self.inside(inner, values)
-        finally:
-            self._loops.pop()
 
     def _location(self) -> str:
         """The user's ``file:line`` of the innermost equation that has one, otherwise of the code that runs."""
@@ -256,48 +234,20 @@ class _Watch:
 
     def _only_results(self, primitive: Any, why: str) -> None:
         location = self._location()
-        self._inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
+        self.inside[f"the inside of {primitive.name}{f' ({location})' if location else ''}{why}"] = None
 
-    def _look(self, primitive: Any, operands: Sequence[Any], outs: Sequence[Any]) -> None:
-        self.operations += 1
-        for out in outs:
-            made = self._made(out)
-            if not made:
-                continue
-            if len(self.producers) >= _MOST:
-                return
-            inputs = tuple(_operand(f"operand {i}", v) for i, v in enumerate(operands) if _parts(v)[0])
-            finds = produced(made, inputs, written=made if primitive.name in _FILLS else "")
-            if finds or self.passed_on is None:
-                producer = Producer(
-                    place=self._place(primitive),
-                    made=made,
-                    inputs=inputs,
-                    result=str(out.dtype),
-                    step=self.operations - 1,
-                    element=_first_element(out),
-                )
-                if finds:
-                    self.producers.append(producer)
-                elif self.passed_on is None:
-                    self.passed_on = producer
-            return
-
-    def _made(self, out: Any) -> str:
-        parts, whole = _parts(out)
+    def parts(self, value: Any) -> list[np.ndarray[Any, Any]]:
+        found, whole = _parts(value)
         if not whole:
-            self._inside["the shards of arrays on devices of other processes"] = None
-        if all(bool(np.isfinite(part).all()) for part in parts):
-            return ""
-        return "nan" if any(bool(np.isnan(part).any()) for part in parts) else "inf"
+            self.inside["the shards of arrays on devices of other processes"] = None
+        return found
 
-    def _place(self, primitive: Any) -> Place:
+    def place(self, operation: Any) -> Place:
         return Place(
-            operation=primitive.name,
+            operation=operation.name,
             phase=compat.phase(),
             module=".".join(name for name in compat.scopes(None) if name != compat.REMATTED),
             location=self._location(),
-            iteration=", ".join(self._loops),
         )
 
 
@@ -313,23 +263,25 @@ _Rule = Callable[[_Watch, Any, list[Any], dict[str, Any]], list[Any]]
 
 
 def _inline(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    return watch.inside(rebind.inner(params), operands)
+    return watch.run(rebind.inner(params), operands)
 
 
 def _cond(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     index = int(_concrete(operands[0]))
-    return watch.inside(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
+    return watch.run(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
 
 
 def _while(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     condition, body, carry = rebind.looped(params, operands)
     number = 0
     while True:
-        (proceed,) = watch.iteration("while (its condition)", number, params["cond_jaxpr"], [*condition, *carry])
+        with watch.iteration(number, "while (its condition)"):
+            (proceed,) = watch.run(params["cond_jaxpr"], [*condition, *carry])
         lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
         if not _concrete(proceed.any() if lanes else proceed):
             return carry
-        outs = watch.iteration("while", number, params["body_jaxpr"], [*body, *carry])
+        with watch.iteration(number, "while"):
+            outs = watch.run(params["body_jaxpr"], [*body, *carry])
         carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
         number += 1
 
@@ -348,7 +300,8 @@ def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, 
     rows: list[list[Any]] = []
     for number in numbers:
         slices = [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
-        outs = watch.iteration("scan", number, params["jaxpr"], [*consts, *carry, *slices])
+        with watch.iteration(number, "scan"):
+            outs = watch.run(params["jaxpr"], [*consts, *carry, *slices])
         carry = outs[:carried]
         rows.append(outs[carried:])
     if params["reverse"]:
@@ -361,7 +314,7 @@ def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, 
 
 def _shard_map(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
     def shard(*values: Any) -> tuple[Any, ...]:
-        return tuple(watch.inside(rebind.inner(params), values))
+        return tuple(watch.run(rebind.inner(params), values))
 
     try:
         return list(rebind.shard_map(params, shard, operands))
@@ -402,33 +355,6 @@ def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:
     if compat.is_array(array) and not array.is_fully_addressable:
         return [np.asarray(shard.data) for shard in array.addressable_shards], False
     return [np.asarray(array)], True
-
-
-def _first_element(value: Any) -> tuple[int, ...] | None:
-    parts, whole = _parts(value)
-    if not whole or np.shape(parts[0]) != np.shape(value):  # shards
-        return None
-    return tuple(map(int, np.argwhere(~np.isfinite(parts[0]))[0]))
-
-
-def _operand(name: str, value: Any) -> Operand:
-    parts, _ = _parts(value)
-    flat = np.concatenate([np.abs(part.astype(_wide(part.dtype))).reshape(-1) for part in parts])
-    finite = flat[np.isfinite(flat)]
-    nonzero = finite[finite > 0]
-    return Operand(
-        name=name,
-        dtype=str(parts[0].dtype),
-        shape=tuple(np.shape(value)),
-        smallest=float(nonzero.min()) if nonzero.size else 0.0,
-        largest=float(finite.max()) if finite.size else 0.0,
-        infinities=int(np.isinf(flat).sum()),
-        nans=int(np.isnan(flat).sum()),
-    )
-
-
-def _wide(dtype: Any) -> Any:
-    return np.complex128 if np.issubdtype(dtype, np.complexfloating) else np.float64
 
 
 def _nonfinite_paths(tree: Any, root: str) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from xla_amp.stablehlo import execution, ir, locations, samples, surgery
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.tools.inspect import inspection, widen
-from xla_amp.tools.overflow.report import Operand, Producer, ProgramOverflowReport, produced, reached
+from xla_amp.tools.overflow.finder import Finder
+from xla_amp.tools.overflow.report import ProgramOverflowReport
 
-_MOST: Final = 5
 _NAMES: Final = re.compile(r"%[A-Za-z0-9_#:]+")
 _OPAQUE: Final = frozenset({"custom_call"})
 """Operations that are library code."""
@@ -49,29 +49,21 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     program = widen.for_cpu(execution.refined(program, arrays))
     run = _Run(program)
     results = run.function(ir.entry(program), arrays)
-    bad = tuple(f"result {number}" for number, array in enumerate(results) if _made(array))
-    return ProgramOverflowReport(
-        producers=tuple(run.producers),
-        passed_on=reached(run.producers, run.passed_on, finite=not bad),
-        arguments=tuple(f"argument {number}" for number, array in enumerate(arrays) if _made(array)),
-        results=bad,
-        operations=run.operations,
-        not_watched=tuple(run.inside),
-    )
+    bad = [
+        tuple(f"{what} {number}" for number, array in enumerate(given) if run.made(array))
+        for what, given in (("argument", arrays), ("result", results))
+    ]
+    return run.report(*bad)
 
 
-class _Run:
-    """Evaluates a module and keeps what it finds."""
+class _Run(Finder):
+    """Evaluates a module."""
 
     def __init__(self, module: ir.MlirModule) -> None:
-        self.operations = 0
-        self.producers: list[Producer] = []
-        self.passed_on: Producer | None = None
-        self.inside: dict[str, None] = {}
+        super().__init__()
         self._module = module
         self._functions = ir.functions(module)
         self._compiled: dict[str, Any] = {}
-        self._loops: list[str] = []
         self._device = execution.devices("cpu")[0]
 
     def function(self, function: Any, arguments: Sequence[Any]) -> list[Any]:
@@ -83,7 +75,7 @@ class _Run:
         for view in block.operations:
             operation = view.operation
             operands = [values[operand] for operand in operation.operands]
-            name = str(operation.name).removeprefix("stablehlo.").removeprefix("func.")
+            name = _name(operation)
             if name == "return":
                 return operands
             for result, value in zip(operation.results, self._results(name, operation, operands, values), strict=True):
@@ -105,21 +97,18 @@ class _Run:
         if name in _OPAQUE:
             self.inside[f"the inside of {name} {operation.attributes['call_target_name'].value}"] = None
         results = self._one(operation, operands)
-        self._look(name, operation, operands, results)
+        self.look(operation, operands, results, own=name == "constant")
         return results
 
     def _while(self, operation: Any, carry: list[Any], values: dict[Any, Any]) -> list[Any]:
         condition, body = (region.blocks[0] for region in operation.regions)
         number = 0
         while True:
-            self._loops.append(f"iteration {number} of while")
-            try:
+            with self.iteration(number, "while"):
                 (proceed,) = self._block(condition, carry, values)
                 if not proceed:
                     return carry
                 carry = self._block(body, carry, values)
-            finally:
-                self._loops.pop()
             number += 1
 
     def _one(self, operation: Any, operands: list[Any]) -> list[Any]:
@@ -141,57 +130,14 @@ class _Run:
         with jax.enable_x64(True):
             return execution.execute(self._compiled[key], operands, self._device)
 
-    def _look(self, name: str, operation: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        self.operations += 1
-        made = next(filter(None, map(_made, results)), "")
-        if not made or len(self.producers) >= _MOST:
-            return
-        bad = next(result for result in results if _made(result))
-        inputs = tuple(_operand(f"operand {i}", value) for i, value in enumerate(operands) if _is_floating(value))
-        finds = produced(made, inputs, written=made if name == "constant" else "")
-        if not finds and self.passed_on is not None:
-            return
-        producer = Producer(
-            place=Place(
-                operation=name,
-                phase="",
-                module=own_path(operation) or "",
-                location=locations.of(operation).line,
-                iteration=", ".join(self._loops),
-            ),
-            made=made,
-            inputs=inputs,
-            result=str(bad.dtype),
-            step=self.operations - 1,
-            element=tuple(map(int, np.argwhere(~np.isfinite(bad))[0])),
-        )
-        if finds:
-            self.producers.append(producer)
-        else:
-            self.passed_on = producer
+    def parts(self, value: Any) -> list[np.ndarray[Any, Any]]:
+        array = np.asarray(value)
+        return [array] if array.dtype.kind in "fcV" and array.size else []
+
+    def place(self, operation: Any) -> Place:
+        where = locations.of(operation).line
+        return Place(operation=_name(operation), phase="", module=own_path(operation) or "", location=where)
 
 
-def _is_floating(value: Any) -> bool:
-    return np.asarray(value).dtype.kind in "fcV" and np.size(value) > 0
-
-
-def _made(value: Any) -> str:
-    if not _is_floating(value) or np.isfinite(value).all():
-        return ""
-    return "nan" if np.isnan(value).any() else "inf"
-
-
-def _operand(name: str, value: Any) -> Operand:
-    array = np.asarray(value)
-    size = np.abs(array.astype(np.complex128 if array.dtype.kind == "c" else np.float64))
-    finite = size[np.isfinite(size)]
-    nonzero = finite[finite > 0]
-    return Operand(
-        name=name,
-        dtype=str(array.dtype),
-        shape=array.shape,
-        smallest=float(nonzero.min()) if nonzero.size else 0.0,
-        largest=float(finite.max()) if finite.size else 0.0,
-        infinities=int(np.isinf(size).sum()),
-        nans=int(np.isnan(size).sum()),
-    )
+def _name(operation: Any) -> str:
+    return str(operation.name).removeprefix("stablehlo.").removeprefix("func.")
