@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import importlib
 import itertools
 import operator
 import os
@@ -54,7 +55,7 @@ REFUSED = {
 QUICK = (
     "a_list", "a_set", "class_", "module", "computed_name", "scalar", "array", "int_float", "true_", "negzero",
     "selfcfg", "a_partial", "fun_in_container", "slots", "env", "bw", "statereplaced", "proxy", "wrapped", "iterator",
-    "file", "many_values", "rand",
+    "file", "many_values", "rand", "module_by_text", "names_in_a_tuple", "another_module", "another_part_of_a_module",
 )  # fmt: skip
 """Programs of the default run."""
 
@@ -430,8 +431,31 @@ def attrgetter():
 
 
 @program
-def modules():
+def module_by_text():
     return lambda x: x * sys.modules["settings"].ALPHA, lambda: setattr(settings, "ALPHA", settings.ALPHA + 1)
+
+
+@program
+def module_imported_by_text():
+    name = "settings"
+
+    def m():
+        settings.ALPHA += 1
+
+    return lambda x: x * importlib.import_module(name).ALPHA, m
+
+
+@program
+def names_in_a_tuple():
+    table = [2.0]
+    c = Holder(table)
+
+    def f(x):
+        for name in ("value",):
+            x = x * getattr(c, name)[0]
+        return x
+
+    return f, lambda: put(table, 0, 3.0)
 
 
 @program
@@ -545,6 +569,33 @@ def statereplaced():
         t.w = torch.full((3,), 5.0, device=DEVICE)
 
     return lambda x: x * t.w, m
+
+
+class Scale(torch.nn.Module):
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x):
+        return x * self.by
+
+
+@program
+def another_module():
+    m = Scale(2.0)
+
+    def change():
+        nonlocal m
+        m = Scale(m.by + 1)
+
+    return lambda x: m(x), change
+
+
+@program
+def another_part_of_a_module():
+    m = torch.nn.Sequential(Scale(2.0), Scale(3.0))
+    c = [m[0]]
+    return lambda x: m(x) + c[0](x), lambda: put(c, 0, m[1])
 
 
 @program

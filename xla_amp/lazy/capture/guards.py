@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.capture.reach import Reach, Values, changed, hooks_of, is_frozen
+from xla_amp.lazy.capture.reach import Reach, Values, changed, hooks_of, identity, is_frozen
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -99,7 +99,7 @@ class Guards:
                     values.append((f"{label}.{name}", (type(value), value if value else repr(value))))
             for name in _MEMBERS:
                 for key, item in space[name].items():
-                    values.append((f"which object {key} of {label} is", (type(item), id(item))))
+                    values.append((f"which object {key} of {label} is", identity(item)))
             for name in ("_buffers", *_HOOKS):
                 words = name.strip("_").replace("_", " ")
                 values.append((f"the {words} of {label}", (dict, tuple(space[name]))))

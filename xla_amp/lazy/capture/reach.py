@@ -56,6 +56,8 @@ _SILENT: Final = frozenset({"__init_subclass__", "__repr__", "__str__", "__reduc
 _COMPUTED: Final = frozenset({"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple"})
 """Names by which code reads attributes that it does not name: then plain values of all names are compared."""
 _WHOLE_SCOPE: Final = frozenset({"globals", "eval", "exec"})
+_FINDS_MODULES: Final = frozenset({"modules", "import_module", "__import__"})
+"""Names by which code finds a module by a text."""
 _CHANGING: Final[Mapping[str, str]] = types.MappingProxyType(
     {
         "time": "pass the time as an argument",
@@ -119,6 +121,7 @@ class Reach:
 
     def _start(self, walk: _Walk) -> None:
         walk.value(self._function, "the step")
+        walk.modules_by_name()
         for hook in private_api.hooks_of_all_modules():
             if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
                 walk.value(hook, "a hook of all modules")
@@ -297,7 +300,7 @@ class _Walk:
     def _collect(self, value: Any, label: str) -> None:
         # What they compute with is compared by `cache_entry`.
         (self.optimizers if isinstance(value, Optimizer) else self.scalers).append(value)
-        self._add(type(value), id(value), label)
+        self._add(*identity(value), label)
         if isinstance(value, Optimizer) and "param_groups" in self.names:  # the code reads them itself
             for number, group in enumerate(value.param_groups):
                 options = {name: item for name, item in group.items() if name != "params"}
@@ -325,6 +328,8 @@ class _Walk:
                 self.value(scope[name], name)
             elif isinstance(module := sys.modules.get(name), types.ModuleType):
                 self.value(module, name)  # imported inside
+        for text in _texts(code):
+            self._module_of_name(text, not _FINDS_MODULES.isdisjoint(_names(code)))
         for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             self.value(item, f"a default of {label}")
         for name, item in value.__dict__.items():
@@ -355,7 +360,7 @@ class _Walk:
             self.value(owner, label)
 
     def _scheduler(self, value: Any, label: str) -> None:
-        self._add(type(value), id(value), label)
+        self._add(*identity(value), label)
         if not self.names.isdisjoint(("get_last_lr", "_last_lr", "get_lr")):
             self.value(value._last_lr, f"{label}.get_last_lr()")
 
@@ -365,6 +370,18 @@ class _Walk:
             self.value(inner, label)
 
     # -- modules, classes, objects -----------------------------------------------------------------------------------
+
+    def modules_by_name(self) -> None:
+        """Adds the modules whose names are values that were found, if the code finds modules by name."""
+        if not self.names.isdisjoint(_FINDS_MODULES):
+            for kind, text in self.found:  # it grows meanwhile
+                if kind is str:
+                    self._module_of_name(text, False)
+
+    def _module_of_name(self, name: str, libraries: bool) -> None:
+        module = sys.modules.get(name)
+        if isinstance(module, types.ModuleType) and (libraries or not _is_library_module(module)):
+            self.value(module, f"sys.modules[{name!r}]")
 
     def _python_module(self, value: types.ModuleType, label: str) -> None:
         self._same(value, label)
@@ -446,6 +463,7 @@ class _Walk:
                 self.value(item, f"{label}.{name}")
 
     def _nn_module(self, value: torch.nn.Module, label: str) -> None:
+        self._add(*identity(value), label)
         for path, module in value.named_modules():
             name = f"{label}.{path}" if path else label
             if module is not value:
@@ -526,6 +544,11 @@ def is_frozen(value: Any) -> bool:
     return type(value) in _LEAVES or (type(value) is tuple and all(type(item) in _LEAVES for item in value))
 
 
+def identity(value: Any) -> tuple[Any, Any]:
+    """An entry that is equal only to that of the same object, and keeps no object alive."""
+    return (type(value), id(value)), None if value is None else weakref.ref(value)
+
+
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -542,10 +565,17 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _texts(code: types.CodeType) -> tuple[str, ...]:
-    """Constants of a function that could be names, for ``getattr``."""
-    found = [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
-    inner = [text for each in code.co_consts if isinstance(each, types.CodeType) for text in _texts(each)]
-    return (*found, *inner)
+    """Constants of a function that could be names, for ``getattr`` and ``sys.modules``."""
+    found: list[str] = []
+    constants = list(code.co_consts)
+    for each in constants:  # it grows meanwhile
+        if isinstance(each, tuple | frozenset):
+            constants.extend(each)
+        elif isinstance(each, types.CodeType):
+            found.extend(_texts(each))
+        elif isinstance(each, str) and each.replace(".", "").isidentifier():
+            found.append(each)
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
