@@ -22,7 +22,7 @@ import xla_amp
 from tests.helpers.lazy_device import Counts, counted
 from xla_amp import lowering
 from xla_amp.errors import XlaAmpWarning
-from xla_amp.lazy.programs import content, execute
+from xla_amp.lazy.programs import content, execute, program_cache
 from xla_amp.lazy.programs.disk import Folder
 
 PROGRAM = Path(__file__).with_name("stored_program.py")
@@ -67,6 +67,13 @@ def test_the_next_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
     assert cold["traced"]
     assert warm["traced"] == []
     assert cold["programs_not_stored"] == 0
+
+
+def test_platforms_that_jax_does_not_look_for_change_nothing(tmp_path: Path) -> None:
+    platform = jax.devices()[0].platform
+    start(XLA_AMP_CACHE=str(tmp_path), JAX_PLATFORMS="", XLA_AMP_PLATFORM=platform)
+    found = start(XLA_AMP_CACHE=str(tmp_path), JAX_PLATFORMS=platform, XLA_AMP_PLATFORM=platform)
+    assert found["compilations"] == 0
 
 
 def test_programs_on_a_mesh_are_stored(tmp_path: Path) -> None:
@@ -124,6 +131,18 @@ def test_jaxs_options_are_part_of_the_name(device: torch.device, folder: Path) -
     with jax.default_matmul_precision("highest"):
         assert again(lambda: cosine(device)).compilations == 1
     assert again(lambda: cosine(device)).compilations == 0
+
+
+def test_memory_is_returned_after_a_compilation_only(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trims: list[int] = []
+    monkeypatch.setattr(program_cache, "_trim_function", lambda: trims.append)
+    monkeypatch.setattr(program_cache, "_LARGE", program_cache.BASE)
+    again(lambda: cosine(device))
+    assert len(trims) == 1
+    assert again(lambda: cosine(device)).programs_loaded == 1
+    assert len(trims) == 1
 
 
 def test_an_executable_is_not_called_under_other_options(device: torch.device) -> None:

@@ -86,6 +86,8 @@ class Program:
     """What its operations know of the program."""
     code_bytes: int = 0
     """Size of its machine code, 0 where XLA does not report it."""
+    loaded: bool = False
+    """Whether its executable was read from the disk."""
     size: int = 0
     """Bytes that it takes once compiled, as estimated (`program_cache`)."""
     used: int = 0

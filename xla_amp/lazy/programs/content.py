@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import sys
 import types
 import weakref
@@ -46,8 +47,8 @@ _PACKAGES: Final = ("xla_amp", "jax", "jaxlib", "numpy", "ml_dtypes", "torch", "
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype, range, PartitionSpec)
 """Classes whose `repr` says all."""
-_NOT_OF_PROGRAMS: Final = ("cache", "log", "dump", "guard", "traceback", "source", "proxy", "pprint", "preemption")
-"""Words in the names of JAX's options that do not change a program."""
+_NOT_OF_PROGRAMS: Final = re.compile("cache|log|dump|guard|traceback|source|proxy|pprint|preemption|platform")
+"""Words in the names of JAX's options that do not change a program; its platform is known by its device."""
 _PERMANENT: Final = ("Lowering", "Argument")
 """Classes of this package whose objects last as long as the process: rows of its table, and arguments of operators."""
 _texts: dict[int, tuple[Any, str]] = {}
@@ -85,11 +86,7 @@ def digest(program: Program, arguments: Sequence[Any]) -> str:
 
 def _environment() -> bytes:
     """What shapes every program of this process, now."""
-    options = {
-        name: repr(value)
-        for name, value in jax.config.values.items()
-        if not any(word in name for word in _NOT_OF_PROGRAMS)
-    }
+    options = {name: repr(value) for name, value in jax.config.values.items() if not _NOT_OF_PROGRAMS.search(name)}
     found = (
         _machine(),
         _sources(),

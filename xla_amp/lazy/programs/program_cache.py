@@ -55,7 +55,7 @@ def add(cache: Cache, key: Key, program: Program) -> None:
     program.used = next(_clock)
     cache[key] = program
     _drop_beyond_limit()
-    if program.size >= _LARGE:
+    if program.size >= _LARGE and not program.loaded:
         _trim()
     private_api.drop_traces(_TRACES)
     _count()
