@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -79,7 +78,7 @@ def to_device(tensor: torch.Tensor) -> torch.Tensor:
 
 @interrupts.deferred
 def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor] | None:
-    """Contiguous zeros of each shape and dtype, allocated at once by a separate small program.
+    """Contiguous zeros of each shape and dtype, made without a program.
 
     A first step that records the creation of its optimizer's state would be another program than the next step, and as
     long to compile.  Returns None on a mesh, where the step lays out the state with its parameters.
@@ -87,7 +86,8 @@ def zeros(wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Ten
     if mesh.active is not None:
         return None
     structs = [(tuple(shape), TO_NUMPY[dtype]) for shape, dtype in wanted]
+    home = pjrt.jax_device()
     with private_api.x64():
-        home = jax.sharding.SingleDeviceSharding(pjrt.jax_device())
-        make = jax.jit(lambda: [jnp.zeros(*struct) for struct in structs], out_shardings=home)
-        return [wrap(array) for array in make()]
+        # JAX may use NumPy's memory, which a program cannot overwrite, so only copies of its arrays are given away.
+        sources = {struct: jax.device_put(np.zeros(*struct), home) for struct in structs}
+        return [wrap(jax.device_put(sources[struct], home, may_alias=False)) for struct in structs]
