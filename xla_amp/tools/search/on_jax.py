@@ -19,7 +19,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.api import autocast
 from xla_amp.tools import search as plan_search
 from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
+from xla_amp.tools.search.rates import measured, median_seconds
 from xla_amp.types import LowDtype
 
 
@@ -76,7 +76,10 @@ def search(
         raise SearchError("no arguments: give three or more tuples, [(params, batch) for batch in batches]")
     numbers = {argnums} if isinstance(argnums, int) else set(argnums)
     program = JaxProgram(function, rows, numbers, low)
-    rates = plan_search.rates(target) if target is not None else _rates_here(low)
+    if target is not None:
+        rates = plan_search.rates(target)
+    else:
+        rates = measured(jax.default_backend(), low, jnp.full, jax.block_until_ready, jax.jit)
     program.look(rates)
     return fronts.searched(
         program,
@@ -227,11 +230,7 @@ class JaxProgram(fronts.MeasuredProgram):
 
     def time(self, plan: Plan) -> float:
         """Median seconds of one run of `plan` on this machine, gradients included."""
-        return _median(lambda: self._program(0, plan, True, {})(self._arrays(0)))
-
-
-def _median(run: Callable[[], Any]) -> float:
-    return median_seconds(lambda: jax.block_until_ready(run()))
+        return median_seconds(lambda: jax.block_until_ready(self._program(0, plan, True, {})(self._arrays(0))))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -259,21 +258,3 @@ def _loss(result: Any) -> Any:
         if _is_floating(found) and getattr(found, "size", 0) == 1 and hasattr(found, "reshape")
         else found
     )
-
-
-def _rates_here(low: LowDtype) -> Rates:
-    """What this machine does, measured."""
-
-    def products(matrix: Any) -> Any:
-        value = matrix
-        for _ in range(PRODUCTS):
-            value = value @ matrix
-        return value
-
-    seconds = {}
-    compiled = jax.jit(products)
-    for name in ("float32", low):
-        matrix = jnp.full((SIZE, SIZE), 1 / SIZE, dtype=name)
-        seconds[name] = _median(lambda matrix=matrix: compiled(matrix))  # type: ignore[misc]
-    block, add = jnp.ones(ELEMENTS, jnp.float32), jax.jit(lambda block: block + 1)
-    return measured(jax.default_backend(), seconds, _median(lambda: add(block)), low)

@@ -23,7 +23,7 @@ from xla_amp.tools import search as plan_search
 from xla_amp.tools.explain.on_pytorch import explain
 from xla_amp.tools.overflow.on_pytorch import uncompiled
 from xla_amp.tools.search import Plan, Rates, SearchResult, fronts
-from xla_amp.tools.search.rates import ELEMENTS, PRODUCTS, SIZE, measured, median_seconds
+from xla_amp.tools.search.rates import measured, median_seconds
 from xla_amp.types import LowDtype
 
 
@@ -247,19 +247,7 @@ def _neighbours(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 def _rates_here(device: torch.device, low: LowDtype) -> Rates:
     """What this machine does, measured."""
 
-    def median(run: Callable[[], torch.Tensor]) -> float:
-        return median_seconds(lambda: run().reshape(-1)[:1].cpu())
+    def full(shape: tuple[int, ...], value: float, dtype: str) -> torch.Tensor:
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
 
-    seconds = {}
-    for name in ("float32", low):
-        matrix = torch.full((SIZE, SIZE), 1 / SIZE, dtype=getattr(torch, name), device=device)
-
-        def products(matrix: torch.Tensor = matrix) -> torch.Tensor:
-            value = matrix
-            for _ in range(PRODUCTS):
-                value = value @ matrix
-            return value
-
-        seconds[name] = median(products)
-    block = torch.ones(ELEMENTS, device=device)
-    return measured(devices.device_type(device), seconds, median(lambda: block + 1), low)
+    return measured(devices.device_type(device), low, full, lambda found: found.reshape(-1)[:1].cpu())

@@ -6,15 +6,15 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from xla_amp import hardware
 from xla_amp.errors import DeviceError
 
-SIZE: Final = 512
-PRODUCTS: Final = 8
-ELEMENTS: Final = 16 * 2**20
-"""What a front runs to measure this machine (`measured`)."""
+_SIZE: Final = 512
+_PRODUCTS: Final = 8
+_ELEMENTS: Final = 16 * 2**20
+"""What runs to measure this machine (`measured`)."""
 _TIMED: Final = 5
 
 
@@ -35,17 +35,30 @@ class Rates:
         return max(flops / self.peak[dtype], moved / self.bandwidth)
 
 
-def measured(where: str, seconds: Mapping[str, float], copying: float, low: str) -> Rates:
-    """The rates of this machine, from the times of what a front has run.
+def measured(
+    where: str,
+    low: str,
+    full: Callable[[tuple[int, ...], float, str], Any],
+    wait: Callable[[Any], object],
+    compiled: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda function: function,
+) -> Rates:
+    """The rates of this machine, from the times of matrix products in float32 and `low`, and of a sum.
 
     Args:
         where: the device.
-        seconds: dtype -> time of `PRODUCTS` products of square matrices of `SIZE` rows; float32 and `low`.
-        copying: time to add one to `ELEMENTS` float32 numbers.
         low: the low dtype.
+        full: an array on it, of a shape, a value and a dtype.
+        wait: waits until an array is computed.
+        compiled: compiles a function of an array.
     """
-    peak = {name: 2.0 * PRODUCTS * SIZE**3 / taken for name, taken in seconds.items()}
-    bandwidth = 2.0 * ELEMENTS * 4 / copying
+
+    def median(function: Callable[[Any], Any], array: Any) -> float:
+        run = compiled(function)
+        return median_seconds(lambda: wait(run(array)))
+
+    seconds = {name: median(_products, full((_SIZE, _SIZE), 1 / _SIZE, name)) for name in ("float32", low)}
+    peak = {name: 2.0 * _PRODUCTS * _SIZE**3 / taken for name, taken in seconds.items()}
+    bandwidth = 2.0 * _ELEMENTS * 4 / median(lambda block: block + 1, full((_ELEMENTS,), 1.0, "float32"))
     return Rates(
         name="here",
         title=f"this machine ({where})",
@@ -54,6 +67,13 @@ def measured(where: str, seconds: Mapping[str, float], copying: float, low: str)
         source=f"measured: float32 {peak['float32'] / 1e9:.3g}, {low} {peak[low] / 1e9:.3g} GFLOP/s, "
         f"{bandwidth / 1e9:.3g} GB/s",
     )
+
+
+def _products(matrix: Any) -> Any:
+    value = matrix
+    for _ in range(_PRODUCTS):
+        value = value @ matrix
+    return value
 
 
 def median_seconds(run: Callable[[], object]) -> float:
