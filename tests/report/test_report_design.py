@@ -229,3 +229,19 @@ def test_findings_name_the_most_expensive_first():
     first, second, *_ = operations.findings(found)[0].items
     assert first == ("conv2d", "in h.0, 1 MFLOP")
     assert second == ("12 x linear", "in h.0-11, 120 FLOP, a rule")
+
+
+def test_float32_on_purpose_has_its_reasons_and_is_not_what_could_be_low():
+    norm, loss = ({"state": "wide", "product": False, "flops": None, "used": ("float32",)} for _ in range(2))
+    found = [operation(operation="layer_norm", why="Variances cancel.", **norm) for _ in range(3)]
+    found += [operation(operation="rms_norm", why="Variances cancel.", **norm), operation(operation="exp", **loss)]
+    could, _, on_purpose = operations.findings(found)
+    assert (could.answer, could.items) == ("nothing: no products", ())
+    assert on_purpose.answer == "5 operations"
+    assert on_purpose.items == (("4 x layer_norm, rms_norm", "Variances cancel."), ("1 x exp", "an operand is float32"))
+    assert len(operations.findings([operation()])) == 2, "no operation is float32 on purpose"
+
+
+def test_the_reasons_that_are_left_out_are_counted():
+    found = [operation(state="wide", product=False, why=str(number)) for number in range(7)]
+    assert operations.findings(found, most=5)[2].items[-1] == ("and 2 more reasons", "")

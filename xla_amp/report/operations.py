@@ -130,7 +130,7 @@ def state(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool, 
 
 
 def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Finding, ...]:
-    """What runs in float32 that could be low, where, and what it costs; what runs low that should not."""
+    """What runs in float32 that could be low, what runs low that should not, and what is float32 for which reason."""
     could = [each for each in operations if each.state == "could"]
     risk = [each for each in operations if each.state == "risk"]
     total = sum(each.record.flops or 0 for each in operations)
@@ -147,6 +147,8 @@ def findings(operations: Sequence[Operation], *, most: int = 5) -> tuple[Finding
     )
     answer = f"{_number(risk)} that the built-in rules keep in float32" if risk else "nothing that the rules know"
     found.append(Finding("What runs low that should not?", answer, "risk" if risk else "low", _largest(risk, most)))
+    if wide := [each for each in operations if each.state == "wide"]:
+        found.append(Finding("What is float32 on purpose, and why?", _number(wide), "wide", _reasons(wide, most)))
     casts = sum(each.casts or 0 for each in operations)
     if casts:
         scopes: dict[str, list[str]] = defaultdict(list)
@@ -169,6 +171,18 @@ def _number(operations: Sequence[Operation]) -> str:
 
 def _products(operations: Iterable[Operation]) -> int:
     return sum(each.product for each in operations)
+
+
+def _reasons(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:
+    """Operations with the reason for their dtype, the most frequent reasons first."""
+    named: dict[str, list[str]] = defaultdict(list)
+    for each in operations:
+        named[each.record.why or "an operand is float32"].append(each.record.operation)
+    ranked = sorted(named.items(), key=lambda item: -len(item[1]))
+    items = [(f"{len(names)} x {', '.join(dict.fromkeys(names))}", why) for why, names in ranked[:most]]
+    if len(ranked) > most:
+        items.append((f"and {len(ranked) - most} more reasons", ""))
+    return tuple(items)
 
 
 def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str], ...]:

@@ -183,3 +183,17 @@ def test_a_step_that_calls_backward_is_refused():
 
     with pytest.raises(SearchError, match=r"calls backward\(\): return the loss"):
         xla_amp.search(step, [torch.ones(1, 2)] * 3, budget=0.1, target="v6e")
+
+
+def test_a_norm_beside_float32_products_saves_nothing():
+    model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32, bias=False))
+    result = xla_amp.search(model, batches(0), budget=1e-2, target="v6e")
+    assert result.met
+    table = result.document().tables[0]
+    rows = [dict(zip([column.name for column in table.columns], row.cells, strict=True)) for row in table.rows]
+    saved = {row["operation"]: (row["runs"], row["saves"], row["bytes"]) for row in rows}
+    assert saved["layer_norm"] == ("float32", None, None)
+    assert saved["linear"][0] == "bfloat16"
+    assert saved["linear"][1] > 0
+    why = [rule.why for rule in result.policy.layers[-1].rules if "layer_norm" in rule.operations[0]]
+    assert why[0].startswith("without effect")

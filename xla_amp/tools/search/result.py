@@ -165,6 +165,8 @@ class SearchResult(Shown):
         ]
 
     def _why(self, row: Sequence[Candidate]) -> str:
+        if not any(map(self._has_effect, row)):
+            return "without effect: it gives the dtype of its operand, and that is float32; saves nothing"
         saved = units.time(abs(sum(each.seconds for each in row)))
         said = []
         for each in row:
@@ -181,6 +183,10 @@ class SearchResult(Shown):
             )
         verb = "saves" if sum(each.seconds for each in row) >= 0 else "in the low dtype would lose"
         return f"measured: {'; '.join(said)}; low {verb} {saved}"
+
+    def _has_effect(self, each: Candidate) -> bool:
+        """Whether low would save anything: a norm that the plan names stays float32 beside float32 products."""
+        return each.name in self.in_effect or each.name not in self.found.plan
 
     def _all_low(self) -> bool:
         return all(each.name in self.found.plan for each in self.candidates if each.seconds > 0)
@@ -216,14 +222,14 @@ class SearchResult(Shown):
         alone: Assessment | None = self.found.alone.get(each.name)
         errors = [None if alone is None else alone.errors[name] for name in quantities]
         low = each.name in self.in_effect
+        saves = (each.seconds, each.bytes) if self._has_effect(each) else (None, None)
         cells = (
             self.low if low else "float32",
             each.operation,
             each.scope,
             each.count,
             *errors,
-            each.seconds,
-            each.bytes,
+            *saves,
             each.flops or None,
         )
         return Row(cells, "low" if low else "wide")
