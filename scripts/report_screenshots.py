@@ -209,7 +209,8 @@ def picture(browser: str, page: Path, shot: Shot, file: Path) -> None:
     with tempfile.TemporaryDirectory() as profile:
         subprocess.run(
             [
-                browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+                browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-quic",
+                "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
                 f"--user-data-dir={profile}", f"--window-size={shot.width},{shot.height}",
                 f"--blink-settings=preferredColorScheme={0 if shot.dark else 1}", f"--screenshot={file}", page.as_uri(),
             ],
