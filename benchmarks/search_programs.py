@@ -68,7 +68,7 @@ class Front(NamedTuple):
     """A program of one front."""
 
     program: Any
-    """A `xla_amp.tools.search.Program` of all batches."""
+    """A `xla_amp.tools.search.SearchProgram` of all batches."""
     budget: Errors
     wide: float
     """Estimated seconds in float32."""

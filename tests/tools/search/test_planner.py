@@ -19,7 +19,7 @@ from xla_amp.tools.search import Candidate, Plan, measurements
 
 
 @dataclasses.dataclass
-class Synthetic:
+class Synthetic(plan_search.SearchProgram):
     """Independent errors that add up, and pairs whose errors come only together."""
 
     sizes: dict[str, float]

@@ -26,7 +26,7 @@ from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
 from xla_amp.stablehlo.program import Program
 from xla_amp.tools.inspect import comparison, names
-from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, rates, search
+from xla_amp.tools.search import CONFIDENCE, Assessment, Candidate, Found, Plan, SearchProgram, rates, search
 from xla_amp.types import LowDtype
 
 _QUANTITY: Final = "results"
@@ -166,7 +166,7 @@ def convert_within(
     return Within(converted=converted, achieved=achieved, found=found)
 
 
-class Planned:
+class Planned(SearchProgram):
     """The program as `search` sees it: a candidate for each product, or for each run of neighbours."""
 
     def __init__(
@@ -177,6 +177,7 @@ class Planned:
         samples: Sequence[Sample],
         keep_io: bool = True,
     ) -> None:
+        self.batches = max(3, len(samples))  # a search wants three; of fewer samples the first ones count twice
         self._program, self._policy, self._low, self._keep_io = program, policy, low, keep_io
         self._samples = list(samples)
         self._rates = rates(_MACHINES.get(policy.name, "v6e"))
@@ -190,11 +191,6 @@ class Planned:
         self._nodes = {run[0][1].name: frozenset(number for number, _ in run) for run in runs}
         self.candidates = [_joined([each for _, each in run]) for run in runs]
         self._last: tuple[Plan, comparison.Runs] | None = None
-
-    batches = property(lambda self: max(3, len(self._samples)))
-    """A search wants three; of fewer samples the first ones count twice."""
-    fingerprint = ""
-    """Nothing is kept in a file."""
 
     def evaluate(self, plan: Plan, batch: int) -> Mapping[str, float]:
         """The error of the plan on one sample."""

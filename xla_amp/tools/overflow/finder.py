@@ -55,7 +55,7 @@ class Finder(abc.ABC):
             own: whether it computes nothing: a constant, or a fill of what is out of bounds.
         """
         self.operations += 1
-        made, bad = next(((kind, each) for each in results if (kind := self.made(each))), ("", None))
+        made, bad = next(((kind, each) for each in results if (kind := self.made(each))), ("", ()))
         if not made or len(self._producers) >= _MOST:
             return
         read = [(f"operand {index}", value, self.parts(value)) for index, value in enumerate(operands)]

@@ -1,6 +1,6 @@
 """Search for the cheapest precision plan within an error budget; imports no framework.
 
-A front gives a `Program`: its `Candidate` list and a function that measures the errors of one plan on one batch.
+A front gives a `SearchProgram`: its `Candidate` list and a function that measures the errors of one plan on one batch.
 `search` finds the plan, `SearchResult` shows it and writes it as a policy file.
 
     program.candidates                      what could run low, with its saving
@@ -13,7 +13,7 @@ from xla_amp.tools.search.candidates import Candidate as Candidate
 from xla_amp.tools.search.candidates import from_records as from_records
 from xla_amp.tools.search.candidates import seconds as seconds
 from xla_amp.tools.search.measurements import Plan as Plan
-from xla_amp.tools.search.measurements import Program as Program
+from xla_amp.tools.search.measurements import SearchProgram as SearchProgram
 from xla_amp.tools.search.planner import CONFIDENCE as CONFIDENCE
 from xla_amp.tools.search.planner import Assessment as Assessment
 from xla_amp.tools.search.planner import Found as Found

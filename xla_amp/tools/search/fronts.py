@@ -16,8 +16,8 @@ from xla_amp.errors import SearchError
 from xla_amp.events import DecisionRecord
 from xla_amp.policy import Policy
 from xla_amp.tools.search import plans
-from xla_amp.tools.search.candidates import Candidate, from_records, running_low, seconds
-from xla_amp.tools.search.measurements import Plan, digest
+from xla_amp.tools.search.candidates import from_records, running_low, seconds
+from xla_amp.tools.search.measurements import Plan, SearchProgram, digest
 from xla_amp.tools.search.planner import search
 from xla_amp.tools.search.rates import Rates
 from xla_amp.tools.search.result import SearchResult, not_met
@@ -28,8 +28,8 @@ Quantities: TypeAlias = dict[str, list[Array | None]]
 """What a run gives: ``loss`` and ``gradients``, or ``output``."""
 
 
-class MeasuredProgram(abc.ABC):
-    """A `Program` whose plans run in a framework, are compared with float32, estimated and timed.
+class MeasuredProgram(SearchProgram):
+    """A program whose plans run in a framework, are compared with float32, estimated and timed.
 
     A front gives `run`, `records`, `noise` and `time`; quantities (``loss``, ``gradients``, ``output``) are lists of
     float32 arrays on the host, None for a gradient that is missing.
@@ -38,16 +38,10 @@ class MeasuredProgram(abc.ABC):
     overflow_finder: str
     """The call that finds a nonfinite value, for the message."""
 
-    def __init__(self, low: LowDtype) -> None:
+    def __init__(self, low: LowDtype, batches: int) -> None:
         self.low: LowDtype = low
-        self.candidates: tuple[Candidate, ...] = ()
-        self.fingerprint = ""
+        self.batches = batches
         self._references: dict[int, Quantities] = {}
-
-    @property
-    @abc.abstractmethod
-    def batches(self) -> int:
-        """Number of batches."""
 
     @abc.abstractmethod
     def run(self, batch: int, plan: Plan | None, *, region: bool = True) -> Quantities:
@@ -56,10 +50,6 @@ class MeasuredProgram(abc.ABC):
     @abc.abstractmethod
     def records(self, plan: Plan | None) -> Sequence[DecisionRecord]:
         """The forward operations of a run."""
-
-    @abc.abstractmethod
-    def noise(self) -> dict[str, float]:
-        """Errors of float32 with each parameter and operand moved to one of its neighbours."""
 
     @abc.abstractmethod
     def time(self, plan: Plan) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import json
 import math
@@ -9,7 +10,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from xla_amp import files
 from xla_amp.errors import FileError, writing
@@ -19,27 +20,24 @@ Plan: TypeAlias = frozenset[str]
 """Names of the candidates that run low; the others run in float32."""
 
 
-class Program(Protocol):
+class SearchProgram(abc.ABC):
     """A program as a front gives it to `search`."""
 
-    @property
-    def candidates(self) -> Sequence[Candidate]:
-        """In the order of the program: an error of the first can reach the others."""
+    candidates: Sequence[Candidate] = ()
+    """In the order of the program: an error of the first can reach the others."""
+    batches: int
+    """Number of batches."""
+    fingerprint: str = ""
+    """Text that changes with the program, its weights, its batches and the versions of libraries, for the journal."""
 
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Text that changes with the program, its weights, its batches and the versions of libraries."""
-
+    @abc.abstractmethod
     def evaluate(self, plan: Plan, batch: int) -> Mapping[str, float]:
         """Relative errors of the program under `plan` against float32 on the same batch, by quantity (``loss``).
 
         A value that is finite in float32 only is an infinite error.
         """
 
+    @abc.abstractmethod
     def noise(self) -> Mapping[str, float]:
         """The same errors of float32 itself with operands that differ by one rounding: no smaller error means much."""
 
@@ -47,7 +45,7 @@ class Program(Protocol):
 class Measurements:
     """The errors of plans: each (plan, batch) is measured once, and appended to a JSON lines file if there is one."""
 
-    def __init__(self, program: Program, journal: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, program: SearchProgram, journal: str | os.PathLike[str] | None = None) -> None:
         self._program = program
         self._known: dict[tuple[str, int], dict[str, float]] = {}
         self._journal = None if journal is None else Path(journal)

@@ -101,7 +101,7 @@ class JaxProgram(fronts.MeasuredProgram):
     def __init__(
         self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], argnums: set[int], low: LowDtype
     ) -> None:
-        super().__init__(low)
+        super().__init__(low, len(rows))
         self._function = function
         self._rows = rows
         self._argnums = argnums
@@ -109,11 +109,6 @@ class JaxProgram(fronts.MeasuredProgram):
         self._is_loss = _is_loss(jax.eval_shape(self._of_arrays(0, function), self._arrays(0)))
         self._options: dict[str, bool | int] = {}
         """Of XLA, the same for every plan and for float32."""
-
-    @property
-    def batches(self) -> int:
-        """Number of tuples of arguments."""
-        return len(self._rows)
 
     @property
     def has_gradients(self) -> bool:

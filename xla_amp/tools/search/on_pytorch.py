@@ -115,7 +115,7 @@ class TorchProgram(fronts.MeasuredProgram):
     overflow_finder = "xla_amp.find_overflow()"
 
     def __init__(self, step: Callable[..., Any], batches: Sequence[Any], objects: Sequence[Any], low: LowDtype) -> None:
-        super().__init__(low)
+        super().__init__(low, len(batches))
         self._step = step
         modules = [each for each in reachable(step, ()) if isinstance(each, torch.nn.Module)]
         if isinstance(step, torch.nn.Module):
@@ -128,11 +128,6 @@ class TorchProgram(fronts.MeasuredProgram):
         self._batches = list(batches)
         if isinstance(step, torch.nn.Module):
             self._batches = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), self._batches)
-
-    @property
-    def batches(self) -> int:
-        """Number of batches."""
-        return len(self._batches)
 
     def look(self, rates: Rates) -> None:
         """Finds the candidates, and checks that the step is one that can be searched."""

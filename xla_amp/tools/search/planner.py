@@ -21,7 +21,7 @@ from typing import Final
 from xla_amp import progress
 from xla_amp.errors import SearchError
 from xla_amp.report import paths
-from xla_amp.tools.search.measurements import Measurements, Plan, Program, bound, spread
+from xla_amp.tools.search.measurements import Measurements, Plan, SearchProgram, bound, spread
 
 FEW: Final = 24
 """Up to this many candidates are measured one by one; more are grouped by kind of layer first."""
@@ -89,7 +89,7 @@ class _OutOfTimeError(Exception):
 
 
 def search(
-    program: Program,
+    program: SearchProgram,
     *,
     budget: Mapping[str, float],
     held_out: int | None = None,
@@ -128,7 +128,7 @@ def search(
 class _Search:
     def __init__(
         self,
-        program: Program,
+        program: SearchProgram,
         budget: Mapping[str, float],
         held_out: int,
         confidence: float,
