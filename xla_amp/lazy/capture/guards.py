@@ -27,19 +27,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from operator import is_
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from xla_amp.lazy.capture.reach import Reach, Values, changed, hooks_of, identity, is_frozen
+from xla_amp.lazy.capture.module_tree import hooks_of
+from xla_amp.lazy.capture.reach import Reach, Values, changed
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
-
-_MEMBERS = ("_parameters", "_modules")
-"""Tables of a module whose items are compared by identity; a buffer may be replaced."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Guards:
@@ -52,16 +49,8 @@ class Guards:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._reach = Reach(function)
         self.optimizers, self.scalers = self._reach.optimizers, self._reach.scalers
-        self._modules = [(label, module.__dict__) for label, module in self._reach.modules]
-        spaces = [space for _, space in self._modules]
+        spaces = [vars(module) for tree in self._reach.trees for module in tree.modules]
         self._buffers = [space["_buffers"] for space in spaces]
-        self._objects = [
-            table for space in spaces for table in (space, *(space[name] for name in (*_MEMBERS, *_HOOKS)))
-        ]
-        self._tables = [*self._objects, *self._buffers]
-        self._read: tuple[list[int], list[Any]] = [], []
-        """Sizes, names and objects of the tables when `_module_values` was read."""
-        self._module_values: list[tuple[str, Any]] = []
         of_modules = [parameter for space in spaces for parameter in space["_parameters"].values()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         of_optimizers = [parameter for group in groups for parameter in group["params"]]
@@ -77,33 +66,11 @@ class Guards:
         Raises:
             NotReplayableError: a value cannot be compared, or there are too many.
         """
-        found = self._reach.values()
-        sizes = list(map(len, self._tables))
-        objects = [*chain.from_iterable(self._tables), *chain.from_iterable(map(dict.values, self._objects))]
-        old_sizes, old_objects = self._read
-        if sizes != old_sizes or not all(map(is_, objects, old_objects)):
-            self._read, self._module_values = (sizes, objects), self._read_modules()
-        found.modules = self._module_values
-        return found
+        return self._reach.values()
 
     def forget(self) -> None:
         """Keeps no object of modules alive, which a recorded call may replace."""
-        self._read = [], []
-
-    def _read_modules(self) -> list[tuple[str, Any]]:
-        values: list[tuple[str, Any]] = []
-        for label, space in self._modules:
-            values.append((f"the number of attributes of {label}", (int, len(space))))
-            for name, value in space.items():
-                if is_frozen(value):
-                    values.append((f"{label}.{name}", (type(value), value if value else repr(value))))
-            for name in _MEMBERS:
-                for key, item in space[name].items():
-                    values.append((f"which object {key} of {label} is", identity(item)))
-            for name in ("_buffers", *_HOOKS):
-                words = name.strip("_").replace("_", " ")
-                values.append((f"the {words} of {label}", (dict, tuple(space[name]))))
-        return values
+        self._reach.forget()
 
     def storages(self, values: Values) -> list[int]:
         """Which storages the tensors of the state have: those in `values`, of modules and of optimizers.
@@ -112,8 +79,10 @@ class Guards:
         """
         slots = chain.from_iterable(optimizer.state.values() for optimizer in self.optimizers)
         tables = chain(self._buffers, slots)
-        state = [tensor for table in tables for tensor in table.values() if _is_here(tensor)]
-        return [*values.storages, *(id(tensor_io.buffer_of(tensor)) for tensor in (*self._on_device, *state))]
+        state = [each for table in tables for each in table.values() if isinstance(each, torch.Tensor)]
+        dense = [tensor for tensor in state if tensor.layout is torch.strided]
+        storages = map(torch.Tensor.untyped_storage, chain(self._on_device, dense))
+        return [*values.storages, *map(id, map(attrgetter("_xla_amp"), storages))]
 
     def gradient_states(self) -> tuple[tuple[bool, bool, int], ...]:
         """For each parameter: whether it has no gradient now, whether it requires one, and how many hooks it has."""
@@ -130,10 +99,10 @@ class Guards:
         """A description of the first value that differs between two results of `values`."""
         if before.found != after.found:
             return self._reach.difference(before, after)
-        old, new = dict(before.modules), dict(after.modules)
-        for label in old | new:
-            if old.get(label) != new.get(label):
-                return label if label not in old or label not in new else changed(label, old[label], new[label])
+        entries = (chain.from_iterable(values.modules) for values in (before, after))
+        for (label, old), (other, new) in zip(*entries, strict=False):
+            if label != other or old != new:
+                return changed(label, old, new) if label == other else label
         return None
 
 

@@ -32,6 +32,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
+from xla_amp.lazy.capture.module_tree import LEAVES, ModuleTree, hooks_of, identity
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -40,9 +41,6 @@ MOST: Final = 4000
 LARGEST_ARRAY: Final = 64 * 1024
 """Bytes of an array or tensor on the host that a walk compares."""
 
-_LEAVES: Final = frozenset(
-    {bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device, torch.Size}
-)
 _PLAIN: Final = (bool, int, float, str, type(None))
 _CONTAINERS: Final = (list, tuple, dict, set, frozenset)
 _BASES: Final = (bool, int, float, complex, str, bytes)
@@ -89,14 +87,15 @@ class Reach:
         self._function = function
         names = _ALWAYS
         while True:
-            walk = _Walk(names, learned := set(names), [])
+            walk = _Walk(names, {}, learned := set(names), [])
             self._start(walk)
             if learned == names:
                 break
             names = frozenset(learned)
         self._names = names
-        self.modules = walk.modules
-        """(name for messages, module) for all modules, submodules included."""
+        self.trees = walk.trees
+        """The modules that it reaches, with those below each."""
+        self._known = {id(tree.root): tree for tree in walk.trees}
         self.optimizers = walk.optimizers
         self.scalers = walk.scalers
         self.leaves = walk.leaves
@@ -126,8 +125,13 @@ class Reach:
             if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
                 walk.value(hook, "a hook of all modules")
 
+    def forget(self) -> None:
+        """Keeps no object of modules alive, which a recorded call may replace."""
+        for tree in self._known.values():
+            tree.forget()
+
     def _walk(self, labels: list[str] | None = None) -> _Walk:
-        walk = _Walk(self._names, None, labels)
+        walk = _Walk(self._names, self._known, None, labels)
         try:
             self._start(walk)
         except NotReplayableError:
@@ -142,6 +146,7 @@ class Values:
 
     Args:
         found: the entries.
+        modules: for each tree of modules, (name, type and value) of what changes only when an object is replaced.
         storages: the storages of the device's tensors.  They are no part of the comparison, since a step may bind a new
             tensor: a replay must find those that the captured call left.
         kept: objects that are compared by identity.
@@ -150,10 +155,10 @@ class Values:
     __slots__ = ("_kept", "found", "modules", "storages")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, found: list[Any], storages: list[int], kept: list[Any]) -> None:
-        self.found, self.storages = found, storages
-        self.modules: list[tuple[str, Any]] = []
-        """(name, type and value) of what modules have (`guards`)."""
+    def __init__(
+        self, found: list[Any], modules: list[list[tuple[str, Any]]], storages: list[int], kept: list[Any]
+    ) -> None:
+        self.found, self.modules, self.storages = found, modules, storages
         self._kept = kept  # so that no other object gets the id of one that is compared by it
 
     def __eq__(self, other: object) -> bool:
@@ -165,12 +170,19 @@ class _Walk:
 
     Args:
         names: attributes that are followed.
+        trees: the trees of modules that were read before, by the id of their first module; gets those that are found.
         learned: gets the names in the code that is found; None to learn nothing.
         labels: gets what each entry is; None for no labels.
     """
 
-    def __init__(self, names: frozenset[str], learned: set[str] | None, labels: list[str] | None = None) -> None:
-        self.names, self._learned, self._labels = names, learned, labels
+    def __init__(
+        self,
+        names: frozenset[str],
+        trees: dict[int, ModuleTree],
+        learned: set[str] | None,
+        labels: list[str] | None = None,
+    ) -> None:
+        self.names, self._trees, self._learned, self._labels = names, trees, learned, labels
         self._computed = not names.isdisjoint(_COMPUTED)
         self.found: list[Any] = []
         self._kept: list[Any] = []
@@ -179,14 +191,19 @@ class _Walk:
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []
         """What was seen, whose ids no new object may get during the walk."""
-        self.modules: list[tuple[str, torch.nn.Module]] = []
+        self.trees: list[ModuleTree] = []
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
         self.leaves: list[torch.Tensor] = []
 
     def result(self) -> Values:
         """What the walk has found."""
-        return Values(self.found, self._storages, self._kept)
+        return Values(
+            self.found,
+            [part for tree in self.trees for part in (tree.members, tree.values)],
+            self._storages,
+            self._kept,
+        )
 
     def _add(self, kind: Any, what: Any, label: str) -> None:
         self.found.append((kind, what))
@@ -211,7 +228,7 @@ class _Walk:
     def value(self, value: Any, label: str) -> None:
         """Adds a value, and what it contains."""
         kind: Any = type(value)
-        if kind in _LEAVES:
+        if kind in LEAVES:
             self._add(kind, value if value else repr(value), label)  # 0.0 and -0.0 differ
             return
         if issubclass(kind, torch.Tensor):
@@ -251,7 +268,7 @@ class _Walk:
 
     def _set(self, value: Any, label: str) -> None:
         self._container(value, label)
-        leaves = frozenset((type(each), repr(each) if type(each) in _LEAVES else id(each)) for each in value)
+        leaves = frozenset((type(each), repr(each) if type(each) in LEAVES else id(each)) for each in value)
         self._add("items", leaves, label)
         self._kept.extend(value)
 
@@ -392,13 +409,14 @@ class _Walk:
         if value is os:
             self.value(os.environ, "os.environ")
             return
-        for name, item in list(vars(value).items()):
-            plain = type(item) in _LEAVES or isinstance(item, np.generic)
-            if name in self.names:
-                if plain or not library:
+        space = vars(value)
+        for name in sorted(filter(space.__contains__, self.names)):
+            if not library or _is_plain(space[name]):
+                self.value(space[name], f"{label}.{name}")
+        if self._computed and not library:
+            for name, item in list(space.items()):
+                if _is_plain(item) and name not in self.names and not name.startswith("__"):
                     self.value(item, f"{label}.{name}")
-            elif self._computed and plain and not library and not name.startswith("__"):
-                self.value(item, f"{label}.{name}")
 
     def _class(self, value: type, label: str) -> None:
         self._body(value, label, _SILENT)
@@ -449,7 +467,7 @@ class _Walk:
             or kind.__module__ in _DATA
         )
         for name, item in list(space.items()):
-            if whole or name in self.names or (self._computed and type(item) in _LEAVES):
+            if whole or name in self.names or (self._computed and type(item) in LEAVES):
                 self.value(item, f"{label}.{name}" if self._labels is not None else label)
         for base in kind.__mro__:
             slots = base.__dict__.get("__slots__", ())
@@ -464,37 +482,22 @@ class _Walk:
 
     def _nn_module(self, value: torch.nn.Module, label: str) -> None:
         self._add(*identity(value), label)
-        for path, module in value.named_modules():
-            name = f"{label}.{path}" if path else label
-            if module is not value:
-                if id(module) in self._seen:
-                    continue
-                self._seen[id(module)] = len(self._seen)
-            self.modules.append((name, module))
-            kind: Any = type(module)
+        tree = self._trees.get(id(value))
+        if tree is None:
+            tree = self._trees[id(value)] = ModuleTree(value, label)
+        tree.update(self.names)
+        self.trees.append(tree)
+        for module in tree.modules:
+            self._seen.setdefault(id(module), len(self._seen))
+        for kind, name in tree.kinds.items():
             if self._learned is not None:
                 self._learned.update(_names_of_class(kind))
-            self._kind(kind, f"type({name})")
-            for attribute, item in list(module.__dict__.items()):
-                if attribute in _HOOKS:
-                    for hook in list(item.values()):
-                        self.value(hook, f"a hook of {name}")
-                elif attribute == "_parameters":
-                    for parameter in item.values():
-                        if parameter is not None and hooks_of(parameter):
-                            self._tensor(parameter, f"a parameter of {name}")
-                elif attribute in self.names and attribute not in _MODULE_TABLES and not is_frozen(item):
-                    self.value(item, f"{name}.{attribute}")
+            self._kind(kind, name)
+        for name, item in tree.open:
+            self.value(item, name)
+        for name, parameter in tree.hooked:
+            self._tensor(parameter, name)
 
-
-_HOOKS: Final = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
-_MODULE_TABLES: Final = frozenset(
-    {
-        "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
-        "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-        "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-    }
-)  # fmt: skip
 
 _NODES: Final[tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...]] = (
     ((list, tuple, collections.deque), _Walk._sequence),
@@ -534,19 +537,8 @@ def changed(label: str, old: tuple[Any, Any], new: tuple[Any, Any]) -> str:
     return label
 
 
-def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """What a backward pass calls for a tensor's gradient, and after a leaf has it."""
-    return [*(tensor._backward_hooks or {}).values(), *(tensor._post_accumulate_grad_hooks or {}).values()]
-
-
-def is_frozen(value: Any) -> bool:
-    """Whether a value is a plain one, or a tuple of plain ones: it changes only when its name gets another."""
-    return type(value) in _LEAVES or (type(value) is tuple and all(type(item) in _LEAVES for item in value))
-
-
-def identity(value: Any) -> tuple[Any, Any]:
-    """An entry that is equal only to that of the same object, and keeps no object alive."""
-    return (type(value), id(value)), None if value is None else weakref.ref(value)
+def _is_plain(value: Any) -> bool:
+    return type(value) in LEAVES or isinstance(value, np.generic)
 
 
 def _content(cell: types.CellType) -> Any:
