@@ -36,6 +36,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from xla_amp import events
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SUPPLIES: Mapping[str, str] = MappingProxyType(
@@ -78,8 +80,11 @@ class Lowering:
 
 
 _table: dict[str, Lowering] = {}
-listeners: list[Callable[[Lowering], None]] = []
-"""Called with each new row; a started engine installs a kernel for it."""
+
+
+@events.Point
+def registered(lowering: Lowering) -> None:
+    """After each new row of the table; a started engine installs a kernel for it."""
 
 
 def register(
@@ -146,8 +151,7 @@ def register(
                 takes=takes,
                 minor=minor,
             )
-            for listener in listeners:
-                listener(_table[name])
+            registered(_table[name])
         return function
 
     return decorate

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # The only modules of the package that `xla_amp.lowering` imports.
-LOWERING_IMPORTS = frozenset({"xla_amp.loss_scaling", "xla_amp.master_weights"})
+LOWERING_IMPORTS = frozenset({"xla_amp.events", "xla_amp.loss_scaling", "xla_amp.master_weights"})
 
 # Modules that load others by name when they are asked to: engines are selected at run time.
 LOADED_BY_NAME: Mapping[str, frozenset[str]] = {

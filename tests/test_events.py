@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import textwrap
 import threading
@@ -28,40 +29,57 @@ def entry(operation="mm"):
 
 
 def test_nobody_listens():
-    assert not events.sinks
-    events.emit(entry())
+    assert not events.decided.listeners
+    events.decided(entry())
 
 
 def test_capture_hears_all_threads_while_it_is_open():
     with events.capture() as outer:
-        events.emit(entry("mm"))
+        events.decided(entry("mm"))
         with events.capture() as inner:
-            thread = threading.Thread(target=lambda: events.emit(entry("bmm")))
+            thread = threading.Thread(target=lambda: events.decided(entry("bmm")))
             thread.start()
             thread.join()
-        events.emit(entry("mv"))
-    events.emit(entry("addmm"))
+        events.decided(entry("mv"))
+    events.decided(entry("addmm"))
     assert [heard.operation for heard in outer] == ["mm", "bmm", "mv"]
     assert [heard.operation for heard in inner] == ["bmm"]
-    assert not events.sinks
+    assert not events.decided.listeners
 
 
 def test_capture_ends_with_an_exception():
     with pytest.raises(KeyError), events.capture():
         raise KeyError
-    assert not events.sinks
+    assert not events.decided.listeners
 
 
-def test_sinks_by_hand():
+def test_listeners_by_hand():
     heard: list[events.DecisionRecord] = []
-    sink = heard.append
-    events.add(sink)
-    events.emit(entry())
-    events.remove(sink)
-    events.emit(entry())
+    listener = heard.append
+    events.decided.subscribe(listener)
+    events.decided(entry())
+    events.decided.unsubscribe(listener)
+    events.decided(entry())
     assert len(heard) == 1
-    with pytest.raises(ValueError, match="not a sink"):
-        events.remove(sink)
+    with pytest.raises(ValueError, match="not a listener"):
+        events.decided.unsubscribe(listener)
+
+
+def test_a_point_says_what_it_is():
+    assert str(inspect.signature(events.decided)) == "(record: 'DecisionRecord') -> 'None'"
+    assert events.decided.__name__ == "decided"
+    assert events.decided.__doc__.startswith("An operation ran")
+
+
+def test_listeners_answer_in_order():
+    @events.Point
+    def asked(number: int) -> int:
+        """Test."""
+
+    assert asked(1) == []
+    with asked.subscribed(lambda number: number), asked.subscribed(lambda number: -number):
+        assert asked(2) == [2, -2]
+    assert asked(3) == []
 
 
 def test_a_record_is_a_value():

@@ -1,24 +1,79 @@
-"""Decision events; no cost without listeners.
+"""Extension points, which a lower layer calls and upper layers subscribe to; the stream of decisions; warnings.
 
-A hot path tests `sinks` before it builds a record::
+A point costs nothing without listeners: a hot path tests for them before it builds a record::
 
-    if events.sinks:
-        events.emit(events.DecisionRecord(...))
+    if events.decided.listeners:
+        events.decided(events.DecisionRecord(...))
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TypeAlias
+from typing import Generic, ParamSpec, TypeVar
 
 from xla_amp.errors import XlaAmpWarning
 from xla_amp.types import Cast, Layer
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_lock = threading.Lock()
+
+
+class Point(Generic[_Arguments, _Result]):
+    """Decorator that makes a function without a body an extension point, with its name, signature and docstring.
+
+    Example:
+        >>> @Point
+        ... def program_ran(count: int) -> str:
+        ...     "After each program."
+        >>> with program_ran.subscribed(lambda count: f"program {count}"):
+        ...     program_ran(3)
+        ['program 3']
+    """
+
+    def __init__(self, declared: Callable[_Arguments, _Result]) -> None:
+        functools.update_wrapper(self, declared)
+        self.listeners: tuple[Callable[_Arguments, _Result], ...] = ()
+        """Replaced, never changed in place, so reading needs no lock."""
+
+    def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[_Result]:
+        """Calls the listeners in the order in which they came; an exception of one reaches the caller."""
+        return [listener(*args, **kwargs) for listener in self.listeners]
+
+    def subscribe(self, listener: Callable[_Arguments, _Result]) -> None:
+        """Calls `listener` from now on, from any thread."""
+        with _lock:
+            self.listeners = (*self.listeners, listener)
+
+    def unsubscribe(self, listener: Callable[_Arguments, _Result]) -> None:
+        """Removes `listener`.
+
+        Raises:
+            ValueError: `listener` is not subscribed.
+        """
+        with _lock:
+            left = list(self.listeners)
+            try:
+                left.remove(listener)
+            except ValueError:
+                raise ValueError(f"unsubscribe({listener!r}): not a listener; pass the object subscribed") from None
+            self.listeners = tuple(left)
+
+    @contextlib.contextmanager
+    def subscribed(self, listener: Callable[_Arguments, _Result]) -> Iterator[None]:
+        """Context manager: `listener` is subscribed while the block runs."""
+        self.subscribe(listener)
+        try:
+            yield
+        finally:
+            self.unsubscribe(listener)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,41 +145,9 @@ class DecisionRecord:
         return [f"{given}->{used}" for given, used in zip(self.given, self.used, strict=True) if given != used]
 
 
-Sink: TypeAlias = Callable[[DecisionRecord], None]
-
-sinks: tuple[Sink, ...] = ()
-"""Listeners of this process.  The tuple is replaced, never changed in place, so reading needs no lock."""
-
-_lock = threading.Lock()
-
-
-def add(sink: Sink) -> None:
-    """Sends every later record, from any thread, to `sink` as well."""
-    global sinks
-    with _lock:
-        sinks = (*sinks, sink)
-
-
-def remove(sink: Sink) -> None:
-    """Removes `sink`.
-
-    Raises:
-        ValueError: `sink` is not listening.
-    """
-    global sinks
-    with _lock:
-        left = list(sinks)
-        try:
-            left.remove(sink)
-        except ValueError:
-            raise ValueError(f"remove({sink!r}): not a sink; pass the object that add() was given") from None
-        sinks = tuple(left)
-
-
-def emit(record: DecisionRecord) -> None:
-    """Hands `record` to every sink; an exception of a sink reaches the caller."""
-    for sink in sinks:
-        sink(record)
+@Point
+def decided(record: DecisionRecord) -> None:
+    """An operation ran, or a program has one: every decision of this process, from any thread."""
 
 
 @contextlib.contextmanager
@@ -138,12 +161,8 @@ def capture() -> Iterator[list[DecisionRecord]]:
         []
     """
     records: list[DecisionRecord] = []
-    sink = records.append  # one bound method: each access would make another object
-    add(sink)
-    try:
+    with decided.subscribed(records.append):
         yield records
-    finally:
-        remove(sink)
 
 
 _OURS = frozenset({"", "torch", "xla_amp"})

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from xla_amp import events
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -30,8 +32,11 @@ _waiting: list[tuple[Handler, int]] = []
 """Signals that have arrived and whose handlers have not run."""
 _deferring = 0
 """Calls of functions marked by `deferred` that the main thread is in."""
-in_native_code: Callable[[], bool] = bool
-"""Whether some thread is in C++ code through which no exception may pass."""
+
+
+@events.Point
+def in_native_code() -> bool:  # type: ignore[empty-body]
+    """Asks whether some thread is in C++ code through which no exception may pass."""
 
 
 class Lock(_thread.RLock):  # type: ignore[misc]
@@ -61,7 +66,7 @@ class Handler:
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if lock.held() or _deferring:
             _waiting.append((self, signum))
-        elif in_native_code():
+        elif any(in_native_code()):
             _waiting.append((self, signum))
             _call_between_bytecodes(_delivery)
         else:
@@ -73,7 +78,7 @@ def deliver() -> None:
     if not _on_main_thread():
         return
     while _waiting and not lock.held() and not _deferring:
-        if in_native_code():
+        if any(in_native_code()):
             _call_between_bytecodes(_delivery)
             return
         handler, signum = _waiting.pop(0)

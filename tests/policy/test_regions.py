@@ -9,7 +9,7 @@ import pytest
 
 from xla_amp.errors import PolicyError
 from xla_amp.policy import load, override, regions
-from xla_amp.policy.regions import Region, current, on_push, pop, push
+from xla_amp.policy.regions import Region, current, pop, push
 
 DEVICE = "a-device-of-this-test"
 TPU, GPU = (Region(policy=load(name), low=load(name).low) for name in ("tpu", "gpu"))
@@ -193,12 +193,11 @@ def test_an_override_that_fails_on_entry_leaves_nothing(monkeypatch):
     pop(token)
 
 
-def test_listeners_hear_of_every_region(monkeypatch):
-    monkeypatch.setattr(regions, "_push_listeners", ())
+def test_listeners_hear_of_every_region():
     heard = []
-    on_push(lambda device_type, region: heard.append((device_type, region.policy.name)))
-    token = push(DEVICE, GPU)
-    with override(gelu="fp32"):
-        assert "gelu" in here().policy.operations()
-    pop(token)
+    with regions.opening.subscribed(lambda device_type, region: heard.append((device_type, region.policy.name))):
+        token = push(DEVICE, GPU)
+        with override(gelu="fp32"):
+            assert "gelu" in here().policy.operations()
+        pop(token)
     assert heard == [(DEVICE, "gpu"), (DEVICE, "gpu")]

@@ -221,7 +221,7 @@ def _wrap(region: AutocastContext, function: Any) -> Any:
         if not region.enabled:
             with region:
                 return function(*args, **kwargs)
-        if jitted is not None and not events.sinks and compat.is_eager(compat.current_trace()):
+        if jitted is not None and not events.decided.listeners and compat.is_eager(compat.current_trace()):
             return jitted.compiled()(*args, **kwargs)
         return _evaluate(region, function, args, kwargs)
 

@@ -130,14 +130,14 @@ def emit_decision(
     flops: int | None = None,
     told: str = "",
 ) -> None:
-    """Emits a `DecisionRecord` for one primitive; the caller has tested `events.sinks`.
+    """Emits a `DecisionRecord` for one primitive; the caller has tested `events.decided.listeners`.
 
     `kept` is why a primitive runs as it was written although its rule says otherwise; `told` what else there is to say
     of it.
     """
     rule, row = decision.rule, info(primitive)
     casts = [(str(dtype_of(g)), str(dtype_of(u))) for g, u in zip(given, used, strict=True) if dtype_of(g) is not None]
-    events.emit(
+    events.decided(
         events.DecisionRecord(
             operation=decision.operation if policies.equivalent("jaxpr", primitive) else primitive,
             cast="keep" if kept else decision.cast,

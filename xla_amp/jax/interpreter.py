@@ -233,7 +233,7 @@ class Interpreter:
 
         outs = _recomputed(parts, given) if decision.cast == "fp32_inside" else parts(*given)
         environment.update(zip(leaving, map(inside, outs), strict=True))
-        if events.sinks:
+        if events.decided.listeners:
             shown = [
                 value if to is None else jax.ShapeDtypeStruct((), to) for value, to in zip(given, used, strict=True)
             ]
@@ -306,7 +306,7 @@ class Interpreter:
                 results = [self.casts.moved(primitive, params, source, used[1:], outs[0])]
             if kind == "conversion" and results:
                 results = [self._converted(avals[0].dtype, operands[0], results[0])]
-        if events.sinks:
+        if events.decided.listeners:
             given = arrays_of(operands)
             cost = flops(primitive, params, given, outs) if kind == "contraction" else None
             place = where(self.outer, eqn)
@@ -393,7 +393,7 @@ class Interpreter:
         masters = [value.array if value.is_weight() else None for value in operands[:2]]
         given = arrays_of(operands)
         # The contraction itself rounds float32 operands; a copy is for its derivative and for the next reader.
-        runs_now = not events.sinks and compat.runs_now(given)
+        runs_now = not events.decided.listeners and compat.runs_now(given)
         used = given[:2]
         if not runs_now:
             used = [v.array if dtype_of(v.array) == low else self.casts.low_copy(v) for v in operands[:2]]
@@ -495,7 +495,7 @@ class HigherOrderCall:
         transposed = any(map(compat.is_transpose_scope, compat.name_stack(self.eqn)))
         outer = self.interpreter
         backward = outer.backward or transposed or backward
-        place = where(outer.outer, self.eqn) if events.sinks else outer.outer
+        place = where(outer.outer, self.eqn) if events.decided.listeners else outer.outer
         settings = outer.settings
         if self.after_gradients != settings.after_gradients:
             settings = dataclasses.replace(settings, after_gradients=self.after_gradients)

@@ -332,7 +332,7 @@ def reduce_gradients(gradients: _Tree, axis_name: Any, dtype: Any = None, *, pol
             return jax.lax.psum(leaf, axis_name) / count
         path = ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys[:-1])
         wanted = jnp.dtype(sums.dtype(str(leaf.dtype), path) if dtype is None else dtype)
-        if events.sinks:
+        if events.decided.listeners:
             _emit(sums, leaf, wanted, path, dtype is not None)
         total = jax.lax.psum(leaf.astype(wanted), axis_name)
         return (total.astype(jnp.promote_types(total.dtype, jnp.float32)) / count).astype(leaf.dtype)
@@ -352,7 +352,7 @@ def _emit(sums: gradient_sums.SumRules, leaf: Any, wanted: Any, path: str, asked
     decision = sums.decide(path)
     rule = None if asked else decision.rule
     unruled = f"dtype={wanted} was passed" if asked else "no rule: gradients are added in float32"
-    events.emit(
+    events.decided(
         events.DecisionRecord(
             operation=decision.operation,
             cast=decision.cast if rule else "fp32" if wanted.itemsize > 2 else "low",

@@ -18,7 +18,7 @@ from xla_amp.errors import PolicyError
 from xla_amp.jax.modules import scopes
 from xla_amp.policy import Policy
 from xla_amp.policy.policy import RuleLayer
-from xla_amp.policy.resolve import on_override
+from xla_amp.policy.resolve import overriding
 
 _key = jax.make_user_context(())
 _under_autocast = jax.make_user_context("")
@@ -42,7 +42,7 @@ def traced_here(policy: Policy | None) -> Iterator[None]:
 
     Modules of nnx and Equinox open name scopes where rules or reports read these.
     """
-    named = bool(events.sinks) or (policy is not None and policy.by_module)
+    named = bool(events.decided.listeners) or (policy is not None and policy.by_module)
     _thread.depth += 1
     try:
         with _under_autocast("named" if named else "plain"), scopes.named(named):
@@ -77,4 +77,4 @@ def _shown(layer: RuleLayer) -> str:
     return ", ".join(f"{operation}={rule.cast}" for rule in layer.rules for operation in rule.operations)
 
 
-on_override(_override)
+overriding.subscribe(_override)

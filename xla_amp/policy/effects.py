@@ -112,7 +112,7 @@ def remembered(cache: MutableMapping[Any, tuple[_T, Effects]], key: Any, make: C
 
     It is also made each time while something listens to decisions.
     """
-    if key in cache and not events.sinks:
+    if key in cache and not events.decided.listeners:
         made, effects = cache[key]
         _thread.open[-1].merge(effects)
         return made

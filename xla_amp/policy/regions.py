@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
+from xla_amp import events
 from xla_amp.errors import PolicyError
 from xla_amp.policy.policy import Policy
 
@@ -54,31 +55,23 @@ _newest: dict[str, Region] = {}
 _latest: dict[str, Region] = {}
 """The region by device type that was opened last, open or closed."""
 
-_push_listeners: tuple[Callable[[str, Region], object], ...] = ()
-_pop_listeners: tuple[Callable[[str, Region], object], ...] = ()
 
-
-def on_push(listener: Callable[[str, Region], object]) -> None:
-    """Calls ``listener(device_type, region)`` before each region opens, on the thread that opens it.
+@events.Point
+def opening(device_type: str, region: Region) -> None:
+    """Before each region opens, on the thread that opens it.
 
     For a front that installs a kernel for each operation: an override inside an open region may add operations.
     """
-    global _push_listeners
-    with _lock:
-        _push_listeners = (*_push_listeners, listener)
 
 
-def on_pop(listener: Callable[[str, Region], object]) -> None:
-    """Calls ``listener(device_type, region)`` after each region closes."""
-    global _pop_listeners
-    with _lock:
-        _pop_listeners = (*_pop_listeners, listener)
+@events.Point
+def closed(device_type: str, region: Region) -> None:
+    """After each region closes."""
 
 
 def push(device_type: str, region: Region) -> Token:
     """Opens `region` for `device_type` on this thread; `pop` the token to close it."""
-    for listener in _push_listeners:
-        listener(device_type, region)
+    opening(device_type, region)
     stack = _thread.stacks.setdefault(device_type, [])
     token = Token(device_type, region, stack)
     with _lock:
@@ -106,8 +99,7 @@ def pop(token: Token) -> None:
             _newest[token.device_type] = of_process[-1].region
         else:
             del _newest[token.device_type]
-    for listener in _pop_listeners:
-        listener(token.device_type, token.region)
+    closed(token.device_type, token.region)
 
 
 def current(device_type: str) -> Region | None:
@@ -157,8 +149,7 @@ def reopened(saved: Mapping[str, Region]) -> Iterator[None]:
     _thread.stacks, _thread.foreign = {}, False
     try:
         for device_type, region in saved.items():
-            for listener in _push_listeners:
-                listener(device_type, region)
+            opening(device_type, region)
             opened.append((device_type, region))
             stack: list[Token] = []
             stack.append(Token(device_type, region, stack))
@@ -167,5 +158,4 @@ def reopened(saved: Mapping[str, Region]) -> Iterator[None]:
     finally:
         _thread.stacks, _thread.foreign = before, foreign
         for device_type, region in reversed(opened):
-            for listener in _pop_listeners:
-                listener(device_type, region)
+            closed(device_type, region)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
-from xla_amp import config
+from xla_amp import config, events
 from xla_amp.errors import PolicyError
 from xla_amp.policy import effects, gaudi, module_patterns, op_catalog, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
@@ -113,16 +113,14 @@ class _Overrides(threading.local):
 
 
 _overrides = _Overrides()
-_listeners: tuple[Callable[[RuleLayer, bool], object], ...] = ()
 
 
-def on_override(listener: Callable[[RuleLayer, bool], object]) -> None:
-    """Calls ``listener(layer, True)`` when an override opens, ``listener(layer, False)`` when it closes.
+@events.Point
+def overriding(layer: RuleLayer, opens: bool) -> None:
+    """When an override opens and when it closes, on its thread.
 
-    It is called on the override's thread.  For a front that must act even where no `xla_amp.autocast` region is open.
+    For a front that must act even where no `xla_amp.autocast` region is open.
     """
-    global _listeners
-    _listeners = (*_listeners, listener)
 
 
 def overridden(policy: Policy) -> Policy:
@@ -195,7 +193,7 @@ class override:
         _overrides.stack.append(self)
         _overrides.open = tuple(entered.layer for entered in _overrides.stack)
         try:
-            for listener in _listeners:
+            for listener in overriding.listeners:
                 listener(self.layer, True)
                 self._entries.notified[-1].append(listener)
             for device_type, region in regions.open_here().items():
@@ -253,7 +251,7 @@ def reopened(saved: OpenRules) -> Iterator[None]:
     told: list[tuple[Callable[[RuleLayer, bool], object], RuleLayer]] = []
     try:
         for layer in layers:
-            for listener in _listeners:
+            for listener in overriding.listeners:
                 listener(layer, True)
                 told.append((listener, layer))
         _overrides.stack, _overrides.open = list(saved.overrides), layers

@@ -92,16 +92,9 @@ def test_the_step_stays_one_executable(device: torch.device) -> None:
     assert (counts.executions, counts.host_syncs) == (1, 0)
 
 
-def test_a_watched_step_shows_that_it_looks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watched_step_shows_that_it_looks(device: torch.device) -> None:
     """A captured step must not depend on a value unseen."""
-
-    class Ignore:
-        def before(self, parameters: Any, held: Any) -> None: ...
-
-        def after(self, program: Any, code: Any, targets: Any) -> None: ...
-
-    monkeypatch.setattr(execute, "observer", Ignore())
-    with step_marker.paused(), counted() as counts:
+    with execute.flush_begins.subscribed(lambda parameters, held: None), step_marker.paused(), counted() as counts:
         assert not MASK.to(device).all()
     assert counts.host_syncs == 1
 

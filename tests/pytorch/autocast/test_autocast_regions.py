@@ -410,7 +410,7 @@ def test_a_region_that_fails_on_entry_leaves_nothing_open(device, mm_dtype, monk
             entered = torch.autocast.__enter__
             patch.setattr(torch.autocast, "__enter__", lambda self: fail(entered(self)))
         else:
-            patch.setattr(regions, "_push_listeners", (fail,))
+            patch.setattr(regions.opening, "listeners", (fail,))
         with pytest.raises(LookupError, match=what), region:
             pass
     assert mm_dtype() is FULL

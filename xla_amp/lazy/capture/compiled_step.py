@@ -139,7 +139,7 @@ class Compiled(Generic[_Arguments, _Result]):
             CaptureError: the step cannot be replayed; the text gives the reason.
         """
         _require_the_lazy_device()
-        if execute.eager:
+        if trace.eager:
             return 0
         flat_args, _ = tree_flatten((args, kwargs))
         trial, before = Compiled(self._step, True, 1), metrics()["compilations"]
@@ -164,8 +164,8 @@ class Compiled(Generic[_Arguments, _Result]):
 
     def __call__(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # The last three see all operations, of which a replay has none.
-        watched = events.sinks or execute.observer is not None or is_in_torch_dispatch_mode()
-        if self._given_up or execute.eager or watched:
+        watched = events.decided.listeners or execute.flush_begins.listeners or is_in_torch_dispatch_mode()
+        if self._given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
         flat_args, tree = _flatten(args, kwargs)
         try:

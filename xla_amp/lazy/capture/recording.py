@@ -136,18 +136,19 @@ class Recording:
     def __enter__(self) -> Recording:
         self.begin = generator.state()
         self._counts = metrics.host_syncs, generator.seedings
-        self._outer, execute.observer = execute.observer, self
+        execute.flush_begins.subscribe(self.before)
+        execute.flush_ends.subscribe(self.after)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        execute.observer, self._previous = self._outer, None
+        execute.flush_begins.unsubscribe(self.before)
+        execute.flush_ends.unsubscribe(self.after)
+        self._previous = None
         self.end = generator.state()
         self._reads, self._seedings = metrics.host_syncs - self._counts[0], generator.seedings - self._counts[1]
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called before a program runs.  Arrays from the host are kept, so that no program takes their memory."""
-        if self._outer is not None:
-            self._outer.before(parameters, held)
         self._locations.append(events.user_location())
         self._generators = self._generators or bool(trace.generators)
         self.raw_floats = list(trace.floats)

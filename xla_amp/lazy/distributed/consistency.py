@@ -229,11 +229,13 @@ def connect(process: Process, client: Any) -> None:
     Raises:
         EngineError: a neighbour does not come within the timeout.
     """
-    regions.on_push(_regions.__setitem__)  # names the policies when programs differ
+    regions.opening.subscribe(_regions.__setitem__)  # names the policies when programs differ
     _agreement[:] = [agreement.connect(process, client, name_of)]
     _agreement[0].watch()
-    execute.admit, execute.together, mesh.ended = admit, together, ended
-    execute.after_run.append(_note_end)
+    execute.program_admitted.subscribe(admit)
+    execute.running_together.subscribe(together)
+    execute.program_ran.subscribe(_note_end)
+    mesh.ended.subscribe(ended)
 
 
 def name_of(rank: int) -> str:
@@ -259,8 +261,8 @@ class together:
             the timeout.
     """
 
-    def __init__(self, program: Program, numbers: Sequence[np.ndarray]) -> None:
-        self._program = program
+    def __init__(self, program: Program, arguments: Sequence[Any]) -> None:
+        self._program, numbers = program, arguments[2:]
         if program.shared is not None:
             numbers = [each[part] for each, part in zip(numbers, program.shared, strict=True) if part]
         self._numbers = numbers

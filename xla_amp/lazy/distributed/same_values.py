@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs import mesh
+from xla_amp.lazy.programs.compile import Program
 from xla_amp.lazy.torch_integration import generator
 
 Value: TypeAlias = np.ndarray | jax.Array
@@ -26,15 +28,19 @@ _left = config.PROGRAMS_LEAST
 process that dropped it, and in no other."""
 
 
-def compare_inputs(arrays: Sequence[Value]) -> None:
-    """`compare` of the inputs of a new program, for the first programs.
+@contextlib.contextmanager
+def compare_inputs(program: Program, arguments: Sequence[Any]) -> Iterator[None]:
+    """Before a new program over a mesh of several processes runs: `compare` of its inputs, for the first programs.
 
     A batch that each process uploaded by itself, and weights from other seeds, are found here.
     """
     global _left
-    if _left > 0:
+    if _left > 0 and not program.compared and mesh.spans_processes():
+        program.compared = True
         _left -= 1
-        compare(arrays)
+        donated, kept, *numbers = arguments
+        compare([*donated, *kept, *numbers])
+    yield
 
 
 def compare(arrays: Sequence[Value]) -> None:

@@ -187,17 +187,17 @@ def start(mesh: Mesh) -> None:
     if meshes.replicas:
         execute.flush()  # with the collectives of separate processes
     meshes.use(mesh)
-    _watch_optimizers()
-    meshes.in_product_dtype = _in_product_dtype
+    _subscribe()
     if meshes.spans_processes():
-        meshes.compare = same_values.compare_inputs
         same_values.one_stream()
     return None
 
 
 @functools.cache
-def _watch_optimizers() -> None:
+def _subscribe() -> None:
     register_optimizer_step_post_hook(_shard_state)
+    meshes.in_product_dtype.subscribe(_in_product_dtype)
+    execute.running_together.subscribe(same_values.compare_inputs)
 
 
 _compared: set[tuple[Spec, NamedSharding]] = set()

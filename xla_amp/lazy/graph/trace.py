@@ -221,7 +221,9 @@ class Trace:
         "computed",
         "count",
         "cuts",
+        "differing",
         "draws",
+        "eager",
         "ended",
         "floats",
         "generation",
@@ -266,6 +268,10 @@ class Trace:
         """How often the end of the trace was removed, as each flush removes all of it."""
         self.generation = 0
         """Number of this trace; each flush starts the next one."""
+        self.eager = False
+        """Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
+        self.differing: frozenset[Family] = frozenset()
+        """Families whose integers differ between the iterations of the loop that the trace belongs to (`loops`)."""
         self.ended = 0
         """Count of values of all traces before this one."""
         self.limit = sys.maxsize
@@ -284,6 +290,7 @@ class Trace:
         self.ended += self.count
         self.truncate((0, 0, 0, *(0 for _ in self._lists())))
         self.uploads.clear()
+        self.differing = frozenset()
         self.limit = min(FIRST_LOOK, self.most)
         self.nodes = threading.get_ident(), private_api.autograd_nodes()
         self.generation += 1

@@ -150,10 +150,12 @@ class _Recorder:
         self.runs: list[_Run] = []
 
     def __enter__(self) -> None:
-        self._outer, execute.observer = execute.observer, self
+        execute.flush_begins.subscribe(self.before)
+        execute.flush_ends.subscribe(self.after)
 
     def __exit__(self, *_: Any) -> None:
-        execute.observer = self._outer
+        execute.flush_begins.unsubscribe(self.before)
+        execute.flush_ends.unsubscribe(self.after)
 
     def before(self, parameters: list[Buffer], held: list[bool]) -> None:
         """Called before a program runs: copies its inputs, which it may overwrite."""

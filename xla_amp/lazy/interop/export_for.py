@@ -206,15 +206,19 @@ def _absent(platform: Platform, target: str, recorder: _Recorder) -> Iterator[No
     """Inside, the lazy device is `target`, and `recorder` gets its programs; the random state comes back."""
     execute.sync()
     random = generator.state()
-    outer, execute.observer = execute.observer, recorder
     try:
-        with pjrt.absent(platform, target), mesh.absent(), execute.instead(recorder.run):
+        with (
+            execute.flush_begins.subscribed(recorder.before),
+            execute.flush_ends.subscribed(recorder.after),
+            pjrt.absent(platform, target),
+            mesh.absent(),
+            execute.instead(recorder.run),
+        ):
             try:
                 yield
             finally:
                 with contextlib.suppress(XlaAmpError):  # what an error left behind must not run on the real device
                     execute.sync()
     finally:
-        execute.observer = outer
         recorder.end()
         generator.set_state(*random)

@@ -34,17 +34,11 @@ class _Placeholder:
     """The value of a buffer that is an argument."""
 
 
-class _RaiseOnFlush:
-    """An observer that raises on a flush."""
-
-    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        raise EngineError(
-            "torch code called from JAX looked at a value (item(), bool(), a mask as an index, print or sync), but "
-            "there are no values while JAX traces; compute it with torch operations, or call the module outside of JAX"
-        )
-
-    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Is never called."""
+def _refuse_flush(parameters: list[Buffer], held: list[bool]) -> None:
+    raise EngineError(
+        "torch code called from JAX looked at a value (item(), bool(), a mask as an index, print or sync), but "
+        "there are no values while JAX traces; compute it with torch operations, or call the module outside of JAX"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +99,7 @@ class FunctionTrace:
         with jax.ensure_compile_time_eval():  # earlier operations are not part of what JAX traces
             execute.flush()
         self._state = generator.state()
-        self._observer, execute.observer = execute.observer, _RaiseOnFlush()
+        execute.flush_begins.subscribe(_refuse_flush)
         self._paused = step_marker.paused()
         self._paused.__enter__()
         self._limit, trace.limit = trace.limit, sys.maxsize
@@ -114,7 +108,7 @@ class FunctionTrace:
 
     def __exit__(self, *_: Any) -> None:
         self._locations.__exit__(*_)
-        execute.observer = self._observer
+        execute.flush_begins.unsubscribe(_refuse_flush)
         self._paused.__exit__(None, None, None)
         with trace.lock:
             trace.limit = self._limit

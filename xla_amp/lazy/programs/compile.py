@@ -77,11 +77,11 @@ class Program:
     overwritten: tuple[int, ...] = ()
     """Parameters that the first of the wanted values overwrite, in that order; of a program with a digest."""
     shared: tuple[Sequence[int], Sequence[int]] | None = None
-    """Floats and ints that must be the same in all processes; None: all (`execute.together`)."""
+    """Floats and ints that must be the same in all processes; None: all (`execute.running_together`)."""
     digest: bytes | None = None
-    """Of its text, for a program that several processes run together (`execute.together`)."""
+    """Of its text, for a program that several processes run together (`execute.running_together`)."""
     compared: bool = False
-    """Whether its inputs were compared between the processes of one mesh (`mesh.compare`)."""
+    """Whether its inputs were compared between the processes of one mesh (`same_values`)."""
     context: Context
     """What its operations know of the program."""
     code_bytes: int = 0

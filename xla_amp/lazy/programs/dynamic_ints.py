@@ -12,21 +12,17 @@ torch has checked the integers when the operation was recorded, so an index out 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
 
 from xla_amp.lazy.graph.tape import Tape
-from xla_amp.lazy.graph.trace import Family, instructions, trace
+from xla_amp.lazy.graph.trace import instructions, trace
 
 _LIMIT = 256
 _forms: OrderedDict[tuple[int, ...], tuple[list[tuple[int, ...]], set[int]]] = OrderedDict()
 """Trace without integers -> integers of the instructions with a family at first, and which take data now."""
 
 
-def replace(expected: Collection[Family]) -> bool:
+def replace() -> bool:
     """Replaces instructions of the trace by those that take their integers as data, where these have differed.
-
-    Args:
-        expected: families whose integers differ between the iterations of the present loop.
 
     Returns:
         Whether the trace has changed.
@@ -40,7 +36,7 @@ def replace(expected: Collection[Family]) -> bool:
         code[node.at.code] = node.instruction.family.number  # type: ignore[union-attr]
     form, integers = tuple(code), [node.instruction.integers for node in present]
     if form not in _forms:
-        _forms[form] = integers, {n for n, node in enumerate(present) if node.instruction.family in expected}
+        _forms[form] = integers, {n for n, node in enumerate(present) if node.instruction.family in trace.differing}
         if len(_forms) > _LIMIT:
             _forms.popitem(last=False)
     _forms.move_to_end(form)

@@ -8,7 +8,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from xla_amp.errors import KernelWarning, StepFailedError, XlaAmpError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import host_copies
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import Family, trace
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import (
     causes,
     compilation_cache,
@@ -43,31 +43,33 @@ each with a mark of its dispatch.  XLA:CPU runs those of several threads side by
 _MOST_PENDING: Final = 64
 
 
-class Observer(Protocol):
-    """Called around each flush (`xla_amp.lazy.capture.recording`)."""
-
-    def before(self, parameters: list[Buffer], held: list[bool]) -> None:
-        """Called before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
-
-    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
-        """Called after `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
+@events.Point
+def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
+    """Before the trace is read; may change its numbers.  `held` says which parameters have a storage."""
 
 
-eager = False
-"""Whether each operation runs as soon as it is recorded (``XLA_AMP_EAGER``)."""
-observer: Observer | None = None
-expected: tuple[int, frozenset[Family]] = -1, frozenset()
-"""Generation of a trace that begins with an iteration of a loop, and the families whose integers differ between the
-iterations (`loops`)."""
-admit: Callable[[Program, Sequence[Any]], None] | None = None
-"""Called with each new program and its arguments before the first run."""
-together: Callable[[Program, Sequence[np.ndarray]], contextlib.AbstractContextManager[object]]
-together = lambda program, numbers: contextlib.nullcontext()  # noqa: E731
-"""Around the dispatch of a program that several processes run together, which has a digest, on its lifted numbers;
-raises to reject it."""
+@events.Point
+def program_admitted(program: Program, arguments: Sequence[Any]) -> None:
+    """Before the first run of each program."""
 
-after_run: list[Callable[[], None]] = []
-"""Called after each program was dispatched."""
+
+@events.Point
+def running_together(  # type: ignore[empty-body]
+    program: Program, arguments: Sequence[Any]
+) -> contextlib.AbstractContextManager[object]:
+    """Around the dispatch of a program that several processes run together, which has a digest; raises to reject it."""
+
+
+@events.Point
+def flush_ends(program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+    """After `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
+
+
+@events.Point
+def program_ran() -> None:
+    """After the results of a program were stored."""
+
+
 _instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
 """Called in place of `execute`."""
 
@@ -219,8 +221,7 @@ def _prepare() -> _Flush:
         for buffer, number, alive in zip(parameters, trace.parameter_numbers, held, strict=True)
         if buffer.number != number and alive
     ]
-    if observer is not None:
-        observer.before(parameters, held)
+    flush_begins(parameters, held)
     targets = overwritten + computed
     return _Flush(parameters=parameters, arrays=arrays, held=held, targets=targets, overwritten=len(overwritten))
 
@@ -233,11 +234,7 @@ def _choose(run: _Flush, spent: tuple[int, ...] | None) -> None:
     run.repeats = before == key
     if not run.repeats:
         program = _programs.get(key)
-        if (
-            program is None
-            and observer is None
-            and dynamic_ints.replace(expected[1] if expected[0] == trace.generation else ())
-        ):
+        if program is None and not flush_begins.listeners and dynamic_ints.replace():
             key = dataclasses.replace(key, code=tuple(trace.code))
             program = _programs.get(key)
     run.key, run.program, run.is_new = key, program, program is None and _instead is None
@@ -250,7 +247,7 @@ def _key(run: _Flush, spent: tuple[int, ...]) -> Key:
         shardings = Shardings(
             tuple(map(mesh.placement_of, parameters)),
             mesh.output_shardings(run.targets, run.overwritten),
-            mesh.in_product_dtype(parameters) if mesh.in_product_dtype is not None else (),
+            tuple(index for found in mesh.in_product_dtype(parameters) for index in found),
         )
     wanted = tuple(buffer.number for buffer in run.targets)
     return Key(code=tuple(trace.code), wanted=wanted, spent=spent, shardings=shardings)
@@ -285,10 +282,10 @@ def _build(run: _Flush, streams: int) -> Program:
 
 def _first_run(run: _Flush, program: Program, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
-    if admit is not None:
+    if program_admitted.listeners:
         index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
         program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
-        admit(program, (donated, kept, floats, ints))
+        program_admitted(program, (donated, kept, floats, ints))
     if mesh.replicas or mesh.spans_processes():
         compilation_cache.start_jax_cache(named=True)
         metrics.compilations += 1
@@ -307,8 +304,7 @@ def _commit(run: _Flush) -> None:
         _programs.move_to_end(key)
     metrics.executions += _instead is None
     metrics.operations += program.operations
-    if observer is not None:
-        observer.after(program, key.code, run.targets)
+    flush_ends(program, key.code, run.targets)
     generator.advance(trace.draws)
     for buffer, position in zip(run.targets, program.outputs, strict=True):
         buffer.array = value = outputs[position] if position >= 0 else arrays[~position]
@@ -322,8 +318,7 @@ def _commit(run: _Flush) -> None:
             pjrt.live_bytes()
         program_cache.add(_programs, key, program)
         causes.compiled(program)
-    for listener in after_run:
-        listener()
+    program_ran()
 
 
 def _abandon(run: _Flush, error: BaseException) -> BaseException:
@@ -376,10 +371,9 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
     program_cache.touch(program)
     if program.digest is None:
         return _call(program, donated, kept, floats, ints)
-    with together(program, (floats, ints)):
-        if mesh.compare is not None and not program.compared:
-            program.compared = True
-            mesh.compare([*donated, *kept, floats, ints])
+    with contextlib.ExitStack() as stack:
+        for each in running_together(program, (donated, kept, floats, ints)):
+            stack.enter_context(each)
         return _call(program, donated, kept, floats, ints)
 
 

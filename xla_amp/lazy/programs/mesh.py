@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -28,17 +28,19 @@ active: Mesh | AbstractMesh | None = None
 """An abstract one has no devices: a step is exported for hardware that is absent (`absent`)."""
 replicas = False
 """Whether each process of the mesh has separate values (`xla_amp.lazy.distributed.processes`)."""
-compare: Callable[[Sequence[np.ndarray | jax.Array]], None] | None = None
-"""Called with the inputs of each new program over a mesh of several processes; raises if a value that each process
-holds whole is not the same on all (`xla_amp.lazy.distributed.same_values`)."""
-in_product_dtype: Callable[[Sequence[Buffer]], tuple[int, ...]] | None = None
-"""Returns which inputs of a program are weights whose gradients a rule lets XLA add in the dtype of the products
-(`xla_amp.lazy.distributed.spmd`)."""
-ended: Callable[[], Sequence[str]] | None = None
-"""Returns the names of processes that have ended; None for a single process."""
 _CERTAINTY = 1.0
 """Seconds to wait until a process with closed connections is reported as ended."""
 _shardings: weakref.WeakKeyDictionary[Buffer, NamedSharding] = weakref.WeakKeyDictionary()
+
+
+@events.Point
+def in_product_dtype(parameters: Sequence[Buffer]) -> tuple[int, ...]:  # type: ignore[empty-body]
+    """Asks which inputs of a program are weights whose gradients a rule lets XLA add in the dtype of the products."""
+
+
+@events.Point
+def ended() -> Sequence[str]:  # type: ignore[empty-body]
+    """Asks for the names of processes that have ended; a single process has no listener."""
 
 
 @contextlib.contextmanager
@@ -209,10 +211,10 @@ def output_shardings(targets: Sequence[Buffer], overwritten: int) -> tuple[jax.s
 
 def ended_peers() -> str:
     """Suffix for device errors that names peers that have ended; empty for a single process."""
-    if ended is None:
+    if not ended.listeners:
         return ""
     until = time.monotonic() + _CERTAINTY
-    while not (gone := ended()) and time.monotonic() < until:
+    while not (gone := [name for names in ended() for name in names]) and time.monotonic() < until:
         time.sleep(0.05)
     if gone:
         return f" ({' and '.join(gone)} has ended)"

@@ -112,7 +112,7 @@ def look() -> None:
     """Ends the step if the trace is full or ends with a whole repetition, or sets the next limit."""
     if trace.count > trace.most:
         execute.flush()
-    elif execute.observer is not None or private_api.in_backward():
+    elif execute.flush_begins.listeners or private_api.in_backward():
         _wait()
     elif trace.generation == _loop.generation and _loop.operations:
         _continue()
@@ -129,7 +129,7 @@ def _continue() -> None:
     missing = len(_loop.operations) - len(operations)
     if operations == _loop.operations:
         _loop.repeated = True
-        _end(_loop.operations, execute.expected[1])
+        _end(_loop.operations, trace.differing)
     elif missing > 0 and operations == _loop.operations[: len(operations)]:
         _wait(missing)
     else:
@@ -185,7 +185,7 @@ def _wait(operations: int = 0) -> None:
 def _end(operations: list[Any], differ: frozenset[Family]) -> None:
     execute.flush()
     _loop.generation, _loop.operations = trace.generation, operations
-    execute.expected = trace.generation, differ
+    trace.differing = differ
     _wait(len(operations))
 
 

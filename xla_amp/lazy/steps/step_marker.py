@@ -60,8 +60,8 @@ def install() -> None:
     """Registers PyTorch's global hooks."""
     optim.register_optimizer_step_pre_hook(_before_step)
     optim.register_optimizer_step_post_hook(_after_step)
-    execute.after_run.append(_await_forward)
-    forks.in_child.append(_forget)
+    execute.program_ran.subscribe(_await_forward)
+    forks.in_child.subscribe(_forget)
     _await_forward()
 
 

@@ -80,4 +80,4 @@ def _take_all() -> None:
         _waiting.pop()._take()
 
 
-execute.after_run.append(_take_all)
+execute.program_ran.subscribe(_take_all)

@@ -243,7 +243,7 @@ def device() -> torch.device:
             step_marker.install()
             trace.most = config.tape_limit()
             forks.watch()
-            execute.eager = config.eager()
+            trace.eager = config.eager()
             _install_kernels()
             trace.clear()  # sets the first limit
             _started = True
@@ -257,7 +257,7 @@ def _install_kernels() -> None:
         _implement("aten", name, kernel)
     for lowering in list(table().values()):
         _install(lowering)
-    registry.listeners.append(_install)
+    registry.registered.subscribe(_install)
     for name, kernel in (composites.KERNELS | rnn.KERNELS).items():
         if f"aten::{name}" not in _installed:
             _implement("aten", name, kernel)  # where autograd is off (inference mode)
@@ -285,7 +285,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
         return
     if namespace == "aten" and name in wrappers.ARGUMENT_WRAPPERS:
         kernel = wrappers.ARGUMENT_WRAPPERS[name](kernel)
-    if execute.eager:
+    if trace.eager:
         kernel = execute.run_at_once(kernel)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # re-registering a lowering (override=True) replaces our kernel

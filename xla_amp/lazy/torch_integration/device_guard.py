@@ -70,7 +70,7 @@ def make() -> Any:
     _guards.append(guard)
     at_rest = sys.getrefcount(found)
     # C++ code holds a reference to the method from its look-up until it has returned.
-    interrupts.in_native_code = lambda: sys.getrefcount(found) > at_rest
+    interrupts.in_native_code.subscribe(lambda: sys.getrefcount(found) > at_rest)
     return guard
 
 

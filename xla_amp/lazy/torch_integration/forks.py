@@ -11,8 +11,8 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable
 
+from xla_amp import events
 from xla_amp.backends import base
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
@@ -20,8 +20,11 @@ from xla_amp.lazy.graph.trace import trace
 
 _forked = False
 _silenced: list[warnings.catch_warnings] = []
-in_child: list[Callable[[], None]] = []
-"""Called in each forked child: what waits for the device in the parent must not wait for it there."""
+
+
+@events.Point
+def in_child() -> None:
+    """In each forked child: what waits for the device in the parent must not wait for it there."""
 
 
 def is_forked() -> bool:
@@ -78,8 +81,7 @@ def _in_child() -> None:
     _forked = True
     trace.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
     trace.limit = trace.most = -1  # so that each kernel calls `flush`, which raises
-    for function in in_child:
-        function()
+    in_child()
     # At exit Python would destroy JAX's client, which waits for its threads or crashes.
     for function in private_api.exit_functions():
         atexit.unregister(function)

@@ -96,7 +96,7 @@ def make(
             choice = choices[path] = choose(policy, path)
         decision, prepare = choice
         if prepare is None:
-            if events.sinks and (decision.rule is not None or (decision_events.record_all and not composite)):
+            if events.decided.listeners and not (composite and decision.rule is None):
                 given = operands.all(args, kwargs)
                 before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
                 shapes = decision_events.shapes_of(given)
@@ -107,7 +107,7 @@ def make(
         exclude(dispatch_key, True)
         try:
             target, arguments, keywords = prepare(args, kwargs)
-            if not events.sinks:
+            if not events.decided.listeners:
                 return target(*arguments, **keywords)
             given = operands.all(args, kwargs)
             before, shapes = decision_events.dtypes(given), decision_events.shapes_of(given)

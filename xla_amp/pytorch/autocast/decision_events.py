@@ -12,9 +12,6 @@ from xla_amp.policy import Decision, Policy
 from xla_amp.pytorch.autocast import casting, costs
 from xla_amp.types import Cast
 
-record_all = 0
-"""How many recorders want events of operations without a rule as well."""
-
 
 def emit(
     decision: Decision,
@@ -30,7 +27,7 @@ def emit(
     rule = decision.rule
     results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
     result_shapes = shapes_of(results)
-    events.emit(
+    events.decided(
         events.DecisionRecord(
             operation=decision.operation,
             cast=decision.cast,

@@ -22,7 +22,7 @@ from xla_amp.backends import module_paths
 from xla_amp.errors import PolicyError
 from xla_amp.policy import Policy, regions
 from xla_amp.policy.policy import RuleLayer
-from xla_amp.policy.resolve import OpenRules, on_override, overridden
+from xla_amp.policy.resolve import OpenRules, overridden, overriding
 from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, xla_dispatch
 from xla_amp.types import Cast
 
@@ -222,6 +222,6 @@ def _release(identity: _Identity) -> None:
             kernel_registry.release(*item)
 
 
-regions.on_push(_before_region)
-regions.on_pop(_after_region)
-on_override(_override)
+regions.opening.subscribe(_before_region)
+regions.closed.subscribe(_after_region)
+overriding.subscribe(_override)

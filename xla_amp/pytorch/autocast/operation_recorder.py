@@ -18,7 +18,6 @@ from xla_amp.backends import module_paths
 from xla_amp.policy import regions
 from xla_amp.pytorch.autocast import (
     cast_kernel,
-    decision_events,
     kernel_registry,
     native_dispatch,
     xla_dispatch,
@@ -46,7 +45,6 @@ def start() -> Recording:
     with _lock:
         recording = Recording(module_paths.acquire(), {})
         _running.append(recording)
-        decision_events.record_all += 1
         try:
             for device_type in (*native_dispatch.device_types(), *xla_dispatch.in_use()):
                 _install(recording, device_type)
@@ -59,7 +57,6 @@ def start() -> Recording:
 def stop(recording: Recording) -> None:
     """Ends a recording."""
     with _lock:
-        decision_events.record_all -= 1
         _running.remove(recording)
         for held in recording.kernels.values():
             kernel_registry.release(*held)
@@ -83,7 +80,7 @@ def _before_region(device_type: str, _region: regions.Region) -> None:
                     _install(recording, device_type)
 
 
-regions.on_push(_before_region)
+regions.opening.subscribe(_before_region)
 
 
 def _operations(key: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ import torch
 from torch.utils import checkpoint
 
 from xla_amp.policy import regions
-from xla_amp.policy.resolve import OpenRules, on_override, open_rules, reopened
+from xla_amp.policy.resolve import OpenRules, open_rules, overriding, reopened
 from xla_amp.pytorch.autocast import kernel_registry, native_dispatch
 
 _ReentrantForward: TypeAlias = "staticmethod[..., Any]"
@@ -52,9 +52,9 @@ def _closes(identity: tuple[int, ...]) -> None:
             _torchs = None
 
 
-regions.on_push(lambda _, region: _opens((id(region),)))
-regions.on_pop(lambda _, region: _closes((id(region),)))
-on_override(lambda layer, opens: (_opens if opens else _closes)((id(layer), threading.get_ident())))
+regions.opening.subscribe(lambda _, region: _opens((id(region),)))
+regions.closed.subscribe(lambda _, region: _closes((id(region),)))
+overriding.subscribe(lambda layer, opens: (_opens if opens else _closes)((id(layer), threading.get_ident())))
 
 
 def _non_reentrant(original: Callable[..., None]) -> Callable[..., None]:

@@ -192,8 +192,8 @@ def _after_region(device_type: str, region: regions.Region) -> None:
 
 
 op_catalog.extend_known_operations(_registered)
-regions.on_push(_before_region)
-regions.on_pop(_after_region)
+regions.opening.subscribe(_before_region)
+regions.closed.subscribe(_after_region)
 
 
 def _without_region() -> Policy:

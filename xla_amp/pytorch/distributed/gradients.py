@@ -100,7 +100,7 @@ def _dtypes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], asked: torch.dty
         path, wanted = paths.get(id(parameter)), gradient.dtype
         if wanted.is_floating_point:
             wanted = asked or getattr(torch, sums.dtype(str(wanted).removeprefix("torch."), path))
-            if events.sinks:
+            if events.decided.listeners:
                 _emit(sums, gradient, wanted, path, asked is not None)
         found.append(wanted)
     return found

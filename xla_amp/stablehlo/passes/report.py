@@ -211,5 +211,5 @@ def _kept(node: Node, low: LowDtype) -> tuple[str, ...]:
 
 def emit_events(report: Report) -> None:
     """Sends the decisions to the subscribers of `xla_amp.events` (`xla_amp.explain`)."""
-    for each in report.operations if events.sinks else ():
-        events.emit(each)
+    for each in report.operations if events.decided.listeners else ():
+        events.decided(each)

@@ -137,9 +137,7 @@ def explain() -> Iterator[Report]:
             from xla_amp.jax import compat
 
             stack.enter_context(compat.retraced())  # the decisions are made while JAX traces
-        sink = report.records.append
-        events.add(sink)
-        stack.callback(events.remove, sink)
+        stack.enter_context(events.decided.subscribed(report.records.append))
         yield report
 
 
