@@ -150,6 +150,11 @@ def decided(record: DecisionRecord) -> None:
     """An operation ran, or a program has one: every decision of this process, from any thread."""
 
 
+@Point
+def undecided(record: DecisionRecord) -> None:
+    """An operation of torch without a rule ran, and its kernel was installed (`operation_recorder`)."""
+
+
 @contextlib.contextmanager
 def capture() -> Iterator[list[DecisionRecord]]:
     """Collects the records of all threads while the block runs.

@@ -60,7 +60,7 @@ def _nothing_is_left():
     yield
     assert registrations() == before
     assert kernel_registry._installed == {}
-    assert events.decided.listeners == ()
+    assert events.decided.listeners == events.undecided.listeners == ()
     assert not torch_module._global_forward_hooks
 
 

@@ -96,12 +96,14 @@ def make(
             choice = choices[path] = choose(policy, path)
         decision, prepare = choice
         if prepare is None:
-            if events.decided.listeners and not (composite and decision.rule is None):
+            point = events.decided if decision.rule is not None else events.undecided
+            if point.listeners and not (composite and decision.rule is None):
                 given = operands.all(args, kwargs)
                 before, used = decision_events.dtypes(given), decision_events.after(decision.cast, given, device_type)
                 shapes = decision_events.shapes_of(given)
                 result = default(keyset, *args, **kwargs)
-                decision_events.emit(decision, policy, before, used, shapes, result, path or module_paths.current())
+                place = path or module_paths.current()
+                decision_events.emit(point, decision, policy, before, used, shapes, result, place)
                 return result
             return default(keyset, *args, **kwargs)
         exclude(dispatch_key, True)
@@ -119,7 +121,7 @@ def make(
             if isinstance(target, float8_products.Told):
                 told, (decision, used) = target.why, target.shown(decision, used)
             place = path or module_paths.current()
-            decision_events.emit(decision, policy, before, used, shapes, result, place, told)
+            decision_events.emit(events.decided, decision, policy, before, used, shapes, result, place, told)
             return result
         finally:
             exclude(dispatch_key, False)

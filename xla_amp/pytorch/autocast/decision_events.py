@@ -14,6 +14,7 @@ from xla_amp.types import Cast
 
 
 def emit(
+    point: events.Point[[events.DecisionRecord], None],
     decision: Decision,
     rules: Policy,
     given: Sequence[str],
@@ -23,11 +24,11 @@ def emit(
     module: str | None,
     told: str = "",
 ) -> None:
-    """Sends the event of one operation to the listeners of `xla_amp.events`; `told`: in place of the rule's reason."""
+    """Sends the event of one operation to the listeners of `point`; `told`: in place of the rule's reason."""
     rule = decision.rule
     results = [value for value in (result if isinstance(result, list | tuple) else (result,)) if _is_tensor(value)]
     result_shapes = shapes_of(results)
-    events.decided(
+    point(
         events.DecisionRecord(
             operation=decision.operation,
             cast=decision.cast,

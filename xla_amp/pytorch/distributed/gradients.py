@@ -117,7 +117,7 @@ def _emit(
         told = f"dtype={wanted} was passed" if asked else told
     given, shapes = decision_events.dtypes([gradient]), decision_events.shapes_of([gradient])
     used = (str(wanted).removeprefix("torch."),)
-    decision_events.emit(decision, sums.policy, given, used, shapes, gradient, path, told)
+    decision_events.emit(events.decided, decision, sums.policy, given, used, shapes, gradient, path, told)
 
 
 def fetch_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -137,7 +137,8 @@ def explain() -> Iterator[Report]:
             from xla_amp.jax import compat
 
             stack.enter_context(compat.retraced())  # the decisions are made while JAX traces
-        stack.enter_context(events.decided.subscribed(report.records.append))
+        for point in (events.decided, events.undecided):
+            stack.enter_context(point.subscribed(report.records.append))
         yield report
 
 
