@@ -71,6 +71,8 @@ THIRD_PARTY: Mapping[int, frozenset[str]] = {
 }
 
 MODULE = re.compile(r"xla_amp(\.[a-z_]+)+")
+_CHANGES = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"})
+_CALLBACKS = re.compile(r"((list|set|tuple|deque|collections\.deque)\[)?Callable\b")
 FOLDERS = ("xla_amp", "lowering", "examples", "benchmarks", "scripts", "tests")
 
 
@@ -150,13 +152,56 @@ def imports(source: str, package: str) -> Iterator[Import]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            prefix = _prefix(node, package)
             names = [prefix if alias.name == "*" else f"{prefix}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             names = [node.value]  # an entry of a table of modules that are loaded by name
         for name in names:
             yield Import(name=name, line=getattr(node, "lineno", 0), runtime=id(node) not in typing_only)
+
+
+def changed(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each attribute of an imported name that `source` assigns, deletes or changes in place."""
+    tree = ast.parse(source)
+    imported = dict(_bound(tree, package))
+    for node in ast.walk(tree):
+        targets: list[ast.AST] = []
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            targets = [node]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
+            targets = [node.func.value]
+        for target in targets:
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            if isinstance(target, ast.Attribute):
+                first, *rest = ast.unparse(target).split(".")
+                if first in imported:
+                    yield node.lineno, ".".join([imported[first], *rest])
+
+
+def _bound(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:
+    """The names that imports of `tree` bind, each with the dotted name that it stands for."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((each.asname, each.name) for each in node.names if each.asname)
+            yield from ((top, top) for each in node.names if not each.asname for top in [each.name.partition(".")[0]])
+        elif isinstance(node, ast.ImportFrom):
+            prefix = _prefix(node, package)
+            yield from ((each.asname or each.name, f"{prefix}.{each.name}") for each in node.names)
+
+
+def _prefix(node: ast.ImportFrom, package: str) -> str:
+    base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def callbacks(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each public variable of the module that others could fill with functions."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and _CALLBACKS.match(ast.unparse(node.annotation)):
+            name = ast.unparse(node.target)
+            if name[0] != "_":
+                yield node.lineno, name
 
 
 @functools.cache

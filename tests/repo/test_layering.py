@@ -111,6 +111,42 @@ def test_a_cycle_is_found():
     assert source_tree.cycles(edges) == [["a", "b", "c"]]
 
 
+def extensions(module: str, source: str, known: dict[str, str]) -> list[str]:
+    """How `module` puts functions or values into another, or lets others do so, without `events.Point`."""
+    package = module if known.get(module, "").endswith("/__init__.py") else module.rpartition(".")[0]
+    reached = ((line, name, name.rpartition(".")[0]) for line, name in source_tree.changed(source, package))
+    return [f"{module}:{line}: assigns or changes {name}" for line, name, owner in reached if owner in known] + [
+        f"{module}:{line}: {name} should be an events.Point" for line, name in source_tree.callbacks(source)
+    ]
+
+
+def test_modules_extend_each_other_by_extension_points_only():
+    known = source_tree.modules()
+    found = [
+        line
+        for name, path in known.items()
+        for line in extensions(name, (source_tree.ROOT / path).read_text(encoding="utf-8"), known)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from xla_amp import config\nconfig.watch = print", 1),
+        ("def f():\n    from .. import config as c\n    c.depth, other = 1, 2", 1),
+        ("import xla_amp.config\nxla_amp.config.count += 1", 1),
+        ("from xla_amp import config\ndel config.watch\nconfig.TABLE['x'] = print", 2),
+        ("from xla_amp import config\nconfig.after.append(print)", 1),
+        ("after: list[Callable[[], None]] = []\nask: Callable[[], bool] | None = None", 2),
+        ("from xla_amp import config\nconfig.point.subscribe(print)\nconfig.engine().name = ''", 0),
+        ("import numpy\nnumpy.x = 1\n_after: list[Callable[[], None]] = []", 0),
+    ],
+)
+def test_the_check_of_extensions_can_fail(source, found):
+    assert len(extensions("xla_amp.policy.load", source, KNOWN)) == found
+
+
 def test_no_folder_of_the_package_is_crowded():
     entries = {name for name in source_tree.modules() if name.removeprefix("xla_amp.") in source_tree.ENTRIES}
     paths = [path for name, path in source_tree.modules().items() if name not in entries and "__init__" not in path]
