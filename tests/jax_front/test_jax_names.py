@@ -13,7 +13,7 @@ import pytest
 import xla_amp
 from xla_amp.jax import autocast, compat
 from xla_amp.jax.contraction_primitives import sums_nothing
-from xla_amp.jax.program_request import request
+from xla_amp.jax.precision_request import request
 
 MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37
 
