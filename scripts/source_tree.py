@@ -176,7 +176,7 @@ def changed(source: str, package: str) -> Iterator[tuple[int, str]]:
             if isinstance(target, ast.Attribute):
                 first, *rest = ast.unparse(target).split(".")
                 if first in imported:
-                    yield node.lineno, ".".join([imported[first], *rest])
+                    yield getattr(node, "lineno", 0), ".".join([imported[first], *rest])
 
 
 def _bound(tree: ast.AST, package: str) -> Iterator[tuple[str, str]]:

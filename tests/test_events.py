@@ -66,7 +66,7 @@ def test_listeners_by_hand():
 
 
 def test_a_point_says_what_it_is():
-    assert str(inspect.signature(events.decided)) == "(record: 'DecisionRecord') -> 'None'"
+    assert str(inspect.signature(events.decided)) == "(record: 'DecisionRecord', /) -> 'None'"
     assert events.decided.__name__ == "decided"
     assert events.decided.__doc__.startswith("An operation ran")
 

@@ -146,12 +146,12 @@ class DecisionRecord:
 
 
 @Point
-def decided(record: DecisionRecord) -> None:
+def decided(record: DecisionRecord, /) -> None:
     """An operation ran, or a program has one: every decision of this process, from any thread."""
 
 
 @Point
-def undecided(record: DecisionRecord) -> None:
+def undecided(record: DecisionRecord, /) -> None:
     """An operation of torch without a rule ran, and its kernel was installed (`operation_recorder`)."""
 
 
