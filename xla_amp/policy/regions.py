@@ -57,7 +57,7 @@ _latest: dict[str, Region] = {}
 
 
 @events.Point
-def opening(device_type: str, region: Region) -> None:
+def opening(device_type: str, region: Region, /) -> None:
     """Before each region opens, on the thread that opens it.
 
     For a front that installs a kernel for each operation: an override inside an open region may add operations.
@@ -65,7 +65,7 @@ def opening(device_type: str, region: Region) -> None:
 
 
 @events.Point
-def closed(device_type: str, region: Region) -> None:
+def closed(device_type: str, region: Region, /) -> None:
     """After each region closes."""
 
 

@@ -116,7 +116,7 @@ _overrides = _Overrides()
 
 
 @events.Point
-def overriding(layer: RuleLayer, opens: bool) -> None:
+def overriding(layer: RuleLayer, opens: bool, /) -> None:
     """When an override opens and when it closes, on its thread.
 
     For a front that must act even where no `xla_amp.autocast` region is open.
@@ -223,7 +223,7 @@ class override:
 class _Entries(threading.local):
     def __init__(self) -> None:
         self.tokens: list[list[regions.Token]] = []
-        self.notified: list[list[Callable[[RuleLayer, bool], object]]] = []
+        self.notified: list[list[Callable[[RuleLayer, bool], None]]] = []
         """Listeners that were told of each opening."""
 
 
@@ -248,7 +248,7 @@ def reopened(saved: OpenRules) -> Iterator[None]:
     """Puts this thread's regions and overrides aside, and those of `saved` in their place."""
     before = _overrides.stack, _overrides.open
     layers = tuple(entered.layer for entered in saved.overrides)
-    told: list[tuple[Callable[[RuleLayer, bool], object], RuleLayer]] = []
+    told: list[tuple[Callable[[RuleLayer, bool], None], RuleLayer]] = []
     try:
         for layer in layers:
             for listener in overriding.listeners:
