@@ -170,10 +170,10 @@ def capture() -> Iterator[list[DecisionRecord]]:
         yield records
 
 
-_OURS = frozenset({"", "torch", "xla_amp"})
+_OURS = frozenset({"", "contextlib", "torch", "xla_amp"})
 _LIBRARIES = (
     _OURS
-    | {"contextlib", "concurrent", "functools", "threading"}
+    | {"concurrent", "functools", "threading"}
     | {"accelerate", "equinox", "flax", "jax", "lightning", "transformers"}
 )
 """Packages that are never the user's program."""
@@ -199,7 +199,7 @@ def warn(text: str, category: type[XlaAmpWarning] = XlaAmpWarning, at: tuple[str
 
 
 def user_location() -> str:
-    """``file:line`` of the innermost stack frame outside torch and xla_amp, or ``""``.
+    """``file:line`` of the innermost stack frame outside torch, xla_amp and contextlib, or ``""``.
 
     Frames are compared by module name: a folder on the user's path may be called torch or xla_amp.  Generated code
     (our kernels, graphs of torch.fx) has no module name and is skipped.
