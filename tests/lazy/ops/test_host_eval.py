@@ -113,3 +113,18 @@ def test_long_computations_are_the_devices_work(device: torch.device, monkeypatc
     with counted() as counts:
         assert (MASK.to(device) + 1 + 1 + 1).sum().item() == MASK.sum().item() + 3 * 8
     assert (counts.host_syncs, counts.host_values) == (1, 0)
+
+
+def test_questions_about_masks_of_many_lengths_compile_nothing(device: torch.device) -> None:
+    for length in range(2, 8):
+        for rows in ([1] * length, [0] * length, [2, *[0] * (length - 1)]):
+            expected = torch.tensor(rows)
+            mask = expected.to(device)
+            with counted() as counts:
+                found = [bool(mask.bool().all()), bool(mask.any()), bool(mask[1:].any()), bool(mask[:0].bool().all())]
+            assert found == [bool(expected.all()), bool(expected.any()), bool(expected[1:].any()), True]
+            assert counts.host_values == 4
+            assert counts.host_syncs == 0
+    with counted() as counts:
+        assert not torch.tensor([1] * 8 + [0]).to(device).bool().all()
+    assert (counts.compilations, counts.host_values) == (0, 1)

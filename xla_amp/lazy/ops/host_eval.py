@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,9 @@ _MOST_ELEMENTS = 1 << 22
 
 _FAR = 256
 """Count of values in the trace after which a float is probably a loss, so it is not evaluated here."""
+
+_BY_NUMPY: dict[str, Callable[[np.ndarray], Any]] = {"_to_copy": np.asarray, "all": np.all, "any": np.any}
+"""Operations on one value that need no program where the result is boolean: a padding mask has many lengths."""
 
 _programs = program_cache.new_cache()
 
@@ -118,10 +122,23 @@ def _needed(number: int) -> list[_Step] | None:
     return chosen if len(chosen) <= _MOST_OPERATIONS and elements <= _MOST_ELEMENTS else None
 
 
+def _by_numpy(chosen: list[_Step]) -> np.ndarray | None:
+    """The value of the last step, or None if that needs a program."""
+    values: dict[int, np.ndarray] = {}
+    for step in chosen:
+        found, name, result = step.array, step.instruction.name, step.instruction.outs[0]
+        if found is None:
+            if name not in _BY_NUMPY or result is None or result.dtype is not torch.bool:
+                return None
+            found = np.asarray(_BY_NUMPY[name](values[step.inputs[0]]), bool)
+        values[step.first] = found
+    return found
+
+
 def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> dict[int, np.ndarray]:
     """Value `number`, and those that tensors have and that are computed on the way, by number."""
-    if chosen[-1].array is not None:
-        return {number: chosen[-1].array}
+    if (found := _by_numpy(chosen)) is not None:
+        return {number: found}
     renumbered: dict[int, int] = {-1: -1}
     code: list[int] = []
     parameter_numbers: list[int] = []
