@@ -37,12 +37,25 @@ class _Nothing(torch.autograd.Function):
         return None
 
 
+class _Leave(torch.autograd.Function):
+    """A number on the CPU, from which `backward` starts: a gradient that is given imports sympy, for 0.3 s."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor) -> torch.Tensor:
+        context.device = tensor.device
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, device=context.device)
+
+
 def _probe(device: torch.device) -> bool:
     try:
         with torch.enable_grad():
             probe = torch.empty(0, device=device, requires_grad=True)
-            result: torch.Tensor = _Nothing.apply(probe)  # type: ignore[no-untyped-call, unused-ignore]
-        result.backward(torch.empty(0, device=device))
+            result: torch.Tensor = _Leave.apply(_Nothing.apply(probe))  # type: ignore[no-untyped-call, unused-ignore]
+        result.backward()
     except RuntimeError as error:
         if "device_ready_queues_" in str(error):
             return False
