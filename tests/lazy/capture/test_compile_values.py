@@ -56,6 +56,7 @@ QUICK = (
     "a_list", "a_set", "class_", "module", "computed_name", "scalar", "array", "int_float", "true_", "negzero",
     "selfcfg", "a_partial", "fun_in_container", "slots", "env", "bw", "statereplaced", "proxy", "wrapped", "iterator",
     "file", "many_values", "rand", "module_by_text", "names_in_a_tuple", "another_module", "another_part_of_a_module",
+    "a_tuple_of_a_module", "another_class_of_a_module",
 )  # fmt: skip
 """Programs of the default run."""
 
@@ -580,6 +581,11 @@ class Scale(torch.nn.Module):
         return x * self.by
 
 
+class Shift(Scale):
+    def forward(self, x):
+        return x + self.by
+
+
 @program
 def another_module():
     m = Scale(2.0)
@@ -589,6 +595,23 @@ def another_module():
         m = Scale(m.by + 1)
 
     return lambda x: m(x), change
+
+
+@program
+def a_tuple_of_a_module():
+    m = torch.nn.Sequential(Scale(1.0), Scale((2,)))
+    m[1].forward = lambda x: x.long() * m[1].by[0]
+
+    def change():
+        m[1].by = (2.0,)
+
+    return lambda x: m(x), change
+
+
+@program
+def another_class_of_a_module():
+    m = torch.nn.Sequential(Scale(2.0), Scale(3.0), Shift(4.0))
+    return lambda x: m(x), lambda: setattr(m[1], "__class__", Shift)
 
 
 @program
@@ -900,6 +923,27 @@ def test_a_hook_of_all_modules_that_is_removed_counts(device):
         handle.remove()
     assert step.replays == 2
     assert torch.equal(found.cpu(), 2 * step(x).cpu())
+
+
+def test_gradients_of_two_modules_by_turns(device):
+    modules = [torch.nn.Linear(2, 2).to(device), torch.nn.Linear(2, 2).to(device)]
+    current = modules[0]
+
+    def step(x):
+        current(x).square().sum().backward()
+        return x * 1
+
+    compiled = xla_amp.compile(step, strict=True, limit=100)
+    for call in range(30):
+        current = modules[(call // 3) % 2]
+        x, grads = torch.full((2,), 0.1 * call, device=device), []
+        for run in (step, compiled):
+            for module in modules:
+                module.zero_grad()
+            run(x)
+            grads.append([None if p.grad is None else p.grad.tolist() for m in modules for p in m.parameters()])
+        assert grads[0] == grads[1]
+    assert compiled.replays > 10
 
 
 def test_what_only_other_methods_use_is_not_compared(device):

@@ -197,7 +197,7 @@ class Compiled(Generic[_Arguments, _Result]):
         values, signature = guards.values(), _signature(flat_args, guards)
         entries = self._cache.get((tree, *signature), [])
         found, captures = _match(entries, values), sum(map(len, self._cache.values()))
-        if found is None and not fresh and (entries or captures < self._limit):
+        if not fresh and (not guards.hold(values) or (found is None and (entries or captures < self._limit))):
             guards = Guards(self._step)  # closures and attributes may hold other objects now
             values, signature = guards.values(), _signature(flat_args, guards)
             entries = self._cache.get((tree, *signature), [])

@@ -56,6 +56,8 @@ class Guards:
         of_optimizers = [parameter for group in groups for parameter in group["params"]]
         found = dict.fromkeys((*of_modules, *of_optimizers, *self._reach.leaves))
         self.parameters: list[torch.Tensor] = [parameter for parameter in found if parameter is not None]
+        self._members = [tree.members for tree in self._reach.trees]
+        self._objects = list(map(id, (*self.optimizers, *self.scalers, *self._reach.leaves)))
         self._on_device = [parameter for parameter in self.parameters if _is_here(parameter)]
 
     # -- comparing -----------------------------------------------------------------------------------------------
@@ -67,6 +69,10 @@ class Guards:
             NotReplayableError: a value cannot be compared, or there are too many.
         """
         return self._reach.values()
+
+    def hold(self, values: Values) -> bool:
+        """Whether these guards have the modules, parameters, optimizers and scalers that the step can see now."""
+        return values.objects == self._objects and values.modules[::2] == self._members
 
     def forget(self) -> None:
         """Keeps no object of modules alive, which a recorded call may replace."""

@@ -89,7 +89,7 @@ class ModuleTree:
             values.append((f"the number of attributes of {label}", (int, len(space))))
             for name, value in space.items():
                 if is_frozen(value):
-                    values.append((f"{label}.{name}", (type(value), value if value else repr(value))))
+                    values.append((f"{label}.{name}", plain(value)))
                 elif name in names and name not in _TABLES:
                     self.open.append((f"{label}.{name}", value))
             for name in _MEMBERS:
@@ -102,7 +102,9 @@ class ModuleTree:
             self.open.extend((f"a hook of {label}", hook) for name in _HOOKS for hook in space[name].values())
             parameters = [each for each in space["_parameters"].values() if each is not None]
             self.hooked.extend((f"a parameter of {label}", each) for each in parameters if hooks_of(each))
-        self.members, self.values = members, values
+        self.values = values
+        if members != self.members:  # the same list is compared faster
+            self.members = members
         spaces = list(map(vars, self.modules))
         self._compared = [*spaces, *(space[name] for space in spaces for name in (*_MEMBERS, *_HOOKS))]
         self._tables = [*self._compared, *(space["_buffers"] for space in spaces)]
@@ -111,6 +113,12 @@ class ModuleTree:
 def identity(value: Any) -> tuple[Any, Any]:
     """An entry that is equal only to that of the same object, and keeps no object alive."""
     return (type(value), id(value)), None if value is None else weakref.ref(value)
+
+
+def plain(value: Any) -> tuple[Any, Any]:
+    """An entry of a value that `is_frozen`; 0.0 and -0.0 differ, as do ``(2,)`` and ``(2.0,)``."""
+    kind = type(value)
+    return kind, repr(value) if not value or kind is tuple or kind is complex else value
 
 
 def is_frozen(value: Any) -> bool:

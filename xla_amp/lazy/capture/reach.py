@@ -32,7 +32,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp.lazy import private_api
-from xla_amp.lazy.capture.module_tree import LEAVES, ModuleTree, hooks_of, identity
+from xla_amp.lazy.capture.module_tree import LEAVES, ModuleTree, hooks_of, identity, plain
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -147,18 +147,24 @@ class Values:
     Args:
         found: the entries.
         modules: for each tree of modules, (name, type and value) of what changes only when an object is replaced.
+        objects: which optimizers, scalers and leaves were found; compared by `Guards.hold`.
         storages: the storages of the device's tensors.  They are no part of the comparison, since a step may bind a new
             tensor: a replay must find those that the captured call left.
         kept: objects that are compared by identity.
     """
 
-    __slots__ = ("_kept", "found", "modules", "storages")
+    __slots__ = ("_kept", "found", "modules", "objects", "storages")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(
-        self, found: list[Any], modules: list[list[tuple[str, Any]]], storages: list[int], kept: list[Any]
+        self,
+        found: list[Any],
+        modules: list[list[tuple[str, Any]]],
+        objects: list[int],
+        storages: list[int],
+        kept: list[Any],
     ) -> None:
-        self.found, self.modules, self.storages = found, modules, storages
+        self.found, self.modules, self.objects, self.storages = found, modules, objects, storages
         self._kept = kept  # so that no other object gets the id of one that is compared by it
 
     def __eq__(self, other: object) -> bool:
@@ -198,9 +204,12 @@ class _Walk:
 
     def result(self) -> Values:
         """What the walk has found."""
+        modules = [part for tree in self.trees for part in (tree.members, tree.values)]
+        objects = list(map(id, (*self.optimizers, *self.scalers, *self.leaves)))
         return Values(
             self.found,
-            [part for tree in self.trees for part in (tree.members, tree.values)],
+            modules,
+            objects,
             self._storages,
             self._kept,
         )
@@ -229,7 +238,7 @@ class _Walk:
         """Adds a value, and what it contains."""
         kind: Any = type(value)
         if kind in LEAVES:
-            self._add(kind, value if value else repr(value), label)  # 0.0 and -0.0 differ
+            self._add(*plain(value), label)
             return
         if issubclass(kind, torch.Tensor):
             self._tensor(value, label)
