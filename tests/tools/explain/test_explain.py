@@ -323,12 +323,8 @@ def test_off_it_is_one_branch(monkeypatch):
         torch.mm(x, x)
     with policy.override(mm="fp32"), xla_amp.autocast("cpu"):
         torch.mm(x.cpu(), x.cpu())
-    events.decided.subscribe(forbidden)
-    try:
-        with xla_amp.autocast("xla"), pytest.raises(AssertionError, match="recorded"):
-            torch.mm(x, x)
-    finally:
-        events.decided.unsubscribe(forbidden)
+    with events.decided.subscribed(forbidden), xla_amp.autocast("xla"), pytest.raises(AssertionError, match="recorded"):
+        torch.mm(x, x)
 
 
 def test_the_page(capsys):

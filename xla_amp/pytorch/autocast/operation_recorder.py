@@ -16,12 +16,7 @@ import torch
 
 from xla_amp.backends import module_paths
 from xla_amp.policy import regions
-from xla_amp.pytorch.autocast import (
-    cast_kernel,
-    kernel_registry,
-    native_dispatch,
-    xla_dispatch,
-)
+from xla_amp.pytorch.autocast import cast_kernel, kernel_registry, native_dispatch, xla_dispatch
 
 _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "inductor", "aoti_torch", "c10d", "symm_mem")
 """Namespaces of torch without the arithmetic of a model."""
