@@ -25,13 +25,7 @@ def plain(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Co
     return "\n".join([padded[0], "  ".join("-" * width for width in widths), *padded[1:]])
 
 
-def rich(
-    columns: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    caption: str | None = None,
-    *,
-    numeric: Collection[str] = (),
-) -> Any:
+def rich(columns: Sequence[str], lines: Iterable[Sequence[str]], *, numeric: Collection[str] = ()) -> Any:
     """A `rich.table.Table`.
 
     Raises:
@@ -40,7 +34,7 @@ def rich(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(caption=caption, caption_justify="left")
+    table = Table()
     for name in columns:
         table.add_column(name, justify="right" if name in numeric else "left", overflow="fold")
     for line in lines:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from xla_amp import files, tables
 from xla_amp.cli import arguments as common
@@ -76,7 +74,7 @@ def _show(arguments: argparse.Namespace) -> Answer:
     ]
     if arguments.json:
         document = {"name": policy.name, "low": policy.low, "dtypes": list(policy.dtypes), "summary": policy.summary}
-        return _json({**document, "source": policy.source, "rules": rows}), 0
+        return common.as_json({**document, "source": policy.source, "rules": rows}), 0
     head = f"{policy.name}: low = {policy.low}, may be {' or '.join(policy.dtypes)}. {policy.summary}".rstrip()
     lines = [[str(row[key]) for key in ("cast", "layer", "rule", "why")] for row in rows]
     listed = [_shortened(rule.operations) for rule in policy.rules]
@@ -97,7 +95,7 @@ def _decisions(policy: Policy, arguments: argparse.Namespace) -> Answer:
         raise PolicyError(f"--operation: {op_catalog.unknown(operation)}")
     decided = [policy.decide(name, arguments.module) for name in known]
     if arguments.json:
-        return _json([_fields(decision) for decision in decided]), 0
+        return common.as_json([_fields(decision) for decision in decided]), 0
     return "\n\n".join(_text(decision) for decision in decided), 0
 
 
@@ -146,7 +144,3 @@ def _is_policy(file: Path) -> bool:
 
 def _count(rules: Sequence[object]) -> str:
     return f"{len(rules)} rule{'' if len(rules) == 1 else 's'}"
-
-
-def _json(document: Any) -> str:
-    return json.dumps(document, indent=2)
