@@ -18,8 +18,8 @@ A recorded call also fails its capture if the step itself changes one of the Pyt
 
 `Guards` compares what `reach.Reach` lists, with types: every Python value that the step's code can reach by a name.  A
 step that can see a value that cannot be compared (an iterator, an open file), or too many values, is not captured.  A
-large model has hundreds of modules: their plain attributes, which parameters and submodules each has, and its hooks are
-compared by identity first, all at once.
+large model has hundreds of modules: what each has is compared by identity first, all at once, and read again only if an
+object was replaced (`module_tree`).
 """
 
 from __future__ import annotations
