@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
-        command.configure(commands.add_parser(name, help=command.HELP, description=command.__doc__))
+        given = commands.add_parser(name, help=command.HELP, description=command.__doc__, allow_abbrev=False)
+        command.configure(given)
     return top
 
 
