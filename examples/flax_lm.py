@@ -1,6 +1,6 @@
 """Train a byte-level language model in Flax, in float32, bfloat16 or float16, without an edit of the model.
 
-    pip install 'xla-amp[examples]' flax optax
+    pip install '.[examples]' flax optax
     python examples/flax_lm.py --precision bf16
     python examples/flax_lm.py --precision fp16 --steps 1000 --log-dir logs
 

@@ -1,6 +1,6 @@
 """Train a small GPT-2 of transformers with its Trainer, in float32, bfloat16 or float16, on bytes of any text file.
 
-    pip install 'xla-amp[examples,huggingface]'
+    pip install '.[examples,huggingface]'
     python examples/huggingface.py --precision bf16
     python examples/huggingface.py --precision fp16 --steps 1000 --output gpt2 --log-dir logs
 

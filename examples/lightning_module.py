@@ -1,6 +1,6 @@
 """Train a LightningModule on handwritten digits, in float32, bfloat16 or float16.
 
-    pip install 'xla-amp[examples,lightning]'
+    pip install '.[examples,lightning]'
     python examples/lightning_module.py --precision bf16
     python examples/lightning_module.py --precision fp16 --output run --log-dir logs
 

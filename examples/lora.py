@@ -1,6 +1,6 @@
 """Fine-tune a small GPT-2 with LoRA (PEFT) under transformers' Trainer: only the adapters train and are saved.
 
-    pip install 'xla-amp[examples,huggingface]' peft
+    pip install '.[examples,huggingface]' peft
     python examples/lora.py --precision bf16
     python examples/lora.py --precision fp16 --rank 8 --output adapter
 
