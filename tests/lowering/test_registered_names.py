@@ -78,6 +78,6 @@ def test_lowering_fits_the_operation(name):
 )
 def test_a_lowering_that_does_not_fit_is_noticed(name: str, options: dict[str, Any], complaint: str, monkeypatch):
     monkeypatch.setattr(registry, "_table", {})
-    monkeypatch.setattr(registry, "listeners", [])
+    monkeypatch.setattr(registry.registered, "listeners", ())
     register(name, **options)(lambda x: x)
     assert any(complaint in line for line in problems(registry._table[name]))
