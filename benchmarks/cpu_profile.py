@@ -56,15 +56,11 @@ class Kernel(NamedTuple):
     bytes: int
 
 
-def _shape(each: Instruction) -> list[int]:
-    return [int(size) for size in hlo_text._SHAPE.search(each.type)[2].split(",") if size]  # type: ignore[index]
-
-
 def _multiply_adds(each: Instruction, named: Mapping[str, Instruction]) -> int:
     """Of a matrix product."""
-    left = _shape(named[each.operands[0]])
+    left = named[each.operands[0]].shape
     contracted = math.prod(left[int(axis)] for axis in _CONTRACTED.search(each.rest)[1].split(","))  # type: ignore[index]
-    return contracted * math.prod(_shape(each))
+    return contracted * math.prod(each.shape)
 
 
 class Frames:
@@ -168,7 +164,7 @@ def rows(workload: str, steps: int) -> list[tuple[str, ...]]:
 
     for _ in range(3):
         step()
-    # The newest program is the step's; its text is that of the executable which runs.
+    # The newest program is the step's.  Its text is compiled once more, with the same names of kernels.
     known = kernels(execute.programs()[-1].optimized_hlo())
     times, whole = profile(step, steps)
     total = sum(times.values())

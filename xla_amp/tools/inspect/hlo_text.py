@@ -42,6 +42,12 @@ class Instruction(NamedTuple):
         return _DTYPES.get(found[1], found[1]) if found else "?"
 
     @property
+    def shape(self) -> list[int]:
+        """Sizes of the result, or of a tuple's first element."""
+        found = _SHAPE.search(self.type)
+        return [int(size) for size in found[2].split(",") if size] if found else []
+
+    @property
     def bytes(self) -> int:
         """Bytes of the result, of all elements of a tuple."""
         return sum(
@@ -172,7 +178,7 @@ def _library_product(each: Instruction, shapes: Mapping[str, Instruction]) -> tu
     operands = [shapes[name] for name in each.operands[:2] if name in shapes]
     if given is None or len(operands) < 2 or not _LIBRARY.search(each.rest):
         return None
-    left, right, result = (list(map(int, filter(None, _SHAPE.search(x.type)[2].split(",")))) for x in (*operands, each))  # type: ignore[index]
+    left, right, result = (x.shape for x in (*operands, each))
     batch = math.prod(left[int(axis)] for axis in re.findall(r"\d+", given[1]))
     return math.isqrt(math.prod(left) * math.prod(right) * math.prod(result) // batch), operands[0].dtype
 
