@@ -20,7 +20,7 @@ class ReplayReport(Shown):
     """The result of `replay`; ``print(report)`` for people."""
 
     bad: BadStep
-    """What is known of the step."""
+    """What the run wrote about the step."""
     folder: Path
     rank: int | None
     """The process that overflowed first; None if that is not known."""
@@ -43,7 +43,7 @@ class ReplayReport(Shown):
         return not self.differences
 
     def document(self) -> Document:
-        """The report of `find_overflow`, with what is known of the step, and the history before it."""
+        """The report of `find_overflow`, then the facts about the step, and the history of the steps before it."""
         bad, overflow = self.bad, self.overflow
         found = Document(title="", kind="replay") if overflow is None else overflow.document()
         if overflow is not None and not (self.of_step or overflow.producers or overflow.passed_on):
