@@ -27,10 +27,7 @@ def non_finite_check_and_unscale(
     rounded once.  The check reads the gradients before the product, so an overflow that an `inv_scale` above 1 causes
     is not found, as in torch.
     """
-    # A value that is not finite becomes NaN when it is multiplied by 0.  XLA:CPU reads a transposed gradient for this
-    # sum in the order of its memory, but would first copy the transposed flags of `isfinite`.  That took 31 ms of a
-    # ResNet-50's step of 450 ms; the sum takes 10 (benchmarks/cpu_profile.py).
-    finite = [jnp.sum(grad * 0) == 0 for grad in grads]
+    finite = [jnp.all(jnp.isfinite(grad)) for grad in grads]
     unscaled = []
     for grad in grads:
         wide = up(grad)
