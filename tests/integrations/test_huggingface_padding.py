@@ -42,6 +42,16 @@ class NoMaskTokenizer(transformers.PreTrainedTokenizerFast):  # type: ignore[mis
     model_input_names: ClassVar = ["input_ids"]
 
 
+class Counting(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Counts encoded texts."""
+
+    encoded = 0
+
+    def _convert_encoding(self, *args: Any, **kwargs: Any) -> Any:
+        self.encoded += 1
+        return super()._convert_encoding(*args, **kwargs)
+
+
 def tokenizer(kind: Any = transformers.PreTrainedTokenizerFast, limit: int = 100, **options: Any) -> Any:
     vocabulary = {word: number for number, word in enumerate([*SPECIAL.values(), *WORDS])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -144,6 +154,27 @@ def test_texts_are_padded_if_their_lengths_differ() -> None:
     assert made([text(5)], **options)["input_ids"].shape == (1, 5)
     assert made([text(5), text(5, 1)], **options)["input_ids"].shape == (2, 5)
     assert len(made(text(5), padding=True)["input_ids"]) == 5
+
+
+@pytest.mark.parametrize("options", [{}, {"return_tensors": "pt"}, {"return_overflowing_tokens": True}], ids=str)
+@pytest.mark.parametrize("words", [False, True], ids=["texts", "words"])
+def test_padded_texts_are_those_of_transformers_and_are_encoded_once(options: dict[str, Any], words: bool) -> None:
+    made, once = tokenizer(), tokenizer(Counting)
+    options |= {"padding": True, "truncation": True, "max_length": 30, "is_split_into_words": words}
+    if "return_tensors" not in options:
+        options |= {"return_special_tokens_mask": True, "return_offsets_mapping": True, "return_length": True}
+    given = [[text(5), text(29), text(40)], [text(3), text(20), text(0)]]
+    texts, pairs = ([row.split() for row in rows] if words else rows for rows in given)
+    for arguments in ((texts,), (texts, pairs), (texts[0],)):
+        found = once(*arguments, **options)
+        expected = made(*arguments, **options, pad_to_multiple_of=1 if arguments == (texts[0],) else 30)
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert torch.tensor(found[name]).tolist() == torch.tensor(value).tolist(), name
+        assert [found.word_ids(n) for n in range(len(found.encodings))] == [
+            expected.word_ids(n) for n in range(len(expected.encodings))
+        ]
+    assert once.encoded == 7
 
 
 def test_the_limits_of_model_and_collator_hold() -> None:

@@ -79,23 +79,50 @@ def pad_examples(wanted: Callable[[], bool], original: Callable[..., Any]) -> Ca
     return pad
 
 
+_OF_TOKENS = {
+    "input_ids": "ids",
+    "token_type_ids": "type_ids",
+    "attention_mask": "attention_mask",
+    "special_tokens_mask": "special_tokens_mask",
+    "offset_mapping": "offsets",
+    "length": "ids",
+}
+"""Entry of encoded texts -> the attribute of an encoding in Rust that it is made of."""
+
+
 def encode_texts(wanted: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     """``TokenizersBackend._encode_plus``, which pads in Rust."""
 
     @functools.wraps(original)
     def _encode_plus(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
         chosen = kwargs.get("pad_to_multiple_of") is not None or not _longest(kwargs.get("padding_strategy"))
-        if chosen or not wanted() or not _may_grow(self, kwargs.get("padding_side"), "attention_mask" in found):
-            return found
-        rows = found.encodings or ()
-        if len({sum(row.attention_mask) for row in rows}) <= 1:
-            return found  # nothing was padded
-        longest = max(len(row.ids) for row in rows)
-        kwargs["pad_to_multiple_of"] = bucket(longest, kwargs.get("max_length"), self.model_max_length)
-        return original(self, *args, **kwargs)
+        may_grow = _may_grow(self, kwargs.get("padding_side"), kwargs.get("return_attention_mask"))
+        if chosen or not wanted() or not may_grow or not _are_texts(kwargs):
+            return original(self, *args, **kwargs)
+        tensors = kwargs.pop("return_tensors", None)
+        found = original(self, *args, **{**kwargs, "padding_strategy": "do_not_pad"})
+        rows = found.encodings
+        if rows is None:  # a chat, which `pad` pads
+            return original(self, *args, **kwargs, return_tensors=tensors)
+        lengths = [len(row.ids) for row in rows]
+        if len(set(lengths)) > 1:
+            size = bucket(max(lengths), kwargs.get("max_length"), self.model_max_length)
+            for row in rows:
+                row.pad(size, pad_id=self.pad_token_id, pad_type_id=self.pad_token_type_id, pad_token=self.pad_token)
+            for name in found.keys() & _OF_TOKENS:
+                values = [getattr(row, _OF_TOKENS[name]) for row in rows]
+                found[name] = [len(x) for x in values] if name == "length" else values
+        return found.convert_to_tensors(tensors)
 
     return _encode_plus
+
+
+def _are_texts(given: Mapping[str, Any]) -> bool:
+    """Whether arguments of a tokenizer have several texts."""
+    texts = given.get("text")
+    if not isinstance(texts, list | tuple) or len(texts) < 2:
+        return False
+    return not given.get("is_split_into_words") or isinstance(texts[0], list | tuple)
 
 
 def pad_labels(wanted: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
