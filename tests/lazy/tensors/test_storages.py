@@ -140,7 +140,6 @@ def test_loading_a_storage_uploads_it_once(device: torch.device) -> None:
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "resize": lambda store: store.resize_(64),
     "slice": lambda store: store[1:3],
-    "share": lambda store: store.share_memory_(),
 }
 
 

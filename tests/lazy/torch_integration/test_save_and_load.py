@@ -49,6 +49,7 @@ class Weights(nn.Module):
         elif kind == "low":
             self.float16, self.brain = nn.Parameter(base.half()), nn.Parameter(base.bfloat16())
             self.register_buffer("eight", base.to(torch.float8_e4m3fn))
+            self.register_buffer("complex", torch.complex(base, -base))
         elif kind == "sizes":
             self.empty, self.none = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(3, 0))
             self.scalar = nn.Parameter(torch.tensor(-0.0))
@@ -296,6 +297,16 @@ REFUSED = {
 }
 """What libraries refuse on every device."""
 
+ON_CPU = {
+    "torch, on the CPU",
+    "torch, kept by a function",
+    "torch, by a mapping",
+    "torch, mapped to the CPU",
+    "safetensors file, on the CPU",
+    "xla_model.save",
+}
+"""Ways whose result is on the CPU."""
+
 
 def ties(state: State) -> list[list[str]]:
     """The names of tensors that begin at the same place of one storage."""
@@ -325,6 +336,7 @@ def test_a_round_trip_keeps_every_bit(way: str, kind: str, device: torch.device,
         name: bits(value) for name, value in make(kind, CPU).state_dict().items()
     }
     assert ties(found) == expected
+    assert {value.device.type for value in found.values()} == {"cpu" if way in ON_CPU else "jax"}
 
 
 # ---- in another process ----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 from source_tree import ROOT
 
-import xla_amp
 import xla_amp.torch_xla as implementation
 from xla_amp import config, torch_xla
 from xla_amp import torch_xla as met
@@ -27,10 +26,11 @@ def device() -> torch.device:
     return torch_xla.device()
 
 
-def test_device_and_runtime(device):
-    assert device == xla_amp.xla_device()
-    assert (xr.world_size(), xr.global_ordinal(), xr.local_ordinal(), xr.device_type()) == (1, 0, 0, "CPU")
-    assert xm.xla_device_hw(device) == "CPU"
+def test_names_that_xla_model_has_in_other_words():
+    """Their tests are in test_xla_model.py."""
+    assert (torch_xla.device, torch_xla.sync, torch_xla.manual_seed) == (xm.xla_device, xm.mark_step, xm.set_rng_state)
+    assert (xr.world_size, xr.global_ordinal) == (xm.get_world_size, xm.get_ordinal)
+    assert xr.local_ordinal is xm.get_local_ordinal
 
 
 @pytest.mark.parametrize(("platform", "name"), [("gpu", "CUDA"), ("tpu", "TPU"), ("cpu", "CPU")])
@@ -39,23 +39,6 @@ def test_hardware_has_torch_xlas_names(device, monkeypatch, platform, name):
     monkeypatch.setattr(engine, "platform", lambda: platform)
     assert xm.xla_device_hw(device) == xr.device_type() == name
     assert xm.xla_device(devkind=name) == device
-
-
-def test_sync_ends_the_step_and_runs_closures(device):
-    seen = []
-    loss = torch.ones(2, device=device) * 3
-    xm.add_step_closure(lambda value: seen.append(value.sum().item()), args=(loss,))
-    before = xla_amp.metrics()["executions"]
-    torch_xla.sync(wait=True)
-    assert xla_amp.metrics()["executions"] > before
-    assert seen == [6.0]
-
-
-def test_manual_seed(device):
-    torch_xla.manual_seed(3)
-    first = torch.rand(4, device=device).tolist()
-    torch_xla.manual_seed(3)
-    assert torch.rand(4, device=device).tolist() == first
 
 
 def test_metrics_report():
@@ -77,13 +60,6 @@ def test_loader(device):
     batches = [torch.ones(2), torch.zeros(2)]
     found = [batch for batch in pl.MpDeviceLoader(batches, device)]  # noqa: C416
     assert [batch.device for batch in found] == [device] * 2
-
-
-def test_gradients(device):
-    weight = torch.nn.Parameter(torch.ones(2, device=device))
-    weight.sum().backward()
-    [gradient] = xm._fetch_gradients(torch.optim.SGD([weight], 0.1))
-    assert xm.all_reduce("sum", [gradient], scale=1 / xr.world_size()) is None
 
 
 def test_spmd_refusals():

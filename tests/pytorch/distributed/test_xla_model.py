@@ -113,7 +113,9 @@ def test_step_closures(device):
     loss = torch.ones(2, device=device) * 3
     xm.add_step_closure(lambda value, step: seen.append((value.sum().item(), step)), args=(loss, 5))
     assert seen == []
-    xm.mark_step()
+    before = xla_amp.metrics()["executions"]
+    xm.mark_step(wait=True)
+    assert xla_amp.metrics()["executions"] > before
     assert seen == [(6.0, 5)]
     xm.mark_step()
     assert len(seen) == 1
