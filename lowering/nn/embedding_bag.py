@@ -106,27 +106,6 @@ def embedding_bag_dense_backward(
     return table.at[narrow(indices, num_weights)].add(rows, mode="promise_in_bounds")
 
 
-@register("_embedding_bag_backward")
-def embedding_bag_backward(
-    grad: jax.Array,
-    indices: jax.Array,
-    offsets: jax.Array,
-    bag: jax.Array,
-    size: jax.Array,
-    max_indices: jax.Array,
-    num_weights: int,
-    scale_grad_by_freq: bool,
-    mode: int,
-    sparse: bool,
-    per_sample_weights: jax.Array | None,
-    padding_idx: int = -1,
-) -> jax.Array:
-    """Gradient of the table; always dense, `sparse` is ignored."""
-    return embedding_bag_dense_backward(
-        grad, indices, bag, size, max_indices, num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
-    )
-
-
 @register("_embedding_bag_per_sample_weights_backward")
 def per_sample_weights_backward(
     grad: jax.Array,

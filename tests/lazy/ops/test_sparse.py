@@ -108,6 +108,25 @@ def test_gradients_of_an_embedding(device: torch.device, padding: int | None) ->
     torch.testing.assert_close(found.values(), expected.values())
 
 
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+def test_gradients_of_bags(device: torch.device, mode: str, padding: int | None) -> None:
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(6, 4, mode="mean" if mode == "mean" else "sum", padding_idx=padding, sparse=True)
+    ours = copy.deepcopy(theirs).to(device)
+    words, offsets, scales = WORDS.flatten(), torch.tensor([0, 2, 2]), torch.rand(6)
+    for model, where in ((ours, device), (theirs, "cpu")):
+        given = scales.to(where) if mode == "weighted" else None
+        model(words.to(where), offsets.to(where), given).square().sum().backward()
+    assert ours.weight.grad.layout is torch.sparse_coo
+    torch.testing.assert_close(ours.weight.grad.to_dense().cpu(), theirs.weight.grad.to_dense())
+
+
+def test_largest_of_a_bag_has_no_sparse_gradient(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="max mode does not support sparse weights"):
+        nn.EmbeddingBag(6, 4, mode="max", sparse=True).to(device)(WORDS.to(device))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD in a loop": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),

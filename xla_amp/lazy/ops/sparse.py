@@ -300,6 +300,29 @@ def embedding_backward(
     return _make(positions, entries, (num_weights, grad.shape[-1]), False)
 
 
+def embedding_bag_backward(
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag: torch.Tensor,
+    size: torch.Tensor,
+    max_indices: torch.Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    *scales: Any,
+) -> torch.Tensor:
+    """Gradient (num_weights, features) of a table whose rows were added, averaged or compared in bags.
+
+    `scales` are torch's last arguments: per_sample_weights and padding_idx.
+    """
+    rest = num_weights, scale_grad_by_freq, mode, *scales
+    if sparse:
+        return aten._embedding_bag_sparse_backward(grad, indices, offsets, bag, size, *rest)  # type: ignore[no-any-return]
+    return aten._embedding_bag_dense_backward(grad, indices, bag, size, max_indices, *rest)  # type: ignore[no-any-return]
+
+
 def missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """An operation that has no kernel for sparse tensors of the device."""
     raise _unsupported(str(operator).removesuffix(".default"))
@@ -323,7 +346,10 @@ def _from_torch(name: str) -> Callable[..., Any]:
     return kernel
 
 
-KERNELS: dict[str, Callable[..., Any]] = {"embedding_sparse_backward": embedding_backward}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_embedding_bag_backward": embedding_bag_backward,
+    "embedding_sparse_backward": embedding_backward,
+}
 """ATen name -> kernel on dense tensors of the device."""
 
 SPARSE_KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
