@@ -32,7 +32,7 @@ from workloads import WORKLOADS
 
 from xla_amp.lazy.programs import execute
 from xla_amp.tools.inspect import hlo_text
-from xla_amp.tools.inspect.hlo_text import Instruction
+from xla_amp.tools.inspect.hlo_text import HloInstruction
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
     bytes: int
 
 
-def _multiply_adds(each: Instruction, named: Mapping[str, Instruction]) -> int:
+def _multiply_adds(each: HloInstruction, named: Mapping[str, HloInstruction]) -> int:
     """Of a matrix product."""
     left = named[each.operands[0]].shape
     contracted = math.prod(left[int(axis)] for axis in _CONTRACTED.search(each.rest)[1].split(","))  # type: ignore[index]
@@ -77,7 +77,7 @@ class Frames:
         found = re.search(rf"^{title}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
         return [line.split(" ", 1)[1] for line in found[1].splitlines()] if found else []
 
-    def of(self, each: Instruction) -> str:
+    def of(self, each: HloInstruction) -> str:
         """All names, innermost first, separated by blanks."""
         found, names = _FRAME.search(each.rest), list[str]()
         index = int(found[1]) if found else 0
@@ -91,7 +91,7 @@ class Frames:
 def kernels(text: str) -> dict[str, Kernel]:
     """The kernels of an optimized program, by their names in a profile."""
     frames, named = Frames(text), {each.name: each for each in hlo_text.instructions(text)}
-    inside, entry, current = collections.defaultdict[str, list[Instruction]](list), "", ""
+    inside, entry, current = collections.defaultdict[str, list[HloInstruction]](list), "", ""
     for line in text.splitlines():
         if begin := _COMPUTATION.match(line):
             current = begin[1]

@@ -28,7 +28,7 @@ from workloads import Workload, language
 import xla_amp
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 
 
 def trainer(layers: int) -> tuple[Callable[[], None], int]:
@@ -50,11 +50,11 @@ def trainer(layers: int) -> tuple[Callable[[], None], int]:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Program]]:
+def recorded() -> Iterator[list[XlaProgram]]:
     """The programs of steps inside, which are not run."""
-    programs: list[Program] = []
+    programs: list[XlaProgram] = []
 
-    def run(program: Program, *_: Any) -> list[Any]:
+    def run(program: XlaProgram, *_: Any) -> list[Any]:
         programs.append(program)
         return program.result_shapes()
 
@@ -63,7 +63,7 @@ def recorded() -> Iterator[list[Program]]:
         xla_amp.sync()
 
 
-def program_of(layers: int) -> Program:
+def program_of(layers: int) -> XlaProgram:
     """The program of a steady step of a model with `layers` layers; nothing is run or compiled."""
     with recorded() as programs:
         step, _ = trainer(layers)

@@ -26,10 +26,10 @@ from results import interleaved, machine
 import xla_amp
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import execute
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 
 
-def empty_program(program: Program) -> Any:
+def empty_program(program: XlaProgram) -> Any:
     """An executable with the inputs, donations and outputs of `program` that computes nothing."""
     outputs = program.result_shapes()
 
@@ -45,7 +45,7 @@ def empty_program(program: Program) -> Any:
     return jax.jit(nothing, donate_argnums=0, keep_unused=True)
 
 
-def successors(donated: list[Any], program: Program) -> list[int]:
+def successors(donated: list[Any], program: XlaProgram) -> list[int]:
     """For each donated input, the index of the output that replaces it in the next iteration."""
     spare = dict(enumerate(program.result_shapes()))
     indices = []

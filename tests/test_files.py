@@ -143,7 +143,7 @@ def test_errors_and_reports_hold_no_codes_that_a_terminal_acts_on():
     assert str(ModuleError(f"the layer {RED}h.0\n\tis é")) == "the layer \\x1b[31m\\x07\\x9bh.0\n\tis é"
     assert str(FileError(f"{RED}", "b")).startswith("[Errno \\x1b")
     statistics = history.Statistics(amax=1.0, rms=1.0, underflow=0.0, inf=0.0, nan=0.0, headroom=1.0)
-    record = history.StepRecord(step=1, statistics={history.Key(f"{RED}h", "weight"): statistics})
+    record = history.StepRecord(step=1, statistics={history.ValueKey(f"{RED}h", "weight"): statistics})
     from xla_amp.report import terminal
     from xla_amp.tools.monitor import history_report
 

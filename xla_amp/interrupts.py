@@ -110,7 +110,7 @@ def _on_main_thread() -> bool:
     return _thread.get_ident() == threading.main_thread().ident
 
 
-class _Call:
+class _PendingCall:
     """An object whose truth value is read between two bytecodes of the main thread, for what that does."""
 
     def __init__(self, function: Callable[[], object]) -> None:
@@ -121,13 +121,13 @@ class _Call:
         return False
 
 
-_delivery = _Call(deliver)
+_delivery = _PendingCall(deliver)
 _add_pending_call = ctypes.pythonapi.Py_AddPendingCall
 _add_pending_call.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 _is_true = ctypes.cast(ctypes.pythonapi.PyObject_IsTrue, ctypes.c_void_p)
 
 
-def _call_between_bytecodes(call: _Call) -> None:
+def _call_between_bytecodes(call: _PendingCall) -> None:
     """Unlike handlers of signals, pending calls never run where C code asks for signals.
 
     PyObject_IsTrue returns -1 for an exception, as a pending call does.  `call` must live for ever.
@@ -167,11 +167,11 @@ def take_over() -> None:
     if _on_main_thread():
         wrap_present()
     else:
-        _calls.append(_Call(wrap_present))
+        _calls.append(_PendingCall(wrap_present))
         _call_between_bytecodes(_calls[-1])
 
 
-_calls: list[_Call] = []
+_calls: list[_PendingCall] = []
 
 
 def _unwrapped(handler: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from xla_amp.tools.monitor import bad_step
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 
@@ -58,7 +58,7 @@ def test_lightning(tmp_path):
     batches = check(recorder.monitor, tmp_path / "run")
     assert [len(batch) for batch in batches] == [2, 2]
     assert batches[1][0].isinf().any()
-    assert Key("body", "activation") in recorder.monitor.history.steps[0].statistics
+    assert ValueKey("body", "activation") in recorder.monitor.history.steps[0].statistics
 
 
 def test_transformers(tmp_path):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xla_amp.jax import find_overflow, monitor, observe
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 
 MESH = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 X = np.random.default_rng(0).standard_normal((16, 4)).astype(np.float32)
@@ -47,7 +47,7 @@ def check(step, w, x):
     y = X.astype(np.float64) @ W["layer"]["kernel"]
     gradient = np.asarray(grads["layer"]["kernel"], np.float64)
     for kind, exact in (("activation", y), ("gradient", gradient)):
-        found = record.statistics[Key("layer", kind)]
+        found = record.statistics[ValueKey("layer", kind)]
         np.testing.assert_allclose(found.rms, np.sqrt((exact**2).mean()), rtol=1e-6)
         np.testing.assert_allclose(found.amax, np.abs(exact).max(), rtol=1e-6)
     np.testing.assert_allclose(record.gradient_norm, np.linalg.norm(gradient), rtol=1e-6)

@@ -19,7 +19,7 @@ import pytest
 from xla_amp.errors import FileError, StepError
 from xla_amp.jax import LossScale, autocast, find_overflow, monitor, observe, replay, select, value_and_grad
 from xla_amp.tools.monitor import bad_step, history
-from xla_amp.tools.monitor.history import Key, Statistics
+from xla_amp.tools.monitor.history import Statistics, ValueKey
 from xla_amp.tools.monitor.on_pytorch import replay as replay_step
 from xla_amp.types import RANGES
 
@@ -111,15 +111,15 @@ def test_activations_through_transformations(function, activations):
     found = step(W, X)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.jit(function)(W, X))
     (record,) = step.read().steps
-    assert list(record.statistics) == [Key("layer", "activation")]
-    assert_same(record.statistics[Key("layer", "activation")], activations)
+    assert list(record.statistics) == [ValueKey("layer", "activation")]
+    assert_same(record.statistics[ValueKey("layer", "activation")], activations)
 
 
 def test_inf_nan_and_underflow_are_counted():
     values = np.array([1e-30, 1e-3, 0.0, np.inf, -np.inf, np.nan, 5.0, -70000.0], np.float32)
     step = monitor(lambda x: observe("activation", x, layer="x"), sample=1, low="float16")
     step(values)
-    row = step.read().steps[0].statistics[Key("x", "activation")]
+    row = step.read().steps[0].statistics[ValueKey("x", "activation")]
     assert_same(row, by_hand(values, "float16"))
     assert (row.inf, row.nan, row.underflow) == (2 / 8, 1 / 8, 1 / 4)
 
@@ -144,9 +144,9 @@ def test_what_is_observed(tmp_path):
     own = grads["params"]["h_0"]
     joined = np.concatenate([np.ravel(own["kernel"]), np.ravel(own["bias"])]).astype(np.float64)
     weights = np.concatenate([W[0].ravel(), X[0]])
-    assert_same(record.statistics[Key("h_0", "gradient")], by_hand(joined))
-    assert_same(record.statistics[Key("h_0", "weight")], by_hand(weights))
-    assert_same(record.statistics[Key("h_0", "update")], by_hand(np.float32(-0.1) * joined, weights=weights))
+    assert_same(record.statistics[ValueKey("h_0", "gradient")], by_hand(joined))
+    assert_same(record.statistics[ValueKey("h_0", "weight")], by_hand(weights))
+    assert_same(record.statistics[ValueKey("h_0", "update")], by_hand(np.float32(-0.1) * joined, weights=weights))
     everything = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)]).astype(np.float64)
     assert record.gradient_norm == pytest.approx(np.linalg.norm(everything), rel=1e-6)
     assert record.loss == float(value)
@@ -213,8 +213,8 @@ def test_the_first_bad_step_is_kept_and_replayed(bad_run):
     skipped = [record.step for record in step.history.steps if record.skipped]
     assert skipped == [BAD]
     record = next(record for record in step.history.steps if record.step == BAD)
-    assert record.statistics[Key("up", "activation")].inf > 0
-    assert record.statistics[Key("wte", "activation")].inf == 0
+    assert record.statistics[ValueKey("up", "activation")].inf > 0
+    assert record.statistics[ValueKey("wte", "activation")].inf == 0
     assert record.loss_scale == 1024
     found = replay(step, directory, *start(), TOKENS)
     assert found.reproduced
@@ -311,8 +311,8 @@ def test_nnx_and_layers(tmp_path):
     values = [model.body(X), step(model, X), step(model, X)]
     assert float(model.calls[...]) == 2
     record = step.read().steps[-1]
-    assert list(record.statistics) == [Key("head", "activation")]
-    assert record.statistics[Key("head", "activation")].amax > 0
+    assert list(record.statistics) == [ValueKey("head", "activation")]
+    assert record.statistics[ValueKey("head", "activation")].amax > 0
     assert float(values[1]) == float(values[2])
 
 

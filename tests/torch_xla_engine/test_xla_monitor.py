@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import xla_amp
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 from xla_amp.tools.monitor.on_pytorch.replay import replay
 
 BAD, ELEMENT = 3, 5
@@ -64,7 +64,7 @@ def test_statistics_are_those_of_the_cpu():
         xla_amp.sync()
     last = recorder.read().steps[-1].statistics
     gradient = torch.cat([p.grad.flatten() for p in reference[2].parameters()]).double()
-    for key, want in ((Key("0", "activation"), seen[-1]), (Key("2", "gradient"), gradient)):
+    for key, want in ((ValueKey("0", "activation"), seen[-1]), (ValueKey("2", "gradient"), gradient)):
         assert math.isclose(last[key].amax, want.abs().max().item(), rel_tol=1e-4)
         assert math.isclose(last[key].rms, want.square().mean().sqrt().item(), rel_tol=1e-4)
     recorder.close()

@@ -30,7 +30,7 @@ class _Thread(threading.local):
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Token:
+class PathsToken:
     """Proof of one `acquire`, for `release`."""
 
     rebuilt: list[tuple[torch.nn.Module, str]] | None
@@ -60,7 +60,7 @@ def parameters(device_type: str) -> list[tuple[torch.Tensor, str]]:
     return [(each, path) for each, path in held if each.device.type == device_type]
 
 
-def acquire() -> Token:
+def acquire() -> PathsToken:
     """Follows modules until `release` gets the token.  Also finds the modules that this thread runs already."""
     global _holders
     with _lock:
@@ -71,15 +71,15 @@ def acquire() -> Token:
     found = running()
     stack = _thread.stack
     if len(found) == len(stack) and all(a is b for a, (b, _) in zip(found, stack, strict=True)):
-        return Token(None)
+        return PathsToken(None)
     # The hooks were installed after these modules started, or a BaseException skipped the forward hook.
     _thread.stack = stack = []
     for module in found:
         _enter(module, ())
-    return Token(stack)
+    return PathsToken(stack)
 
 
-def release(token: Token) -> None:
+def release(token: PathsToken) -> None:
     """Ends one `acquire`."""
     global _holders
     if token.rebuilt is not None and token.rebuilt is _thread.stack:

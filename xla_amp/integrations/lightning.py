@@ -64,7 +64,7 @@ from xla_amp.pytorch.distributed import xla_model as xm
 from xla_amp.pytorch.distributed.xla_model import xla_device
 from xla_amp.pytorch.optim.grad_scaler import GradScaler
 from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
-from xla_amp.tools.monitor.on_pytorch.running_step import Step
+from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
 
 NAME = "xla_amp"
 """Name of the accelerator and of the strategy."""
@@ -238,7 +238,7 @@ class MonitorCallback(Callback):
         super().__init__()
         self.options = options
         self.monitor: Monitor | None = None
-        self._step: Step | None = None
+        self._step: MonitoredStep | None = None
         self._block: contextlib.ExitStack | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

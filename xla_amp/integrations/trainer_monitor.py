@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from xla_amp.tools.monitor.on_pytorch.monitor import Monitor, monitor
-from xla_amp.tools.monitor.on_pytorch.running_step import Step
+from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
 
 
 class MonitorCallback(TrainerCallback):
@@ -27,7 +27,7 @@ class MonitorCallback(TrainerCallback):
         self.options = options
         self.monitor: Monitor | None = None
         self._block: contextlib.ExitStack | None = None
-        self._step: Step | None = None
+        self._step: MonitoredStep | None = None
         self._handles: list[Any] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -18,7 +18,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Decision, Policy, PolicyLike, op_catalog
 from xla_amp.policy.load import default_name
-from xla_amp.policy.policy import Reach
+from xla_amp.policy.policy import Match
 from xla_amp.policy.resolve import overridden
 from xla_amp.types import LOW_DTYPES, Cast
 
@@ -43,7 +43,7 @@ def is_castable(dtype: Any) -> bool:
 @functools.lru_cache(maxsize=8192)
 def decide(
     policy: Policy, primitive: str, aten: str | None = None, path: str | None = None
-) -> tuple[Decision, frozenset[Reach]]:
+) -> tuple[Decision, frozenset[Match]]:
     """The policy's decision for a primitive, and the user's rules that reach it.
 
     It is decided by its ATen name, or by its own name if it has no ATen counterpart.

@@ -1,6 +1,6 @@
 """Which of the user's rules have an effect, and the report of those that have none.
 
-A rule is judged by pattern (`Reach`): a pattern has an effect if an operation that it reaches follows the rules, also
+A rule is judged by pattern (`Match`): a pattern has an effect if an operation that it reaches follows the rules, also
 if a later layer outranks it.  There is one counter for each pattern (`Use`), in this process and in each program.  A
 front that applies a policy to a whole program collects them (`collect`, `note`) and then calls `report`; torch's
 kernels call `asked`.  Built-in rules are not counted.
@@ -20,7 +20,7 @@ from xla_amp import config, events
 from xla_amp.errors import PolicyError, RuleWarning
 from xla_amp.policy import module_patterns, op_catalog
 from xla_amp.policy.op_catalog import Vocabulary
-from xla_amp.policy.policy import Policy, Reach, RuleLayer
+from xla_amp.policy.policy import Match, Policy, RuleLayer
 from xla_amp.types import Layer
 
 _FRONTS: Final[dict[Vocabulary, str]] = {"jaxpr": "JAX", "stablehlo": "StableHLO"}
@@ -50,11 +50,11 @@ class Effects:
     """The patterns that reached operations: of one program, or of the process."""
 
     def __init__(self) -> None:
-        self.uses: defaultdict[Reach, Use] = defaultdict(Use)
+        self.uses: defaultdict[Match, Use] = defaultdict(Use)
         self.paths: set[str] = set()
         """Paths of the modules of the program, if rules for modules are in force."""
 
-    def add(self, reached: Iterable[Reach], why_kept: str = "") -> None:
+    def add(self, reached: Iterable[Match], why_kept: str = "") -> None:
         """Counts the patterns that reach one operation; `why_kept`: why it does not follow them, empty if it does."""
         for pair in reached:
             use = self.uses[pair]
@@ -68,7 +68,7 @@ class Effects:
             self.uses[pair].followed += use.followed
             self.uses[pair].kept = self.uses[pair].kept or use.kept
 
-    def follows(self, pair: Reach) -> bool:
+    def follows(self, pair: Match) -> bool:
         """Whether an operation follows the rules where the pattern reaches it."""
         return pair in self.uses and self.uses[pair].followed > 0
 
@@ -99,7 +99,7 @@ def collect() -> Iterator[Effects]:
         _thread.open[-1].merge(effects)
 
 
-def note(reached: Iterable[Reach], why_kept: str = "", path: str | None = None) -> None:
+def note(reached: Iterable[Match], why_kept: str = "", path: str | None = None) -> None:
     """`Effects.add` for the innermost `collect` of this thread; `path`: of the operation's module."""
     effects = _thread.open[-1]
     effects.add(reached, why_kept)
@@ -129,14 +129,14 @@ def asked(policy: Policy, operation: str, path: str | None) -> None:
         _decided[layer].add(operation)
 
 
-def _patterns(layers: Iterable[RuleLayer]) -> Iterator[tuple[RuleLayer, Reach]]:
+def _patterns(layers: Iterable[RuleLayer]) -> Iterator[tuple[RuleLayer, Match]]:
     """The patterns of users' rules, with their layers."""
     for layer in layers:
         for rule in () if layer.layer == "builtin" else layer.rules:
-            yield from ((layer, Reach(pattern, rule)) for pattern in rule.operations)
+            yield from ((layer, Match(pattern, rule)) for pattern in rule.operations)
 
 
-def unused(layers: Iterable[RuleLayer]) -> list[Reach]:
+def unused(layers: Iterable[RuleLayer]) -> list[Match]:
     """The users' rules in `layers`, by pattern, that have had no effect in this process."""
     return [pair for _, pair in _patterns(layers) if not _process.follows(pair)]
 
@@ -216,7 +216,7 @@ def report(policy: Policy, effects: Effects, vocabulary: Vocabulary, *, strict: 
         _warn(_text([*without], f"the {_FRONTS[vocabulary]} program"))
 
 
-def _instead(pair: Reach, layer: RuleLayer) -> str:
+def _instead(pair: Match, layer: RuleLayer) -> str:
     """What to write for an operation that ran inside `FUSED`."""
     inner = next((name for name in _INSIDE if pair.pattern == name or pair.pattern.endswith(f".{name}")), "")
     if not inner or FUSED not in _decided[layer]:
@@ -252,7 +252,7 @@ def report_unmatched(layer: RuleLayer, *, strict: bool, once: bool = False) -> N
 
 
 @functools.lru_cache(maxsize=256)
-def _of_sums(policy: Policy) -> tuple[Reach, ...]:
+def _of_sums(policy: Policy) -> tuple[Match, ...]:
     return tuple(pair for _, pair in _patterns(policy.layers) if _is_gradient_sum(pair.pattern))
 
 
@@ -266,7 +266,7 @@ def report_sums(policy: Policy, device_type: str) -> None:
         _warn(_text([_line(pair, why) for pair in found], f"torch's device {device_type!r}"))
 
 
-def _line(pair: Reach, why: str) -> str:
+def _line(pair: Match, why: str) -> str:
     return f"{pair.pattern} = {pair.rule.cast} ({pair.rule.origin}): {why}"
 
 

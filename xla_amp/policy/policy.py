@@ -86,7 +86,7 @@ class Decision(NamedTuple):
         return self.rule.origin if self.rule else ""
 
 
-class Reach(NamedTuple):
+class Match(NamedTuple):
     """A rule, and the one of its patterns that reaches an operation."""
 
     pattern: str
@@ -101,14 +101,14 @@ class RuleLayer:
     origin: str
     rules: tuple[Rule, ...]
     _exact: Mapping[str, Rule] = dataclasses.field(init=False, repr=False, compare=False)
-    _native: Mapping[str, tuple[Reach, ...]] = dataclasses.field(init=False, repr=False, compare=False)
+    _native: Mapping[str, tuple[Match, ...]] = dataclasses.field(init=False, repr=False, compare=False)
     """ATen name -> rules that name it by a name of jaxpr or StableHLO."""
-    _globs: tuple[Reach, ...] = dataclasses.field(init=False, repr=False, compare=False)
-    _module_patterns: tuple[Reach, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _globs: tuple[Match, ...] = dataclasses.field(init=False, repr=False, compare=False)
+    _module_patterns: tuple[Match, ...] = dataclasses.field(init=False, repr=False, compare=False)
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        pairs = [Reach(operation, rule) for rule in self.rules for operation in rule.operations]
+        pairs = [Match(operation, rule) for rule in self.rules for operation in rule.operations]
         exact: dict[str, Rule] = {}
         for operation, rule in pairs:
             if operation in exact:
@@ -122,7 +122,7 @@ class RuleLayer:
         object.__setattr__(self, "_module_patterns", for_modules)
         globs = tuple(p for p in pairs if p not in for_modules and op_catalog.is_glob(p.pattern))
         object.__setattr__(self, "_globs", globs)
-        native: dict[str, tuple[Reach, ...]] = {}
+        native: dict[str, tuple[Match, ...]] = {}
         for pair in () if self.layer == "builtin" else pairs:
             if pair not in globs and pair not in for_modules:
                 for name in op_catalog.native(pair.pattern):
@@ -136,7 +136,7 @@ class RuleLayer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
 
-    def find(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> tuple[Reach, ...]:
+    def find(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> tuple[Match, ...]:
         """The rules for `operation` in this layer, which agree; a rule for the module at `path` wins over the others.
 
         Args:
@@ -159,15 +159,15 @@ class RuleLayer:
                 return _agreed(inner, names, f" in module {path!r}")
         if self.layer == "builtin":
             found = self._exact.get(operation)
-            return () if found is None else (Reach(operation, found),)
+            return () if found is None else (Match(operation, found),)
         reached = [pair for name in names for pair in self._reaching(name)]
         return _agreed(reached, names) if reached else ()
 
-    def _reaching(self, operation: str) -> list[Reach]:
+    def _reaching(self, operation: str) -> list[Match]:
         bare = op_catalog.packet(operation)
         if bare in op_catalog.catalogue().no_rule:
             return []
-        reached = [Reach(name, self._exact[name]) for name in dict.fromkeys((operation, bare)) if name in self._exact]
+        reached = [Match(name, self._exact[name]) for name in dict.fromkeys((operation, bare)) if name in self._exact]
         reached += self._native.get(operation, ())
         if operation in op_catalog.catalogue().classes:
             reached += [pair for pair in self._globs if op_catalog.fits(pair.pattern, operation)]
@@ -186,7 +186,7 @@ class RuleLayer:
         return reached - _NO_OPERATION
 
 
-def _agreed(reached: list[Reach], names: tuple[str, ...], where: str = "") -> tuple[Reach, ...]:
+def _agreed(reached: list[Match], names: tuple[str, ...], where: str = "") -> tuple[Match, ...]:
     rules = dict.fromkeys(pair.rule for pair in reached)
     if len({rule.cast for rule in rules}) > 1:
         listed = "; ".join(f"{_short(rule)} ({rule.origin})" for rule in rules)
@@ -283,7 +283,7 @@ class Policy:
             self._decisions[key] = decision
         return decision
 
-    def reaching(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> frozenset[Reach]:
+    def reaching(self, operation: str, path: str | None = None, same: tuple[str, ...] = ()) -> frozenset[Match]:
         """The user's rules that reach `operation`, those that a later layer outranks included."""
         return frozenset(
             pair for layer in self.layers if layer.layer != "builtin" for pair in layer.find(operation, path, same)

@@ -9,7 +9,7 @@ from xla_amp.report import units
 from xla_amp.report.document import Curve
 
 
-class Line(NamedTuple):
+class Polyline(NamedTuple):
     """A curve in pixels."""
 
     parts: tuple[str, ...]
@@ -25,7 +25,7 @@ WIDTH: Final = 300
 HEIGHT: Final = 80
 
 
-def line(curve: Curve) -> Line:
+def line(curve: Curve) -> Polyline:
     """`curve` in pixels, its smallest value at the bottom and its largest at the top."""
     finite = [value for value in curve.values if value is not None and math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -43,4 +43,4 @@ def line(curve: Curve) -> Line:
         parts[-1].append(f"{x},{round((1 - share) * HEIGHT, 1)}")
     known = [value for value in curve.values if value is not None]
     lowest, highest, newest = (units.cell(value, "count") for value in (low, high, known[-1] if known else None))
-    return Line(tuple(" ".join(part) for part in parts if part), tuple(bad), lowest, highest, newest)
+    return Polyline(tuple(" ".join(part) for part in parts if part), tuple(bad), lowest, highest, newest)

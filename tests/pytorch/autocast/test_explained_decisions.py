@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 import xla_amp
 from xla_amp import policy
 from xla_amp.policy import load
-from xla_amp.tools.explain.on_pytorch import Report
+from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 LOW, FULL = torch.bfloat16, torch.float32
 REGISTERED = sorted(filter(samples.here, load("cpu").operations()))
@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def done_and_told(report: Report, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
+def done_and_told(report: ExplainReport, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
     """Conversions that the dispatcher made before the operation, and those that the report lists for it."""
     given = samples.arguments(operation, samples.Maker("cpu", dtypes))
     report.records.clear()

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 import xla_amp
 from xla_amp import events, policy, tables
 from xla_amp.pytorch.autocast import decision_events, kernel_registry, xla_dispatch
-from xla_amp.tools.explain.on_pytorch import Report
+from xla_amp.tools.explain.on_pytorch import ExplainReport
 
 
 def registrations() -> list[list[str]]:
@@ -64,7 +64,7 @@ def _nothing_is_left():
     assert not torch_module._global_forward_hooks
 
 
-def ruled(report: Report) -> list[tuple[str, str, str, str]]:
+def ruled(report: ExplainReport) -> list[tuple[str, str, str, str]]:
     return [(row["operation"], row["module"], row["cast"], row["layer"]) for row in report.rows() if row["rule"]]
 
 
@@ -228,8 +228,8 @@ def entry(operation="mm", given=("float32",) * 2, used=("bfloat16",) * 2, **fiel
 
 
 @pytest.fixture
-def report() -> Report:
-    report = Report()
+def report() -> ExplainReport:
+    report = ExplainReport()
     kept = {"cast": "keep", "origin": "", "module": "head"}
     report.records += [entry(), entry("relu", ("int64",), ("int64",), **kept), entry(), entry(front="jax")]
     return report
@@ -248,7 +248,7 @@ def test_the_table(report):
         "    3  mm         f32     bf16   bf16    low   builtin  tables/tpu.toml:1      6\n"
         "1 row of integers and plumbing is left out"
     )
-    assert str(Report()).startswith("0 operations under autocast\n\npolicy          none\ncasts inserted  none")
+    assert str(ExplainReport()).startswith("0 operations under autocast\n\npolicy          none\ncasts inserted  none")
 
 
 def test_the_page_of_a_step(device, tmp_path):

@@ -12,7 +12,7 @@ from xla_amp.report.document import Column, Row, Table
 from xla_amp.report.page import html as page_text
 from xla_amp.tools.monitor import history_report
 from xla_amp.tools.monitor.advice import advice
-from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
+from xla_amp.tools.monitor.history import History, Statistics, StepRecord, ValueKey
 
 NAMES = ["h.0.attn", "h.1.attn", "head"]
 
@@ -26,8 +26,8 @@ def statistics(headroom: float, *, inf: float = 0.0, underflow: float = 0.0) -> 
 def history() -> History:
     steps = []
     for step in range(100, 110):
-        rows = {Key(name, "activation"): statistics(9.0 - at) for at, name in enumerate(NAMES)}
-        rows[Key("h.1.attn", "gradient")] = statistics(0.5, inf=0.25 if step == 108 else 0.0)
+        rows = {ValueKey(name, "activation"): statistics(9.0 - at) for at, name in enumerate(NAMES)}
+        rows[ValueKey("h.1.attn", "gradient")] = statistics(0.5, inf=0.25 if step == 108 else 0.0)
         sampled = rows if step % 2 == 0 else {}
         loss = math.inf if step == 109 else 1.0
         steps.append(StepRecord(step=step, loss=loss, loss_scale=2.0**16, skipped=step == 109, statistics=sampled))
@@ -64,7 +64,7 @@ def test_the_terminal_shows_what_is_nearest_to_an_overflow(history):
 
 def test_zeros_are_not_shown_as_infinite():
     zero = Statistics(amax=0.0, rms=0.0, underflow=0.0, inf=0.0, nan=0.0, headroom=math.inf)
-    steps = [StepRecord(step=at, statistics={Key("head", "update"): zero}) for at in range(2)]
+    steps = [StepRecord(step=at, statistics={ValueKey("head", "update"): zero}) for at in range(2)]
     table = history_report.document(History(low="float16", steps=steps)).tables[0]
     (row,) = [dict(zip([c.name for c in table.columns], row.cells, strict=True)) for row in table.rows]
     assert "headroom" not in row

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import xla_amp
-from xla_amp.tools.monitor.history import Key, Statistics, Sums
+from xla_amp.tools.monitor.history import Statistics, Sums, ValueKey
 from xla_amp.tools.monitor.on_pytorch.columns import LayerError
 from xla_amp.tools.monitor.on_pytorch.running_step import StepCountError
 from xla_amp.tools.monitor.on_pytorch.statistics import tensor_sums
@@ -62,15 +62,15 @@ def loss_of(model, x, y):
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def expected(model: nn.Module, optimizer, step) -> dict[Key, dict[str, float]]:
+def expected(model: nn.Module, optimizer, step) -> dict[ValueKey, dict[str, float]]:
     """The definitions in float64, from hooks on a model on the CPU."""
-    values: dict[Key, list[torch.Tensor]] = {}
+    values: dict[ValueKey, list[torch.Tensor]] = {}
     handles = [
         module.register_forward_hook(
             lambda _m, _a, out, path=path: (
                 None
                 if torch._C._current_graph_task_id() != -1
-                else values.setdefault(Key(path, "activation"), []).append(out.detach().clone())
+                else values.setdefault(ValueKey(path, "activation"), []).append(out.detach().clone())
             )
         )
         for path, module in model.named_modules()
@@ -82,9 +82,9 @@ def expected(model: nn.Module, optimizer, step) -> dict[Key, dict[str, float]]:
     for handle in handles:
         handle.remove()
     for path, own in owners.items():
-        values[Key(path, "gradient")] = [p.grad for p in own]
-        values[Key(path, "weight")] = before[path]
-        values[Key(path, "update")] = [p.detach() - old for p, old in zip(own, before[path], strict=True)]
+        values[ValueKey(path, "gradient")] = [p.grad for p in own]
+        values[ValueKey(path, "weight")] = before[path]
+        values[ValueKey(path, "update")] = [p.detach() - old for p, old in zip(own, before[path], strict=True)]
     found = {}
     for key, tensors in values.items():
         x = torch.cat([each.flatten() for each in tensors]).double()
@@ -143,25 +143,27 @@ def test_statistics_are_those_of_hooks_on_the_cpu(where, remat, parts):
         assert step.replays
     for record, loss, reference_values in zip(found, losses, wanted, strict=True):
         assert record.loss == pytest.approx(loss, rel=1e-6)
-        assert set(record.statistics) | {Key("blocks", "activation"), Key("", "activation")} == set(reference_values)
+        assert set(record.statistics) | {ValueKey("blocks", "activation"), ValueKey("", "activation")} == set(
+            reference_values
+        )
         squares = 0.0
         for key, row in record.statistics.items():
             want = reference_values[key]
             rounding = 0.0
             if key.kind == "update":  # the difference of two weights, each rounded to float32
-                rounding = 2**-23 * reference_values[Key(key.layer, "weight")]["amax"]
+                rounding = 2**-23 * reference_values[ValueKey(key.layer, "weight")]["amax"]
             assert row.amax == pytest.approx(want["amax"], rel=1e-6, abs=rounding), key
             assert row.rms == pytest.approx(want["rms"], rel=1e-6), key
             assert row.underflow == pytest.approx(want["underflow"], abs=1e-9), key
             assert row.headroom == pytest.approx(math.log2(65504 / row.amax), abs=1e-5)
             if key.kind == "update":
-                weight = reference_values[Key(key.layer, "weight")]["rms"]
+                weight = reference_values[ValueKey(key.layer, "weight")]["rms"]
                 assert row.update_ratio == pytest.approx(want["rms"] / weight, rel=1e-6)
             if key.kind == "gradient":
                 size = sum(p.numel() for p in model.get_submodule(key.layer).parameters(recurse=False))
                 squares += row.rms**2 * size
         assert record.gradient_norm == pytest.approx(math.sqrt(squares), rel=1e-6)
-    assert found[0].statistics[Key("embed", "weight")].underflow > 0
+    assert found[0].statistics[ValueKey("embed", "weight")].underflow > 0
 
 
 @pytest.mark.parametrize("shape", [(1 << 20,), (1000, 1027)], ids=str)
@@ -220,7 +222,7 @@ def test_a_step_is_one_executable_without_a_host_sync(scaled, captured):
     assert [bool(record.statistics) for record in steps] == [True, False] * 12
     assert all(record.loss_scale == 1024.0 and not record.skipped for record in steps)
     assert monitor.history.low == "float16"
-    gradient = steps[0].statistics[Key("head", "gradient")]
+    gradient = steps[0].statistics[ValueKey("head", "gradient")]
     assert gradient.headroom == pytest.approx(math.log2(65504 / (gradient.amax * 1024)))
 
 
@@ -287,7 +289,7 @@ def test_a_closure_has_gradients(where):
             running.loss = optimizer.step(closure)
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
         assert monitor.read().steps[-1].gradient_norm == pytest.approx(norm, rel=1e-6)
-    gradient = monitor.history.steps[0].statistics[Key("", "gradient")]
+    gradient = monitor.history.steps[0].statistics[ValueKey("", "gradient")]
     assert gradient.amax > 0
     monitor.close()
 
@@ -309,7 +311,7 @@ def test_gradients_are_unscaled_whoever_unscales_them(scaled):
             scaler.update()
         [record] = monitor.read().steps
         monitor.close()
-        found.append((record.gradient_norm, record.statistics[Key("head", "gradient")].amax))
+        found.append((record.gradient_norm, record.statistics[ValueKey("head", "gradient")].amax))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
 
@@ -321,7 +323,7 @@ def test_layers_and_kinds_are_selected():
     model(batches(1)[0][0]).sum().backward()
     optimizer.step()
     [record] = monitor.read().steps
-    assert set(record.statistics) == {Key("blocks.0.up", kind) for kind in ("activation", "weight")}
+    assert set(record.statistics) == {ValueKey("blocks.0.up", kind) for kind in ("activation", "weight")}
     assert record.gradient_norm > 0
     monitor.close()
     assert not model._forward_hooks
@@ -344,7 +346,7 @@ def test_evaluation_is_no_step():
         optimizer.step()
     [record] = monitor.read().steps
     want = model.embed.weight[x].abs().max().item()
-    assert record.statistics[Key("embed", "activation")].amax == pytest.approx(want, rel=1e-2)
+    assert record.statistics[ValueKey("embed", "activation")].amax == pytest.approx(want, rel=1e-2)
 
 
 def test_without_an_optimizer_each_forward_pass_is_a_step():

@@ -11,9 +11,9 @@ import pytest
 from xla_amp.errors import FileError
 from xla_amp.tools.monitor import bad_step, history
 from xla_amp.tools.monitor.advice import THRESHOLDS, advice, is_probe
-from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord, Sums
+from xla_amp.tools.monitor.history import History, Statistics, StepRecord, Sums, ValueKey
 
-HIDDEN = Key("h.7.attn", "activation")
+HIDDEN = ValueKey("h.7.attn", "activation")
 ROW = Statistics(amax=2.0, rms=1.0, underflow=0.25, inf=0.0, nan=0.0, headroom=15.0)
 
 
@@ -82,10 +82,10 @@ def test_each_kind_of_advice():
             skipped=index > 0,
             statistics={
                 HIDDEN: low if index else ROW,
-                Key("wte", "gradient"): dataclasses.replace(ROW, underflow=0.37),
-                Key("wte", "update"): update,
-                Key("lm_head", "weight"): dataclasses.replace(ROW, nan=0.5 if index == 2 else 0.0),
-                Key("ln", "update"): dataclasses.replace(ROW, update_ratio=1e-9),
+                ValueKey("wte", "gradient"): dataclasses.replace(ROW, underflow=0.37),
+                ValueKey("wte", "update"): update,
+                ValueKey("lm_head", "weight"): dataclasses.replace(ROW, nan=0.5 if index == 2 else 0.0),
+                ValueKey("ln", "update"): dataclasses.replace(ROW, update_ratio=1e-9),
             },
         )
         for index in range(7)

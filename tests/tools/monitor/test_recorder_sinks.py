@@ -10,13 +10,13 @@ import torch
 
 import xla_amp
 from xla_amp.tools.monitor import history
-from xla_amp.tools.monitor.history import Key, Statistics, StepRecord
+from xla_amp.tools.monitor.history import Statistics, StepRecord, ValueKey
 from xla_amp.tools.monitor.sinks import JsonLines, TensorBoard, scalars
 
 
 def record(step: int, sampled: bool = True, loss: float = 0.5) -> StepRecord:
     row = Statistics(amax=2.0, rms=1.0, underflow=0.25, inf=0.0, nan=0.0, headroom=15.0)
-    rows = {Key("h.0.attn", "activation"): row, Key("", "activation"): row}
+    rows = {ValueKey("h.0.attn", "activation"): row, ValueKey("", "activation"): row}
     return StepRecord(step=step, loss=loss, loss_scale=1024.0, skipped=step == 1, statistics=rows if sampled else {})
 
 
@@ -86,7 +86,7 @@ def test_tensorboard_reads_back_what_was_recorded(tmp_path):
     losses = [(event.step, event.value) for event in events.Scalars("loss")]
     assert losses == [(found.step, pytest.approx(found.loss, rel=1e-6)) for found in monitor.history.steps]
     rms = [(event.step, event.value) for event in events.Scalars("gradient/0/rms")]
-    key = Key("0", "gradient")
+    key = ValueKey("0", "gradient")
     assert rms == [(step, pytest.approx(row.rms, rel=1e-6)) for step, row in monitor.history.of(key)]
 
 

@@ -16,7 +16,7 @@ import xla_amp
 from xla_amp import cli
 from xla_amp.errors import FileError
 from xla_amp.tools.monitor import bad_step, history
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 from xla_amp.tools.monitor.on_pytorch.replay import MakeError, replay
 
 RARE, BAD_STEP, ELEMENT = 12, 7, 2
@@ -94,12 +94,12 @@ def test_the_bad_step_is_kept_and_named(kept):
     assert [record.step for record in records.steps] == list(range(BAD_STEP + 1))
     assert records.steps[-1].skipped
     named = [key for key, row in records.steps[-1].statistics.items() if not row.finite]
-    assert named[0] == Key("1.up", "activation")
+    assert named[0] == ValueKey("1.up", "activation")
     every_step = history.read(directory / "history.jsonl")
     assert [record.step for record in every_step.steps] == list(range(12))
     sentences = [str(each) for each in monitor.advice()]
     assert f"the loss is not finite since step {BAD_STEP}" in sentences
-    update = records.steps[-1].statistics[Key("1.up", "update")]
+    update = records.steps[-1].statistics[ValueKey("1.up", "update")]
     assert (update.amax, update.nan) == (0, 0)  # skipped
 
 

@@ -16,7 +16,7 @@ from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording, require_replaced
 from xla_amp.lazy.capture.replay import Replay
 from xla_amp.lazy.graph.buffer import Buffer
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.tensors import tensor_io
 
 AUDIT = 8
@@ -37,7 +37,7 @@ class CacheEntry:
         """The last recorded call, if the next one can be compared with it."""
         self._audit_at = AUDIT
         self._replay: Replay | None = None
-        self._program: weakref.ref[Program] | None = None
+        self._program: weakref.ref[XlaProgram] | None = None
         self._lost: str | None = None
         """Why the capture was dropped, to be reported at the next call."""
 
@@ -61,7 +61,7 @@ class CacheEntry:
             self._lost = f"its program was dropped to stay within {config.PROGRAM_MEMORY}"
         self.drop_capture()
 
-    def _hold(self, reference: weakref.ref[Program]) -> None:
+    def _hold(self, reference: weakref.ref[XlaProgram]) -> None:
         program = reference()
         if program is not None and (self._program is None or self._program() is not program):
             self._program, release = reference, weakref.WeakMethod(self._release)

@@ -21,7 +21,7 @@ from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, trace
 from xla_amp.lazy.programs import causes, execute
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -110,7 +110,7 @@ class Recording:
     """Parameters that the call overwrites come first."""
     overwritten: int
     """How many they are."""
-    program: weakref.ref[Program]
+    program: weakref.ref[XlaProgram]
     spent: tuple[int, ...]
     """Parameters whose arrays the program may take."""
     donated: tuple[int, ...]
@@ -182,7 +182,7 @@ class Recording:
             "device outside and pass it as an argument"
         )
 
-    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+    def after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Called after `program` was dispatched."""
         self.program, self.spent, self.donated = weakref.ref(program), program.key.spent, program.donated
         self.code, self.count = code, trace.count

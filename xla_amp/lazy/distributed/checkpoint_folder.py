@@ -5,7 +5,7 @@
     run/step-100/
         arrays/            the arrays, which Orbax writes
         structure.pt       all other values, and a meta tensor for each array
-        checkpoint.json    `Facts`
+        checkpoint.json    `CheckpointFacts`
     run/step-200.1f0c9a52.partial/    one that is being written, with a file `owner` that its process has locked
 """
 
@@ -39,7 +39,7 @@ _IDLE = 3600.0
 """Seconds without a write after which the remains of a save on another host are those of a killed one."""
 
 
-class Facts(NamedTuple):
+class CheckpointFacts(NamedTuple):
     """What a checkpoint says about itself; empty for one of a version that wrote no such file."""
 
     number: int = 0
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
     """Digest of each array by its name (`checkpoint_digests`)."""
 
 
-def read_facts(folder: Path) -> Facts:
+def read_facts(folder: Path) -> CheckpointFacts:
     """The facts of a checkpoint.
 
     Raises:
@@ -62,18 +62,18 @@ def read_facts(folder: Path) -> Facts:
         found = files.parsed(json.loads, (folder / _FACTS).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
             raise ValueError(f"expected the format {_FORMAT!r}")
-        facts = Facts(**found)
+        facts = CheckpointFacts(**found)
         kinds: tuple[type, ...] = (int, float, str, dict)
         if len(found) != len(kinds) or not all(isinstance(*pair) for pair in zip(facts, kinds, strict=True)):
-            raise ValueError(f"expected {', '.join(Facts._fields)}")
+            raise ValueError(f"expected {', '.join(CheckpointFacts._fields)}")
         return facts
     except FileNotFoundError:
-        return Facts()
+        return CheckpointFacts()
     except (OSError, ValueError, TypeError) as error:
         raise FileError(f"{folder / _FACTS} is damaged: {error}") from error
 
 
-def read_structure(folder: Path, facts: Facts) -> dict[str, Any]:
+def read_structure(folder: Path, facts: CheckpointFacts) -> dict[str, Any]:
     """The values of a checkpoint, meta tensors in place of arrays; `facts` are its own.
 
     Raises:
@@ -199,7 +199,7 @@ class Partial:
             OSError: it cannot be written, or the name is taken.
         """
         digest = hashlib.sha256((self.path / STRUCTURE).read_bytes()).hexdigest()
-        facts = Facts(self._number, time.time(), digest, dict(arrays))
+        facts = CheckpointFacts(self._number, time.time(), digest, dict(arrays))
         text = json.dumps({"format": _FORMAT, **facts._asdict()}, indent=1)
         (self.path / _FACTS).write_text(text + "\n", encoding="utf-8")
         (self.path / _OWNER).unlink()

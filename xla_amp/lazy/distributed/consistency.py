@@ -31,7 +31,7 @@ from xla_amp.lazy.distributed import agreement, shared_numbers
 from xla_amp.lazy.distributed.agreement import is_loopback
 from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.programs import execute, mesh
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.policy import regions, resolve
 from xla_amp.policy.policy import Policy
 
@@ -243,7 +243,7 @@ def name_of(rank: int) -> str:
     return f"process {rank} ({_where(_met[rank])})" if rank < len(_met) else f"process {rank}"
 
 
-def admit(program: Program, arguments: Sequence[Any]) -> None:
+def admit(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """Sets the digest of a new program that several processes run together."""
     if any(instruction.collective for instruction in program.instructions.values()) or mesh.spans_processes():
         program.digest = hashlib.sha256(program.jitted.lower(*arguments).as_text().encode()).digest()
@@ -261,7 +261,7 @@ class together:
             the timeout.
     """
 
-    def __init__(self, program: Program, arguments: Sequence[Any]) -> None:
+    def __init__(self, program: XlaProgram, arguments: Sequence[Any]) -> None:
         self._program, numbers = program, arguments[2:]
         if program.shared is not None:
             numbers = [each[part] for each, part in zip(numbers, program.shared, strict=True) if part]
@@ -305,7 +305,7 @@ def _line(place: tuple[str, int] | None = None) -> str:
     return f"{file}:{line}" + (f": {source}" if source else "") if file else "in a backward pass"
 
 
-def _describe(program: Program, numbers: Sequence[np.ndarray]) -> bytes:
+def _describe(program: XlaProgram, numbers: Sequence[np.ndarray]) -> bytes:
     """The program as text for a process that has another."""
     tape = Tape(program.key.code)
     found = {

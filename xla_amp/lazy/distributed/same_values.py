@@ -16,7 +16,7 @@ from xla_amp.errors import EngineError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.programs import mesh
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.torch_integration import generator
 
 Value: TypeAlias = np.ndarray | jax.Array
@@ -29,7 +29,7 @@ process that dropped it, and in no other."""
 
 
 @contextlib.contextmanager
-def compare_inputs(program: Program, arguments: Sequence[Any]) -> Iterator[None]:
+def compare_inputs(program: XlaProgram, arguments: Sequence[Any]) -> Iterator[None]:
     """Before a new program over a mesh of several processes runs: `compare` of its inputs, for the first programs.
 
     A batch that each process uploaded by itself, and weights from other seeds, are found here.

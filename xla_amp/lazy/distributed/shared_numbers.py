@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 
 from xla_amp.lazy.graph.tape import Node, Tape
 from xla_amp.lazy.graph.trace import Instruction, Spec
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 
 _SAME = ("all_reduce.", "all_gather", "collective_broadcast")
 """Beginnings of the names of collectives that give all processes the same value."""
 
 
-def positions(program: Program) -> tuple[list[int], list[int]]:
+def positions(program: XlaProgram) -> tuple[list[int], list[int]]:
     """Positions of such numbers among the floats of `program`, and among its ints, which begin with the seeds.
 
     A weight is what the program overwrites and computes from its old value, other such values, results of collectives

@@ -100,7 +100,7 @@ def _trace(graph: torch.fx.GraphModule, inputs: Sequence[Any], rules: Policy | N
     return compiled
 
 
-class _Run(torch.fx.Interpreter):
+class _GraphInterpreter(torch.fx.Interpreter):
     """Runs a graph of ATen operations on tensors of the device, which are row-major where torch's would not be."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -132,11 +132,11 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _backward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    return recorded(_Run(graph).run)
+    return recorded(_GraphInterpreter(graph).run)
 
 
 def _forward(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-    run = recorded(_Run(graph).run)
+    run = recorded(_GraphInterpreter(graph).run)
 
     def begin(arguments: list[Any]) -> Any:
         step_marker.graph_begins()

@@ -21,13 +21,13 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.compile import Program, build
+from xla_amp.lazy.programs.compile import XlaProgram, build
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Value:
+class ExportedValue:
     """One input or output of an exported program."""
 
     name: str
@@ -44,9 +44,9 @@ class Value:
 class Exported:
     """An exported program; `xla_amp.stablehlo` reads it, and any PJRT client runs it."""
 
-    inputs: tuple[Value, ...]
+    inputs: tuple[ExportedValue, ...]
     """Tensor arguments in their order, then parameters, buffers and other values that it reads."""
-    outputs: tuple[Value, ...]
+    outputs: tuple[ExportedValue, ...]
     """Returned tensors in their order, then new values of the inputs that it changes."""
     exported: jax.export.Exported
 
@@ -109,7 +109,7 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
         buffer = tensor_io.buffer_of(tensor)
         names.setdefault(id(buffer), name if tensor_io.is_whole(tensor) else f"storage of {name}")
         holders.append(buffer)
-    recorder = _Recorder()
+    recorder = _RunObserver()
     locations = Locations()
     with recorder:
         with locations:
@@ -127,8 +127,8 @@ def export(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Exported:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Run:
-    program: Program
+class _ObservedRun:
+    program: XlaProgram
     parameters: list[Buffer]
     initial: list[np.ndarray[Any, Any]]
     targets: list[Buffer]
@@ -143,11 +143,11 @@ class _Run:
     """The user's ``file:line`` that ended it."""
 
 
-class _Recorder:
+class _RunObserver:
     """Observes the programs that run inside a block."""
 
     def __init__(self) -> None:
-        self.runs: list[_Run] = []
+        self.runs: list[_ObservedRun] = []
 
     def __enter__(self) -> None:
         execute.flush_begins.subscribe(self.before)
@@ -164,10 +164,10 @@ class _Recorder:
         self._ints = [*(word for stream in streams for word in stream), *trace.ints]
         self._floats = list(trace.floats)
 
-    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+    def after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Called after `program` was dispatched."""
         parameters, targets = list(trace.parameters), list(targets)
-        run = _Run(
+        run = _ObservedRun(
             program=program,
             parameters=parameters,
             initial=self._initial,
@@ -180,7 +180,7 @@ class _Recorder:
         )
         self.runs.append(run)
 
-    def only(self) -> _Run:
+    def only(self) -> _ObservedRun:
         """The one program that ran."""
         if len(self.runs) == 1:
             return self.runs[0]
@@ -192,7 +192,7 @@ class _Recorder:
         )
 
 
-def _located(run: _Run, locations: Locations) -> Program:
+def _located(run: _ObservedRun, locations: Locations) -> XlaProgram:
     """The program that ran, with modules and lines as locations; it is traced only, and kept in no cache."""
     specs = [parameter.spec for parameter in run.parameters]
     streams = (len(run.ints) - run.lifted) // 2
@@ -203,7 +203,7 @@ def _located(run: _Run, locations: Locations) -> Program:
 
 
 def _assemble(
-    run: _Run, program: Program, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
+    run: _ObservedRun, program: XlaProgram, names: dict[int, str], arguments: list[str], returned: list[tuple[str, Any]]
 ) -> Exported:
     changed = [
         index for index, target in enumerate(run.targets) if any(target is parameter for parameter in run.parameters)
@@ -246,7 +246,7 @@ def _assemble(
     index_of = {id(parameter): i for i, parameter in enumerate(run.parameters)}
     new_values = [f"new {label[index_of[id(run.targets[index])]]}" for index in changed]
     outputs = tuple(
-        Value(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
+        ExportedValue(name=name, shape=tuple(aval.shape), dtype=aval.dtype.name)
         for name, aval in zip([name for name, _ in returned] + new_values, exported.out_avals, strict=True)
     )
     return Exported(inputs=inputs, outputs=outputs, exported=exported)
@@ -256,8 +256,8 @@ def _rank(name: str | None, arguments: list[str]) -> int:
     return arguments.index(name) if name in arguments else len(arguments)
 
 
-def _value(name: str, initial: np.ndarray[Any, Any]) -> Value:
-    return Value(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
+def _value(name: str, initial: np.ndarray[Any, Any]) -> ExportedValue:
+    return ExportedValue(name=name, shape=initial.shape, dtype=initial.dtype.name, initial=initial)
 
 
 # Names.

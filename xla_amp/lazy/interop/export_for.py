@@ -20,7 +20,7 @@ from xla_amp.errors import CaptureError, DeviceError, XlaAmpError, writing
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.programs import compile_options, execute, mesh, pjrt
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.torch_integration import generator
 from xla_amp.types import PLATFORMS, Platform
 
@@ -119,7 +119,7 @@ def export_for(target: str, make_step: Callable[[], Callable[[], Any]]) -> Targe
             "export_for(): this process has a mesh or is one of several; export in a process without, and make "
             "the mesh of the absent devices inside make_step()"
         )
-    recorder = _Recorder()
+    recorder = _DeviceStandIn()
     with _absent(platform, target, recorder):
         step = make_step()
         if not callable(step):
@@ -148,11 +148,11 @@ def _platform(target: str) -> Platform:
     return cast(Platform, hardware.specification(target)["platform"])
 
 
-class _Recorder:
+class _DeviceStandIn:
     """Takes the place of the device: it keeps each program and runs none, so results have shapes but no values."""
 
     def __init__(self) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[XlaProgram] = []
         self.computed: list[weakref.ref[Buffer]] = []
         self.outside: dict[int, tuple[Buffer, jax.Array]] = {}
         """Buffers from outside that a program overwrites, with their arrays."""
@@ -162,7 +162,7 @@ class _Recorder:
         """Notes which inputs are from outside; another reference to an array would prevent its donation."""
         self._read = [buffer for buffer in parameters if id(buffer.array) in self._before]
 
-    def after(self, program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+    def after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
         """Notes what the program computes."""
         self.computed.extend(map(weakref.ref, targets))
         written = {id(buffer) for buffer in targets}
@@ -171,7 +171,7 @@ class _Recorder:
                 self.outside.setdefault(id(buffer), (buffer, self._before[id(buffer.array)]))
         del self._read
 
-    def run(self, program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+    def run(self, program: XlaProgram, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
         """The shapes of what `program` returns."""
         self.programs.append(program)
         return program.result_shapes()
@@ -202,7 +202,7 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def _absent(platform: Platform, target: str, recorder: _Recorder) -> Iterator[None]:
+def _absent(platform: Platform, target: str, recorder: _DeviceStandIn) -> Iterator[None]:
     """Inside, the lazy device is `target`, and `recorder` gets its programs; the random state comes back."""
     execute.sync()
     random = generator.state()

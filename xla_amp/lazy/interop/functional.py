@@ -102,7 +102,7 @@ class TorchFunction:
                     f"{arg.device}; convert it with xla_amp.jax.to_jax(tensor)"
                 )
         indices = [i for i, arg in enumerate(flat_args) if isinstance(arg, jax.Array | np.ndarray | np.generic)]
-        call = _Call(self._module, self._dtypes, list(params), list(state), flat_args, tree, indices)
+        call = _ModuleCall(self._module, self._dtypes, list(params), list(state), flat_args, tree, indices)
         words = None if rng is None else _words(rng)
         values = [jnp.asarray(params[name]) for name in params], [jnp.asarray(flat_args[index]) for index in indices]
         results, new_buffers = call.run(*values, [jnp.asarray(state[name]) for name in state], words)
@@ -110,7 +110,7 @@ class TorchFunction:
         return output if buffers is None else (output, dict(zip(state, new_buffers, strict=True)))
 
 
-class _Call:
+class _ModuleCall:
     """One call of a module: its trace, and the JAX function outputs from it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from xla_amp.lazy.graph.tape import Position, Tape, nodes
 from xla_amp.lazy.graph.trace import Spec, add_parameter, spec, trace
 from xla_amp.lazy.interop.locations import Locations
 from xla_amp.lazy.programs import execute, pjrt
-from xla_amp.lazy.programs.compile import Key, Program, build
+from xla_amp.lazy.programs.compile import Key, XlaProgram, build
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
@@ -45,7 +45,7 @@ def _refuse_flush(parameters: list[Buffer], held: list[bool]) -> None:
 class PureFunction:
     """A trace, or a part of one, as a function of arrays."""
 
-    program: Program
+    program: XlaProgram
     arguments: tuple[int, ...]
     """Per parameter of the program: its index among the arguments, or ``~index`` among `constants`."""
     constants: tuple[jax.Array, ...]
@@ -261,7 +261,7 @@ def _program(
     floats: int,
     ints: int,
     streams: int,
-) -> Program:
+) -> XlaProgram:
     key = Key(code=code, wanted=wanted, spent=())
     parameters = [node.first for node in nodes(code) if node.is_parameter]
     with private_api.x64():

@@ -102,7 +102,7 @@ class _Inputs:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Result:
+class _ResultPlace:
     """How a result is made: a window of a new buffer or of an argument's."""
 
     storage: int
@@ -155,10 +155,12 @@ class _Recording:
         stores = []
         for value_spec, number in self.buffers:
             stores.append(tensor_io.new_tensor(value_spec, int(table[number + 1])))
-        return [_made(result, stores, values) if isinstance(result, _Result) else result for result in self.results]
+        return [
+            _made(result, stores, values) if isinstance(result, _ResultPlace) else result for result in self.results
+        ]
 
 
-def _made(result: _Result, stores: Sequence[torch.Tensor], values: Sequence[Any]) -> torch.Tensor:
+def _made(result: _ResultPlace, stores: Sequence[torch.Tensor], values: Sequence[Any]) -> torch.Tensor:
     whole = stores[result.storage] if result.storage >= 0 else values[~result.storage]
     if result.storage >= 0 and result.geometry == _geometry(whole):
         return whole
@@ -257,5 +259,5 @@ def _results(
                 return None
             storage = given[id(buffer)] = len(buffers)
             buffers.append((buffer.spec, relative[buffer.number]))
-        made.append(_Result(storage=storage, geometry=_geometry(result)))
+        made.append(_ResultPlace(storage=storage, geometry=_geometry(result)))
     return tuple(made), tuple(buffers)

@@ -85,7 +85,7 @@ def torch_function(fn: Callable[..., Any]) -> Callable[..., Any]:
         if found is None:
             found = traced[key] = _Traced.trace(fn, tree, kinds, tensors, len(numbers), wanted)
         tensors = [x if x.device.type == DEVICE_TYPE or x.dim() == 0 else _raise_wrong_device(fn, x) for x in tensors]
-        recorded = _Call.apply if wanted else _without_gradients
+        recorded = _TracedCall.apply if wanted else _without_gradients
         results = recorded(found, numbers, *tensors)
         return jax.tree.unflatten(found.tree, results)
 
@@ -281,7 +281,7 @@ def _without_gradients(traced: _Traced, numbers: Sequence[float], *tensors: torc
     return _append(traced.forward, tensors, numbers)
 
 
-class _Call(torch.autograd.Function):
+class _TracedCall(torch.autograd.Function):
     """One call of a traced function, for autograd."""
 
     @staticmethod

@@ -38,7 +38,7 @@ _CHECKS = {"Device": "_require_here"}
 _DROPPED_NAMES = frozenset(("pin_memory",))
 
 
-class Argument:
+class SchemaArgument:
     """One schema argument, its variable in the kernel and its kind."""
 
     def __init__(self, position: int, argument: Any, lowering: Lowering) -> None:
@@ -82,7 +82,7 @@ class _Operation:
         self.form = form
         self.name = str(operator).removeprefix("aten.").removesuffix(".default")
         schema = operator._schema
-        self.arguments = [Argument(i, argument, lowering) for i, argument in enumerate(schema.arguments)]
+        self.arguments = [SchemaArgument(i, argument, lowering) for i, argument in enumerate(schema.arguments)]
         self.inputs = [argument for argument in self.arguments if not argument.is_out]
         self.returns = list(schema.returns)
         self.mutated = tuple(
@@ -115,7 +115,7 @@ class _Operation:
         )
         return self._instruction(values, outs, frozenset(), family, integers if family else ())
 
-    def _ints(self, argument: Argument, value: Any) -> tuple[int, ...]:
+    def _ints(self, argument: SchemaArgument, value: Any) -> tuple[int, ...]:
         """The integers of an argument that may become data."""
         if argument.name not in self.lowering.dynamic:
             return ()
@@ -317,7 +317,7 @@ class _Plan:
         self.dynamic = dynamic
         """Names of arguments whose integers are data."""
 
-    def slot(self, argument: Argument, value: Any) -> Any:
+    def slot(self, argument: SchemaArgument, value: Any) -> Any:
         """The slot of an argument: ("input", i), ("float", i), ("int", i), ("constant", value), or a list."""
         if argument.name in self.dynamic:
             return [self._number(item) for item in value] if isinstance(value, (list, tuple)) else self._number(value)
@@ -408,7 +408,7 @@ class _Source:
             parts.append(argument.variable + (f"=_d{index}" if argument.has_default or argument.is_out else ""))
         return ", ".join(parts)
 
-    def _tensor(self, argument: Argument, index: int) -> None:
+    def _tensor(self, argument: SchemaArgument, index: int) -> None:
         name, value, key = argument.variable, f"_v{index}", f"_k{index}"
         self.lines += [
             f"if type({name}) in _plain and (_b{index} := {name}.untyped_storage()._xla_amp) is not None:",
@@ -428,7 +428,7 @@ class _Source:
         self.inputs.append((value, False))
         self.lifts.append(f"if {value} < 0: _lift({name})")
 
-    def _tensors(self, argument: Argument, index: int) -> None:
+    def _tensors(self, argument: SchemaArgument, index: int) -> None:
         if argument in self.operation.mutated:
             self.lines.append(f"_v{index}, _k{index} = _operands({argument.variable}, _w{index} := [])")
         else:
@@ -436,7 +436,7 @@ class _Source:
         self.keys.append(f"_k{index}")
         self.inputs.append((f"_v{index}", True))
 
-    def _number(self, argument: Argument, index: int) -> None:
+    def _number(self, argument: SchemaArgument, index: int) -> None:
         name, key = argument.variable, f"_k{index}"
         self.lines += [
             *([f"if {name} is _d{index}: {key} = None"] if argument.has_default else []),
@@ -450,23 +450,23 @@ class _Source:
             f"elif type({key}) is _dtype: _floats.append({name})",
         ]
 
-    def _numbers(self, argument: Argument, index: int) -> None:
+    def _numbers(self, argument: SchemaArgument, index: int) -> None:
         name, key = argument.variable, f"_k{index}"
         self.lines.append(f"{key} = tuple([_number_key(_n) for _n in {name}])")
         self.keys.append(key)
         self.lifts.append(f"for _n in {name}: _lift(_n)")
 
-    def _list(self, argument: Argument, index: int) -> None:
+    def _list(self, argument: SchemaArgument, index: int) -> None:
         name = argument.variable
         optional = f"(tuple({name}) if {name} is not None else None)"
         self.keys.append(optional if argument.optional else f"tuple({name})")
 
-    def _constant(self, argument: Argument, index: int) -> None:
+    def _constant(self, argument: SchemaArgument, index: int) -> None:
         # 1, 1.0 and True are equal as keys, so the type is part of the key.
         base = argument.variable
         self.keys.append(base if argument.name not in self.operation.lowering.static else f"(type({base}), {base})")
 
-    def _dtype(self, argument: Argument, index: int) -> None:
+    def _dtype(self, argument: SchemaArgument, index: int) -> None:
         name = argument.variable
         # None may mean the default dtype or the input's, so it never has the key of an explicit dtype.
         self.keys.append(f"((None, _default_dtype()) if {name} is None else {name})" if argument.optional else name)

@@ -269,7 +269,7 @@ def _overwrite(kernel: Kernel) -> Kernel:
     return overwriting
 
 
-class _Range(NamedTuple):
+class _Accepted(NamedTuple):
     """Numbers that an operation refuses: they are inputs of the program, so each call is checked."""
 
     names: tuple[str, ...]
@@ -282,18 +282,18 @@ class _Range(NamedTuple):
 
 _MEAN_STD = ("mean", "std"), (0.0, 1.0), lambda mean, std: std >= 0, "std >= 0.0, but found std {1}"
 _PROBABILITY = ("p",), (0.5,), lambda p: 0 <= p <= 1, "p to be in [0, 1], but got p={0}"
-_RANGES: dict[str, _Range] = {
-    "bernoulli.p": _Range(*_PROBABILITY),
-    "bernoulli_.float": _Range(*_PROBABILITY),
-    "cauchy_": _Range(
+_RANGES: dict[str, _Accepted] = {
+    "bernoulli.p": _Accepted(*_PROBABILITY),
+    "bernoulli_.float": _Accepted(*_PROBABILITY),
+    "cauchy_": _Accepted(
         ("median", "sigma"), (0.0, 1.0), lambda median, sigma: sigma > 0, "sigma > 0.0, but found sigma={1}"
     ),
-    "exponential_": _Range(("lambd",), (1.0,), lambda rate: rate > 0, "lambda > 0.0, but found lambda={0}"),
-    "geometric_": _Range(("p",), (0.5,), lambda p: 0 < p < 1, "p to be in (0, 1), but got p={0}"),
-    "log_normal_": _Range(("mean", "std"), (1.0, 2.0), lambda mean, std: std > 0, "std > 0.0, but found std={1}"),
-    "normal.Tensor_float": _Range(("std",), (1.0,), lambda std: std >= 0, "std >= 0.0, but found std {0}"),
-    "normal_": _Range(*_MEAN_STD),
-    "uniform_": _Range(
+    "exponential_": _Accepted(("lambd",), (1.0,), lambda rate: rate > 0, "lambda > 0.0, but found lambda={0}"),
+    "geometric_": _Accepted(("p",), (0.5,), lambda p: 0 < p < 1, "p to be in (0, 1), but got p={0}"),
+    "log_normal_": _Accepted(("mean", "std"), (1.0, 2.0), lambda mean, std: std > 0, "std > 0.0, but found std={1}"),
+    "normal.Tensor_float": _Accepted(("std",), (1.0,), lambda std: std >= 0, "std >= 0.0, but found std {0}"),
+    "normal_": _Accepted(*_MEAN_STD),
+    "uniform_": _Accepted(
         ("from", "to"), (0.0, 1.0), lambda low, high: low <= high, "a [from, to) range, but found from={0} > to={1}"
     ),
 }

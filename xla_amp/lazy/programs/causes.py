@@ -23,7 +23,7 @@ from xla_amp import config, events
 from xla_amp.errors import RecompileWarning
 from xla_amp.lazy.graph.tape import Node, Tape, nodes
 from xla_amp.lazy.graph.trace import Instruction
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ _FORMATS = ("FORMAT_", "CONVERT_VALUE", "BUILD_STRING")
 class _Line:
     """The compilations and captures of one line."""
 
-    program: weakref.ref[Program] | None = None
+    program: weakref.ref[XlaProgram] | None = None
     programs: int = 0
     captures: int = 0
     grown: int = 0
@@ -90,7 +90,7 @@ def reset() -> None:
 # ---- compilations ----------------------------------------------------------------------------------------------------
 
 
-def compiled(program: Program) -> None:
+def compiled(program: XlaProgram) -> None:
     """Counts a compilation at the user's line; warns about a line that compiles again and again.
 
     Raises:
@@ -138,7 +138,7 @@ def _again(location: str, line: _Line, what: str, reason: str) -> None:
     events.warn(text, RecompileWarning, at=(file or "<backward pass>", int(number or 0)))
 
 
-def _grows(old: Program, new: Program) -> bool:
+def _grows(old: XlaProgram, new: XlaProgram) -> bool:
     """Whether the first value that differs has become longer in one dimension."""
     for before, after in zip(nodes(old.key.code), nodes(new.key.code), strict=False):
         if before.instruction is not after.instruction:
@@ -152,7 +152,7 @@ def _is_longer(old: Sequence[int], new: Sequence[int]) -> bool:
     return len(old) == len(new) and len(changed) == 1 and changed[0][0] < changed[0][1]
 
 
-def _change(old: Program, new: Program) -> str:
+def _change(old: XlaProgram, new: XlaProgram) -> str:
     found = difference(old.key.code, new.key.code)
     if found is not None:
         return found

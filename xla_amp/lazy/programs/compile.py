@@ -33,7 +33,7 @@ class Shardings(NamedTuple):
 
 
 NO_SHARDINGS = Shardings()
-alive: weakref.WeakSet[Program] = weakref.WeakSet()
+alive: weakref.WeakSet[XlaProgram] = weakref.WeakSet()
 """All programs that exist: their instructions are in use."""
 
 
@@ -50,7 +50,7 @@ class Key:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Program:
+class XlaProgram:
     """The program of a trace; XLA compiles it on the first call."""
 
     key: Key
@@ -131,7 +131,7 @@ def build(
     streams: int,
     platform: str,
     places: Sequence[Place | None] = (),
-) -> Program:
+) -> XlaProgram:
     """Builds the program of a trace; XLA compiles it on the first call.
 
     Args:
@@ -203,7 +203,7 @@ def build(
     jitted = nested
     if chosen or orders:
         jitted = jax.jit(step, donate_argnums=0, compiler_options=chosen or None, **options)
-    program = Program(
+    program = XlaProgram(
         key=key,
         call=jitted,
         jitted=jitted,

@@ -34,7 +34,7 @@ from xla_amp import config, hardware
 from xla_amp.lazy.graph.tape import nodes
 from xla_amp.lazy.graph.trace import Instruction, Spec
 from xla_amp.lazy.programs import compile_options, mesh, pjrt
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lowering import forms
 
 _DEEPEST: Final = 24
@@ -49,7 +49,7 @@ _NAMED: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, n
 """Classes whose `repr` says all."""
 _NOT_OF_PROGRAMS: Final = re.compile("cache|log|dump|guard|traceback|source|proxy|pprint|preemption|platform")
 """Words in the names of JAX's options that do not change a program; its platform is known by its device."""
-_PERMANENT: Final = ("Lowering", "Argument")
+_PERMANENT: Final = ("Lowering", "SchemaArgument")
 """Classes of this package whose objects last as long as the process: rows of its table, and arguments of operators."""
 _texts: dict[int, tuple[Any, str]] = {}
 """id of such an object -> the object, and its description."""
@@ -61,7 +61,7 @@ class NoDescriptionError(Exception):
     """A program contains a value that other processes cannot recognize."""
 
 
-def digest(program: Program, arguments: Sequence[Any]) -> str:
+def digest(program: XlaProgram, arguments: Sequence[Any]) -> str:
     """The name of a program's executable: equal for equal programs on equal machines with equal libraries.
 
     Args:

@@ -17,7 +17,7 @@ from jax.experimental import serialize_executable
 from xla_amp import events
 from xla_amp.lazy import private_api
 from xla_amp.lazy.programs import compilation_cache, content, disk, mesh, pjrt, progress
-from xla_amp.lazy.programs.compile import Program
+from xla_amp.lazy.programs.compile import XlaProgram
 from xla_amp.lazy.programs.metrics import metrics
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _LAPACK: Final = b"lapack_"
 """In executables that call LAPACK, whose functions JAX looks up while it lowers."""
 
 
-class _Call:
+class _Launch:
     """Calls an executable, or the jitted program for arguments or settings that the executable is not for.
 
     `jax.jit` would compile again for an array of another memory layout, or under another
@@ -49,7 +49,7 @@ class _Call:
         return self._jitted(*arguments)
 
 
-def make_ready(program: Program, arguments: Sequence[Any]) -> None:
+def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """Gives a new program its executable; call with 64-bit types enabled.
 
     Args:
@@ -73,10 +73,10 @@ def make_ready(program: Program, arguments: Sequence[Any]) -> None:
         if folder is not None and name is not None and seconds >= folder.least_seconds:
             _store(folder, name, compiled)
     program.code_bytes = _code_bytes(compiled)
-    program.call = _Call(compiled, program.jitted)
+    program.call = _Launch(compiled, program.jitted)
 
 
-def _name(program: Program, arguments: Sequence[Any]) -> str | None:
+def _name(program: XlaProgram, arguments: Sequence[Any]) -> str | None:
     try:
         return content.digest(program, arguments)
     except content.NoDescriptionError as error:
@@ -85,7 +85,7 @@ def _name(program: Program, arguments: Sequence[Any]) -> str | None:
         return None
 
 
-def _load(folder: disk.Folder, name: str, program: Program, arguments: Sequence[Any]) -> jax.stages.Compiled | None:
+def _load(folder: disk.Folder, name: str, program: XlaProgram, arguments: Sequence[Any]) -> jax.stages.Compiled | None:
     data = folder.read(name)
     if data is None:
         return None

@@ -30,7 +30,7 @@ from xla_amp.lazy.programs import (
     program_cache,
     progress,
 )
-from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Program, Shardings, build
+from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
 from xla_amp.lazy.steps import recovery
 from xla_amp.lazy.torch_integration import forks, generator
@@ -49,19 +49,19 @@ def flush_begins(parameters: list[Buffer], held: list[bool]) -> None:
 
 
 @events.Point
-def program_admitted(program: Program, arguments: Sequence[Any]) -> None:
+def program_admitted(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """Before the first run of each program."""
 
 
 @events.Point
 def running_together(  # type: ignore[empty-body]
-    program: Program, arguments: Sequence[Any]
+    program: XlaProgram, arguments: Sequence[Any]
 ) -> contextlib.AbstractContextManager[object]:
     """Around the dispatch of a program that several processes run together, which has a digest; raises to reject it."""
 
 
 @events.Point
-def flush_ends(program: Program, code: tuple[int, ...], targets: list[Buffer]) -> None:
+def flush_ends(program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
     """After `program` was dispatched, before the trace is cleared; `targets` get its outputs."""
 
 
@@ -70,7 +70,7 @@ def program_ran() -> None:
     """After the results of a program were stored."""
 
 
-_instead: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
+_instead: Callable[[XlaProgram, list[Any], np.ndarray, np.ndarray], list[Any]] | None = None
 """Called in place of `execute`."""
 
 
@@ -146,7 +146,7 @@ def _wait_for(value: Any) -> None:
             raise
 
 
-def programs() -> list[Program]:
+def programs() -> list[XlaProgram]:
     """The programs built so far, least recently run first."""
     return list(_programs.values())
 
@@ -158,7 +158,7 @@ def clear_programs() -> None:
 
 
 @contextlib.contextmanager
-def instead(run: Callable[[Program, list[Any], np.ndarray, np.ndarray], list[Any]]) -> Iterator[None]:
+def instead(run: Callable[[XlaProgram, list[Any], np.ndarray, np.ndarray], list[Any]]) -> Iterator[None]:
     """Inside, programs are handed to `run` and no device runs them; they are not counted, and forgotten at the end."""
     global _programs, _instead
     kept, outer = _programs, _instead
@@ -187,7 +187,7 @@ class _Flush:
     overwritten: int
     """How many of the targets are overwritten parameters."""
     key: Key | None = None
-    program: Program | None = None
+    program: XlaProgram | None = None
     is_new: bool = False
     """Whether the program was built for this run."""
     repeats: bool = False
@@ -273,14 +273,14 @@ def _launch(run: _Flush) -> None:
         run.outputs = _first_run(run, run.program, floats, ints)
 
 
-def _build(run: _Flush, streams: int) -> Program:
+def _build(run: _Flush, streams: int) -> XlaProgram:
     assert run.key is not None  # noqa: S101  (`_choose`)
     specs = [buffer.spec for buffer in run.parameters]
     counts = len(trace.floats), len(trace.ints)
     return build(run.key, trace.parameter_numbers, specs, counts, streams, pjrt.platform())
 
 
-def _first_run(run: _Flush, program: Program, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     donated, kept = ([run.arrays[index] for index in part] for part in (program.donated, program.kept))
     if program_admitted.listeners:
         index_of = {id(buffer): index for index, buffer in enumerate(run.parameters)}
@@ -359,14 +359,16 @@ def _values_of(targets: list[weakref.ref[Buffer]]) -> list[Any]:
     return [buffer.array for reference in targets if (buffer := reference()) is not None]
 
 
-def execute(program: Program, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+def execute(program: XlaProgram, arrays: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     """Dispatches `program` on the arrays of its parameters and its lifted numbers; returns the outputs."""
     donated = [arrays[index] for index in program.donated]
     kept = [arrays[index] for index in program.kept]
     return dispatch(program, donated, kept, floats, ints)
 
 
-def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+def dispatch(
+    program: XlaProgram, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray
+) -> list[Any]:
     """`execute` with the parameters in the order of the program."""
     program_cache.touch(program)
     if program.digest is None:
@@ -377,7 +379,7 @@ def dispatch(program: Program, donated: list[Any], kept: list[Any], floats: np.n
         return _call(program, donated, kept, floats, ints)
 
 
-def _call(program: Program, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
+def _call(program: XlaProgram, donated: list[Any], kept: list[Any], floats: np.ndarray, ints: np.ndarray) -> list[Any]:
     with jax.transfer_guard_host_to_device("allow"):  # the numbers go along with the call: a sixth of an upload's time
         outputs: list[Any] = program.call(*_placed(donated, kept, floats, ints))
     return outputs

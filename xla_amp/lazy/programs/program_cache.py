@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from xla_amp import config
 from xla_amp.lazy import private_api
 from xla_amp.lazy.graph import trace as graph
-from xla_amp.lazy.programs.compile import Key, Program, alive
+from xla_amp.lazy.programs.compile import Key, XlaProgram, alive
 from xla_amp.lazy.programs.metrics import metrics
 
 BASE = 1_400_000
@@ -34,7 +34,7 @@ _TRACES = 2048
 _LEAST_INSTRUCTIONS = 1024
 """Instructions below which unused ones are not looked for."""
 
-Cache = OrderedDict[Key, Program]
+Cache = OrderedDict[Key, XlaProgram]
 
 _caches: list[Cache] = []
 _clock = itertools.count(1)
@@ -49,7 +49,7 @@ def new_cache() -> Cache:
     return cache
 
 
-def add(cache: Cache, key: Key, program: Program) -> None:
+def add(cache: Cache, key: Key, program: XlaProgram) -> None:
     """Stores a program after its first run, and drops programs beyond the limit."""
     program.size = BASE + (program.code_bytes or PER_OPERATION * program.operations)
     program.used = next(_clock)
@@ -61,7 +61,7 @@ def add(cache: Cache, key: Key, program: Program) -> None:
     _count()
 
 
-def touch(program: Program) -> None:
+def touch(program: XlaProgram) -> None:
     """Marks a program as the most recently run."""
     program.used = next(_clock)
 
@@ -78,7 +78,7 @@ def _count() -> None:
     metrics.program_bytes = sum(program.size for program in kept)
 
 
-def _newest_first() -> Iterator[tuple[Program, Cache, Key]]:
+def _newest_first() -> Iterator[tuple[XlaProgram, Cache, Key]]:
     rows = [(program, cache, key) for cache in _caches for key, program in cache.items()]
     return iter(sorted(rows, key=lambda row: row[0].used, reverse=True))
 

@@ -42,7 +42,7 @@ from xla_amp.lazy.torch_integration import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Patch:
+class PatchGroup:
     """Attributes of torch that belong together: they are replaced or added for one reason."""
 
     names: tuple[str, ...]
@@ -342,19 +342,19 @@ def _replace_scaler_step() -> None:
 
 
 PATCHES = (
-    Patch(
+    PatchGroup(
         names=("torch.UntypedStorage._xla_amp",),
         reason="The value of a lazy tensor is an attribute of its storage, which kernels read several times per "
         "operation. A class default makes that a plain attribute read for every storage.",
         install=_add_buffer_attribute,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.UntypedStorage.__new__",),
         reason="UntypedStorage(n, device='jax'), as torch.load calls it, would use an allocator that a Python device "
         "does not have (a segmentation fault).",
         install=_replace_storage_constructor,
     ),
-    Patch(
+    PatchGroup(
         names=(
             *(f"torch.UntypedStorage.{name}" for name in (*storages.METHODS, "copy_")),
             "torch.Tensor.data_ptr",
@@ -363,50 +363,50 @@ PATCHES = (
         "address and size of a storage, and copy its bytes.",
         install=_replace_storage_methods,
     ),
-    Patch(
+    PatchGroup(
         names=("ForkingPickler[torch.Tensor]", "ForkingPickler[torch.nn.Parameter]"),
         reason="multiprocessing sends a storage's bytes; the receiver would get a tensor without its values.",
         install=_register_reducers,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.Tensor.__dlpack__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack"),
         reason="A DLPack capsule would point to no memory: torch.from_dlpack makes zeros of it.",
         install=_replace_dlpack_export,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.serialization._package_registry",),
         reason="torch.load puts storages of the device where they were, or where map_location='jax' wants them. "
         "Installed at `import torch` already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 (`backends.autoload`).",
         install=autoload.register,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.distributed.distributed_c10d._get_default_timeout",),
         reason="init_process_group('xla_amp') and new_group would wait 30 minutes for a process that does not start; "
         "a backend cannot register its default. It is XLA_AMP_TIMEOUT here. Installed with the row above.",
         install=autoload.register_process_group,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.jit.RecursiveScriptModule.save", "torch.jit.RecursiveScriptModule.save_to_buffer"),
         reason="TorchScript's writer reads storages in C++, where they hold no bytes: the file would lose the weights.",
         install=_replace_script_saving,
     ),
-    Patch(
+    PatchGroup(
         names=("safetensors.safe_open", "safetensors.torch.safe_open"),
         reason="safetensors.torch.load_file(path, device='jax:0') is an error: its list of devices is fixed.",
         install=_replace_safe_open,
     ),
-    Patch(
+    PatchGroup(
         names=("torch._tensor_str._str_intern",),
         reason="torch prints a tensor with about fourteen small reads, each of which would run a program.",
         install=_replace_printing,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.Tensor.pin_memory",),
         reason="DataLoader(pin_memory=True) uses the accelerator's pinned allocator, which a Python device lacks "
         "(an error).",
         install=_replace_pin_memory,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.Tensor.data", "torch._has_compatible_shallow_copy_type"),
         reason="A CPU parameter cannot become a lazy one by `p.data = value`, because torch counts only its own "
         "devices as compatible; Module.to would make new Parameters, so that tied weights separate and an optimizer "
@@ -414,43 +414,43 @@ PATCHES = (
         "hooks and attributes, those of CPU modules, too, and weak references to them, or views, are an error.",
         install=_replace_data,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.nn.modules.module._has_any_global_hook",),
         reason="A module that torch.compile made warns of global hooks in each call, also of the one that tells the "
         "lazy device where a step begins (`step_marker`).",
         install=_replace_has_any_global_hook,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.autocast.__enter__", "torch.autocast.__exit__"),
         reason="torch.autocast('xla'), as programs for torch_xla write it, would cast nothing. torch.autocast('cpu') "
         "around tensors of the device casts nothing either, without a word.",
         install=autocast_names.install,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.amp.GradScaler._maybe_opt_step",),
         reason="torch's scaler reads whether a gradient overflowed before each step of an optimizer that is not fused: "
         "a wait for the device and a second executable. Selecting old or new values needs neither.",
         install=_replace_scaler_step,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.nn.parallel.DistributedDataParallel.__init__",),
         reason="A script for CUDA passes device_ids=[local_rank], and a process of the device has no such index. "
         "Unused parameters are counted in pinned memory: an internal error in the backward pass.",
         install=_replace_data_parallel_constructor,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.distributed.DeviceMesh.__init__",),
         reason="fully_shard, DTensor and tensor parallelism are built on a mesh. They resize storages and use streams, "
         "and fail in the forward pass; without a mesh they are refused at the call.",
         install=_replace_device_mesh_constructor,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.distributed.fsdp.FullyShardedDataParallel.__init__",),
         reason="It wraps parts of the module and flattens parameters before it fails, as it resizes storages. Refused "
         "at the call the module stays as it was. torch imports it on first use, and then it is replaced.",
         install=_replace_fully_sharded_constructor,
     ),
-    Patch(
+    PatchGroup(
         names=(
             "torch.distributed.distributed_c10d._object_to_tensor",
             "torch.distributed.distributed_c10d._tensor_to_object",
@@ -459,31 +459,31 @@ PATCHES = (
         "backend 'xla_amp' they send JSON.",
         install=_replace_object_exchange,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.nested.nested_tensor", "torch.nested.as_nested_tensor"),
         reason="A nested tensor of the layout strided would be made of no memory, and each operation on it an internal "
         "error.",
         install=nested.replace_constructors,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.Generator",),
         reason="The constructor asks a C++ hook for a device's generator, which a Python device cannot give (an "
         "error). Every generator is an instance of the replacement, as before.",
         install=_replace_generator,
     ),
-    Patch(
+    PatchGroup(
         names=("torch.autograd._engine_run_backward", "torch.autograd.graph._engine_run_backward"),
         reason="The device guard takes the error of a raising hook away from C++ code that would abort the process; "
         "this raises it again (`device_guard`).",
         install=_replace_engine_run_backward,
     ),
-    Patch(
+    PatchGroup(
         names=("_signal.signal", "_signal.getsignal"),
         reason="A signal's handler that raises inside torch's device guard aborts the process, and inside an operation "
         "leaves half of it behind; `interrupts` runs it after them. Users see the handlers that they set.",
         install=interrupts.take_over,
     ),
-    Patch(
+    PatchGroup(
         names=tuple(f"torch._C.{name}" for name in _ACCELERATOR),
         reason="torch.accelerator calls a C++ allocator and guard, which a Python device lacks: these functions are "
         "internal errors, and empty_host_cache() a segmentation fault. Its streams would return from synchronize() at "

@@ -157,10 +157,10 @@ def when_imported(name: str, change: Callable[[ModuleType], None]) -> None:
     if name in sys.modules:
         change(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Finder(name, change))
+        sys.meta_path.insert(0, _FindsOnce(name, change))
 
 
-class _Finder:
+class _FindsOnce:
     def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
         self._name, self._change = name, change
 

@@ -42,7 +42,7 @@ Wanted = tuple[str, tuple[str, ...]]
 """Device type, and operations that need a kernel there."""
 Holding = tuple[str, tuple[str, ...]]
 """Dispatch key and operations, as `kernel_registry.release` takes them."""
-_Holdings = list[Holding | module_paths.Token]
+_Holdings = list[Holding | module_paths.PathsToken]
 
 
 def table(device_type: str) -> Policy:
@@ -216,7 +216,7 @@ def _release(identity: _Identity) -> None:
         if not entries:
             del _held[identity]
     for item in held:
-        if isinstance(item, module_paths.Token):
+        if isinstance(item, module_paths.PathsToken):
             module_paths.release(item)
         else:
             kernel_registry.release(*item)

@@ -23,22 +23,22 @@ _NOT_OPERATIONS = ("prim", "prims", "debugprims", "rngprims", "profiler", "induc
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Recording:
+class OperationRecording:
     """Resources of one `start`, released by `stop`."""
 
-    modules: module_paths.Token
+    modules: module_paths.PathsToken
     kernels: dict[str, tuple[str, tuple[str, ...]]]
     """Acquired kernels by device type: dispatch key and operations."""
 
 
 _lock = threading.RLock()
-_running: list[Recording] = []
+_running: list[OperationRecording] = []
 
 
-def start() -> Recording:
+def start() -> OperationRecording:
     """Starts a recording.  The first one of a process takes about 0.1 s, later ones about 0.03 s."""
     with _lock:
-        recording = Recording(module_paths.acquire(), {})
+        recording = OperationRecording(module_paths.acquire(), {})
         _running.append(recording)
         try:
             for device_type in (*native_dispatch.device_types(), *xla_dispatch.in_use()):
@@ -49,7 +49,7 @@ def start() -> Recording:
         return recording
 
 
-def stop(recording: Recording) -> None:
+def stop(recording: OperationRecording) -> None:
     """Ends a recording."""
     with _lock:
         _running.remove(recording)
@@ -58,7 +58,7 @@ def stop(recording: Recording) -> None:
         module_paths.release(recording.modules)
 
 
-def _install(recording: Recording, device_type: str) -> None:
+def _install(recording: OperationRecording, device_type: str) -> None:
     if device_type in native_dispatch.KEYS:
         key = native_dispatch.KEYS[device_type]
         make = functools.partial(native_dispatch.kernel, device_type)

@@ -152,7 +152,7 @@ _ops: Any = torch.ops.xla_amp
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-class Step:
+class MasterUpdate:
     """One step of parameters of one dtype: what the kernel for float32 takes instead of them.
 
     Without a mode, or of weights that are float32, these are the parameters, gradients and state themselves.

@@ -210,7 +210,7 @@ class SGD(_SyncFree, torch.optim.SGD):
         if momentum and dampening:
             for parameter in new:
                 self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
-        step = master_weights.Step(group.get("master"), parameters, gradients, states, *names)
+        step = master_weights.MasterUpdate(group.get("master"), parameters, gradients, states, *names)
         gradients = step.gradients
         if isinstance(weight_decay, Tensor) or (momentum and dampening):
             gradients = self._preprocessed(group, parameters, step, scaling)
@@ -234,7 +234,7 @@ class SGD(_SyncFree, torch.optim.SGD):
         step.end(found_inf, unscaled=scaling.grad_scale is not None)
 
     def _preprocessed(
-        self, group: dict[str, Any], parameters: list[Tensor], step: master_weights.Step, scaling: _Scaling
+        self, group: dict[str, Any], parameters: list[Tensor], step: master_weights.MasterUpdate, scaling: _Scaling
     ) -> list[Tensor]:
         """Gradients with scale, weight decay and dampening applied, where the fused kernel cannot apply them.
 
@@ -340,7 +340,7 @@ class Adam(_SyncFree, torch.optim.Adam):
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        step = master_weights.Step(master, parameters, gradients, states, *names)
+        step = master_weights.MasterUpdate(master, parameters, gradients, states, *names)
         # torch's kernels take the count with this step included, and do not undo it when the step is skipped.
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_

@@ -15,12 +15,12 @@ from xla_amp.policy import DEFAULT, PolicyLike, effects, float8, resolve
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import io, ir
 from xla_amp.stablehlo.passes import composites
-from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 from xla_amp.stablehlo.passes.clone_functions import clone_per_call, merge_identical
 from xla_amp.stablehlo.passes.module_paths import ModulePaths, clone_per_path, has_names
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
-from xla_amp.stablehlo.passes.report import Report, decisions, emit_events
+from xla_amp.stablehlo.passes.report import ConversionReport, decisions, emit_events
 from xla_amp.stablehlo.passes.rewriter import Rewriter, fold_casts
 from xla_amp.stablehlo.program import Program, artifact
 from xla_amp.types import LOW_DTYPES, Cast, LowDtype
@@ -34,7 +34,7 @@ class Converted:
 
     program: Program
     """The argument for `xla_amp.stablehlo.save`; a program from ``jax.export`` can be called from JAX again."""
-    report: Report
+    report: ConversionReport
 
     @property
     def module(self) -> Any:
@@ -54,7 +54,7 @@ class Converted:
         return artifact(self.module, version)
 
 
-def _keep_none(_: Node) -> str:
+def _keep_none(_: CastNode) -> str:
     return ""
 
 
@@ -104,7 +104,7 @@ def autocast(
     effective, low = settings(policy, dtype, rules)
     program = as_program(module)
 
-    def keep(copied: ir.MlirModule, propagation: Propagation) -> Callable[[Node], str]:
+    def keep(copied: ir.MlirModule, propagation: Propagation) -> Callable[[CastNode], str]:
         if sample_inputs is None:
             return _keep_none
         from xla_amp.stablehlo.passes import calibration
@@ -144,7 +144,7 @@ def convert(
     low: LowDtype,
     *,
     keep_io: bool,
-    keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]] | None = None,
+    keep: Callable[[ir.MlirModule, Propagation], Callable[[CastNode], str]] | None = None,
 ) -> Conversion:
     """Converts a copy of `program`.
 
@@ -180,7 +180,7 @@ def convert(
         folded += fold_casts(copied)
         merge_identical(copied, classifier, copies)
     ir.verify(copied)
-    report = Report(
+    report = ConversionReport(
         policy=policy.name,
         low=low,
         operations=decided,

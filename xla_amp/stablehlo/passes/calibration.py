@@ -17,7 +17,7 @@ import numpy as np
 from xla_amp import progress
 from xla_amp.stablehlo import constants, execution, ir, samples, surgery
 from xla_amp.stablehlo.passes import costs
-from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.types import LowDtype
@@ -82,7 +82,7 @@ _FIELDS: Final = len(Measurement._fields)
 
 def keep_reasons(
     module: Any, propagation: Propagation, low: LowDtype, sample_inputs: Sequence[Any], max_error: float | None
-) -> Callable[[Node], str]:
+) -> Callable[[CastNode], str]:
     """Runs `module` on `sample_inputs`; returns a function: node -> why it must stay float32, or empty.
 
     Raises:
@@ -106,7 +106,7 @@ def keep_reasons(
     return lambda node: reasons.get(node.operation, "") if node.index is None else ""
 
 
-def _measurable(propagation: Propagation, node: Node) -> bool:
+def _measurable(propagation: Propagation, node: CastNode) -> bool:
     rounds = node.colour in ("allow", "widest", "infer") and node.structure in ("op", "contraction")
     return node.low and rounds and len(node.outputs) == 1 and len(node.operation.results) == 1
 

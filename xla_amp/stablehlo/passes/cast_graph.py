@@ -23,7 +23,7 @@ class OpOperand(NamedTuple):
     slot: int
 
 
-class Node:
+class CastNode:
     """An operation, or a join: a value that a loop, branch, call or function passes on (loop carry, branch result)."""
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Node:
 
 
 class _Function:
-    def __init__(self, operation: Any, arguments: dict[int, Node], results: dict[int, Node]) -> None:
+    def __init__(self, operation: Any, arguments: dict[int, CastNode], results: dict[int, CastNode]) -> None:
         self.operation, self.arguments, self.results = operation, arguments, results
 
 
@@ -74,7 +74,7 @@ class CastGraph:
     def __init__(self, module: Any, classifier: Classifier, low: str) -> None:
         self.classifier = classifier
         self.low_element = low
-        self.nodes: list[Node] = []
+        self.nodes: list[CastNode] = []
         self.producer: list[int] = []
         """Slot -> node."""
         self.users: list[list[int]] = []
@@ -83,7 +83,7 @@ class CastGraph:
         """Slots that the original program widened from the low dtype."""
         self.slot_of: dict[Any, int] = {}
         self._leaders = composites.leaders(module) if classifier.composites else {}
-        self._index: dict[Node, int] = {}
+        self._index: dict[CastNode, int] = {}
         self._kinds: dict[Any, str] = {}
         self._functions: dict[str, _Function] = {}
         self._module = module
@@ -138,20 +138,20 @@ class CastGraph:
 
     # Nodes and slots.
 
-    def _add(self, node: Node) -> Node:
+    def _add(self, node: CastNode) -> CastNode:
         self._index[node] = len(self.nodes)
         self.nodes.append(node)
         return node
 
-    def _slot(self, node: Node) -> int:
+    def _slot(self, node: CastNode) -> int:
         slot = len(self.producer)
         self.producer.append(self._index[node])
         self.users.append([])
         node.outputs.append(slot)
         return slot
 
-    def _join(self, operation: Any, op_class: OpClass | None, index: int, values: Iterable[Any]) -> Node:
-        node = self._add(Node(op_class, operation, self._name, index))
+    def _join(self, operation: Any, op_class: OpClass | None, index: int, values: Iterable[Any]) -> CastNode:
+        node = self._add(CastNode(op_class, operation, self._name, index))
         node.colour = "clear"
         slot = self._slot(node)
         for value in values:
@@ -159,7 +159,7 @@ class CastGraph:
             node.writes.append(value)
         return node
 
-    def _read(self, node: Node, operation: Any, index: int, value: Any) -> None:
+    def _read(self, node: CastNode, operation: Any, index: int, value: Any) -> None:
         slot = self.slot_of[value]
         node.operands.append(OpOperand(operation, index, value, slot))
         node.inputs.append(slot)
@@ -183,12 +183,12 @@ class CastGraph:
 
     def _signature(self, operation: Any, *, boundary: bool) -> _Function:
         block = surgery.block_of(operation)
-        arguments: dict[int, Node] = {}
+        arguments: dict[int, CastNode] = {}
         for index, argument in enumerate(block.arguments):
             if self.kind(argument) == "wide":
                 arguments[index] = self._join(operation, None, index, [argument])
                 arguments[index].boundary = boundary
-        results: dict[int, Node] = {}
+        results: dict[int, CastNode] = {}
         terminator = surgery.terminator(block)
         for index, operand in enumerate(terminator.operands):
             if self.kind(operand) == "wide":
@@ -209,7 +209,7 @@ class CastGraph:
 
     def _leave(self, operation: Any, op_class: OpClass, leaders: list[Any]) -> None:
         # The edge of a group in float32 whose result is rounded if `leaders`, which enter the group, are low.
-        node = self._add(Node(op_class, operation, self._name))
+        node = self._add(CastNode(op_class, operation, self._name))
         node.inside = True
         for value in leaders:
             node.inputs.append(self.slot_of[value])
@@ -217,17 +217,17 @@ class CastGraph:
         self.slot_of[operation.results[0]] = self._slot(node)
         node.writes.append(operation.results[0])
 
-    def _join_terminator(self, terminator: Any, joins: dict[int, Node]) -> None:
+    def _join_terminator(self, terminator: Any, joins: dict[int, CastNode]) -> None:
         for index, operand in enumerate(terminator.operands):
             if index in joins and self.kind(operand) == "wide":
                 self._read(joins[index], terminator, index, operand)
 
-    def _op(self, operation: Any, op_class: OpClass) -> Node | None:
+    def _op(self, operation: Any, op_class: OpClass) -> CastNode | None:
         reads = [(index, value) for index, value in enumerate(operation.operands) if self.kind(value) == "wide"]
         writes = [value for value in operation.results if self.kind(value) == "wide"]
         if not reads and not writes:
             return None
-        node = self._add(Node(op_class, operation, self._name))
+        node = self._add(CastNode(op_class, operation, self._name))
         for index, value in reads:
             self._read(node, operation, index, value)
         for value in writes:
@@ -290,7 +290,7 @@ class CastGraph:
 
     def _loop(self, operation: Any, op_class: OpClass) -> None:
         blocks = [region.blocks[0] for region in operation.regions]
-        joins: dict[int, Node] = {}
+        joins: dict[int, CastNode] = {}
         for index, operand in enumerate(operation.operands):
             if self.kind(operand) == "wide":
                 same = [operation.results[index], *(block.arguments[index] for block in blocks)]
@@ -299,7 +299,7 @@ class CastGraph:
         for block in blocks:
             self._join_terminator(self._block(block), joins)
 
-    def _results(self, operation: Any, op_class: OpClass) -> dict[int, Node]:
+    def _results(self, operation: Any, op_class: OpClass) -> dict[int, CastNode]:
         results = enumerate(operation.results)
         return {i: self._join(operation, op_class, i, [value]) for i, value in results if self.kind(value) == "wide"}
 

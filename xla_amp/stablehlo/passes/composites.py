@@ -42,7 +42,7 @@ _MOVES: Final = frozenset(
 )  # fmt: skip
 
 
-class Mark(NamedTuple):
+class CompositeMark(NamedTuple):
     """What `MARK` says."""
 
     is_edge: bool
@@ -52,12 +52,12 @@ class Mark(NamedTuple):
     path: str
 
 
-def mark_of(operation: Any) -> Mark | None:
+def mark_of(operation: Any) -> CompositeMark | None:
     """The mark of an operation, or None."""
     if MARK not in operation.attributes:
         return None
     kind, name, number, path = operation.attributes[MARK].value.split(" ", 3)
-    return Mark(kind == "edge", name, int(number), path)
+    return CompositeMark(kind == "edge", name, int(number), path)
 
 
 def leaders(module: Any) -> dict[int, list[Any]]:

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
 from xla_amp.errors import PolicyError
 from xla_amp.policy.cast_dtypes import cast_dtypes
 from xla_amp.policy.op_catalog import meanings
-from xla_amp.policy.policy import Decision, Policy, Reach
+from xla_amp.policy.policy import Decision, Match, Policy
 from xla_amp.stablehlo import ir, locations
-from xla_amp.stablehlo.passes.composites import Mark, mark_of
+from xla_amp.stablehlo.passes.composites import CompositeMark, mark_of
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.types import Cast
 
@@ -62,7 +62,7 @@ class OpClass(NamedTuple):
     why: str
     decision: Decision | None
     """The policy's decision about the corresponding ATen operation, if there is one."""
-    reached: frozenset[Reach]
+    reached: frozenset[Match]
     """The user's rules that reach it."""
     fixed: bool
     """Whether its row lets no rule make it low."""
@@ -83,7 +83,7 @@ class OpClass(NamedTuple):
         return self.decision is not None and self.decision.cast == "low_fp32_out" and not self.fixed
 
 
-class Table(NamedTuple):
+class OperationTable(NamedTuple):
     """The parsed ``operations.toml``."""
 
     rows: Mapping[str, OperationRow]
@@ -93,7 +93,7 @@ class Table(NamedTuple):
 
 
 @functools.cache
-def table() -> Table:
+def table() -> OperationTable:
     """The shipped table, checked.
 
     Raises:
@@ -109,7 +109,7 @@ def table() -> Table:
                 raise PolicyError(f"{_TABLE}: {name!r} has two rows")
             rows[name] = row
     narrowed = {name: by for by, names in data["narrowed"].items() for name in names}
-    return Table(rows, _row(data["unknown"]), narrowed)
+    return OperationTable(rows, _row(data["unknown"]), narrowed)
 
 
 def _row(entry: Mapping[str, Any]) -> OperationRow:
@@ -130,7 +130,7 @@ class Classifier:
         self.composites = False
         """Whether operations are marked as parts of others (`composites.mark`)."""
         self._cache: dict[tuple[str, str | None], OpClass] = {}
-        self._marked: dict[tuple[Mark, str], OpClass] = {}
+        self._marked: dict[tuple[CompositeMark, str], OpClass] = {}
 
     def classify(self, operation: Any) -> OpClass:
         """The class of `operation`; `PolicyError` if the policy bans it."""
@@ -147,7 +147,7 @@ class Classifier:
             found = self._cache[name, module_path] = self._decide(name, module_path)
         return found
 
-    def _composite(self, marked: Mark, operation: Any) -> OpClass:
+    def _composite(self, marked: CompositeMark, operation: Any) -> OpClass:
         """The class of a part of another operation, or of one of its edges."""
         decision = self.policy.decide(marked.operation, marked.path)
         reached = self.policy.reaching(marked.operation, marked.path)
@@ -165,7 +165,7 @@ class Classifier:
         row = table().rows.get(name) or table().rows.get(_base(name)) or table().unknown
         aten = meanings("stablehlo", name) or meanings("stablehlo", _base(name))
         decision = self.policy.decide(aten[0], module_path, aten[1:]) if aten else None
-        reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Reach]()
+        reached = self.policy.reaching(aten[0], module_path, aten[1:]) if aten else frozenset[Match]()
         if not row.builtin and decision is not None and not decision.from_user:
             decision = None
         cast: Cast = decision.cast if decision else "keep"

@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from xla_amp.stablehlo import constants, ir
-from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 
 _UNDECIDED: Final = ("widest", "infer", "clear")
 _ROUNDS: Final = ("widest", "infer")
@@ -57,9 +57,9 @@ class ConstantRange:
 
 
 class Propagation:
-    """One propagation over a graph: sets `Node.low` and the reason, `Node.why`, of each node."""
+    """One propagation over a graph: sets `CastNode.low` and the reason, `CastNode.why`, of each node."""
 
-    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Callable[[Node], str]) -> None:
+    def __init__(self, graph: CastGraph, low: np.dtype[Any], *, keep_io: bool, keep: Callable[[CastNode], str]) -> None:
         self.graph = graph
         self.nodes, self.producer, self.users = graph.nodes, graph.producer, graph.users
         self.range = ConstantRange(low)
@@ -104,13 +104,13 @@ class Propagation:
 
     # Conditions on single nodes.
 
-    def _free(self, node: Node) -> bool:
+    def _free(self, node: CastNode) -> bool:
         """Whether the node's dtype is still undecided."""
         if node.boundary:
             return not (self.keep_io or node.low or node.opaque)
         return not (node.low or node.keep_reason or node.opaque) and node.colour in _UNDECIDED
 
-    def _may_allow(self, node: Node) -> bool:
+    def _may_allow(self, node: CastNode) -> bool:
         if node.colour != "allow" or node.opaque:
             return False
         return not node.keep_reason
@@ -223,7 +223,7 @@ class Propagation:
     def _reads_only(self, number: int, sources: set[int]) -> bool:
         return all(self.producer[slot] in sources for slot in self.nodes[number].inputs)
 
-    def _grows(self, node: Node) -> bool:
+    def _grows(self, node: CastNode) -> bool:
         return node.index is None and ir.elements(node.writes[0]) > ir.elements(node.operands[0].value)
 
     def _make_low(self, chosen: set[int], why: str, *, exact: bool) -> None:
@@ -245,7 +245,7 @@ class Propagation:
         read = node.inputs[:1] if node.of_first else node.inputs
         return all(self._reads_low(slot, node, chosen, exact or not node.outputs) for slot in read)
 
-    def _reads_low(self, slot: int, node: Node, chosen: set[int], exact: bool) -> bool:
+    def _reads_low(self, slot: int, node: CastNode, chosen: set[int], exact: bool) -> bool:
         source = self.producer[slot]
         if slot in self.wide:
             return False
@@ -321,16 +321,16 @@ class Propagation:
         return self.nodes[self.producer[slot]].low and slot not in self.wide
 
 
-def _sums_nothing(node: Node) -> bool:
+def _sums_nothing(node: CastNode) -> bool:
     return node.op_class is not None and node.op_class.sums_nothing
 
 
-def _moves(node: Node) -> bool:
+def _moves(node: CastNode) -> bool:
     """Whether a node only moves or reshapes its one operand."""
     return node.colour == "clear" and bool(node.inputs) and (node.index is not None or len(node.operands) == 1)
 
 
-def _cycles(nodes: list[Node], users: list[list[int]]) -> list[list[int]]:
+def _cycles(nodes: list[CastNode], users: list[list[int]]) -> list[list[int]]:
     """Strongly connected components of more than one node, in the graph without its allow operations.
 
     Tarjan 1972, without recursion.
@@ -377,5 +377,5 @@ def _cycles(nodes: list[Node], users: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def _after(nodes: list[Node], users: list[list[int]], number: int) -> list[int]:
+def _after(nodes: list[CastNode], users: list[list[int]], number: int) -> list[int]:
     return [user for slot in nodes[number].outputs for user in users[slot] if nodes[user].colour != "allow"]

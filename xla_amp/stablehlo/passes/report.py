@@ -16,7 +16,7 @@ from xla_amp.report.document import Document, Finding
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, locations
 from xla_amp.stablehlo.passes import costs
-from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -49,7 +49,7 @@ class OperationDecision(DecisionRecord):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report(Shown):
+class ConversionReport(Shown):
     """Decisions in program order, and the casts that they needed."""
 
     policy: str
@@ -162,7 +162,7 @@ def decisions(
 
 def _decision(
     propagation: Propagation,
-    node: Node,
+    node: CastNode,
     policy: str,
     low: LowDtype,
     function: str,
@@ -200,7 +200,7 @@ def _decision(
     )
 
 
-def _kept(node: Node, low: LowDtype) -> tuple[str, ...]:
+def _kept(node: CastNode, low: LowDtype) -> tuple[str, ...]:
     """dtypes of a product's operands if the pass casts none of them: neither float32 nor the low dtype; else empty."""
     if node.structure != "contraction":
         return ()
@@ -209,7 +209,7 @@ def _kept(node: Node, low: LowDtype) -> tuple[str, ...]:
     return () if {"float32", low} & {*names} else names
 
 
-def emit_events(report: Report) -> None:
+def emit_events(report: ConversionReport) -> None:
     """Sends the decisions to the subscribers of `xla_amp.events` (`xla_amp.explain`)."""
     for each in report.operations if events.decided.listeners else ():
         events.decided(each)

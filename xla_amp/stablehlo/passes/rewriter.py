@@ -10,7 +10,7 @@ import numpy as np
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import constants, ir, surgery
 from xla_amp.stablehlo.passes.canonicalize import untranspose
-from xla_amp.stablehlo.passes.cast_graph import CastGraph, Node
+from xla_amp.stablehlo.passes.cast_graph import CastGraph, CastNode
 from xla_amp.stablehlo.passes.propagation import Propagation
 
 _CONVERT: Final = "stablehlo.convert"
@@ -109,7 +109,7 @@ class Rewriter:
             found = self._types[key] = ir.with_element(value_type, self.low if low else self.wide)
         return found
 
-    def _round_result(self, node: Node) -> None:
+    def _round_result(self, node: CastNode) -> None:
         """Casts the first result of a node that computes in float32; its users read it low."""
         wide = node.writes[0]
         with ir.mlir().InsertionPoint.after(node.operation), node.operation.location:
@@ -117,7 +117,7 @@ class Rewriter:
         wide.replace_all_uses_except(rounded, rounded.owner.operation)
         self.casts[f"f32->{self.low}"] += 1
 
-    def _retype(self, node: Node) -> None:
+    def _retype(self, node: CastNode) -> None:
         if node.inside:
             return
         slots = node.outputs if node.index is None else node.outputs * len(node.writes)
@@ -147,7 +147,7 @@ class Rewriter:
                             operation.attributes["value"] = self._constant(operation)
                         result.set_type(self.type(result.type, low=True))
 
-    def _precision(self, node: Node) -> None:
+    def _precision(self, node: CastNode) -> None:
         # Torch's default precision of float32 operands has no meaning for low ones: their products are exact.
         attributes = node.operation.attributes
         if "precision_config" in attributes:
@@ -189,7 +189,7 @@ class Rewriter:
             self._move_forward(found.owner.operation, value.owner)
         return found
 
-    def _reuse(self, node: Node) -> bool:
+    def _reuse(self, node: CastNode) -> bool:
         """Keeps a cast of the original program, the first of a value for all its users; False if it is replaced."""
         operand = node.operands[0]
         if operand.slot in self.graph.exact or operand.slot in self.propagation.constant:

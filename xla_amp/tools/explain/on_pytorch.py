@@ -34,7 +34,7 @@ def _is_plumbing(name: str) -> bool:
     return name in _PLUMBING or primitives.info(name).plumbing
 
 
-class Report(Shown):
+class ExplainReport(Shown):
     """The operations of one `explain` block, in execution order; may be read while the block runs.
 
     ``print(report)`` shows findings and a table, `to_html` writes a page, `rows` gives dicts, `to_json` text.
@@ -113,7 +113,7 @@ class Report(Shown):
 
 
 @contextlib.contextmanager
-def explain() -> Iterator[Report]:
+def explain() -> Iterator[ExplainReport]:
     """Reports every operation that runs in an autocast region while the block is open, on any engine and thread.
 
     Wrap it around a forward pass or a step; regions may open inside it or around it.  Without an open block the cost is
@@ -127,7 +127,7 @@ def explain() -> Iterator[Report]:
         >>> report.rows()[0]["operation"], report.rows()[0]["result"], report.rows()[0]["layer"]
         ('mm', 'bfloat16', 'builtin')
     """
-    report = Report()
+    report = ExplainReport()
     with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
             from xla_amp.pytorch.autocast import operation_recorder

@@ -25,7 +25,7 @@ _SPEED_OF_LIGHT: Final = "sol"
 _ROWS: Final = '"kind":"__triton"'
 
 
-class Instruction(NamedTuple):
+class HloInstruction(NamedTuple):
     """One line of HLO text."""
 
     name: str
@@ -65,14 +65,14 @@ def _width(dtype: str) -> int:
     return _BYTES[dtype] if dtype in _BYTES else max(1, int(re.sub(r"\D", "", dtype.partition("e")[0]) or 8) // 8)
 
 
-def instructions(hlo: str) -> Iterator[Instruction]:
+def instructions(hlo: str) -> Iterator[HloInstruction]:
     """Every instruction of every computation; names are unique within a module."""
     for line in hlo.splitlines():
         if found := _INSTRUCTION.match(line):
-            yield Instruction(*found.groups())
+            yield HloInstruction(*found.groups())
 
 
-class Collective(NamedTuple):
+class CollectiveKind(NamedTuple):
     """A kind of collective operation."""
 
     operation: str
@@ -106,7 +106,7 @@ def _group_size(attributes: str) -> int:
     return math.prod(int(part or extents[name]) for name, part in _AXIS.findall(over))
 
 
-def _sent(each: Collective, size: int) -> int:
+def _sent(each: CollectiveKind, size: int) -> int:
     n = max(each.devices, 1)
     return {
         "all-gather": size * (n - 1) // n,
@@ -126,12 +126,12 @@ _COLLECTIVES: Final = frozenset(
 )
 
 
-def collectives(hlo: str) -> dict[Collective, Traffic]:
+def collectives(hlo: str) -> dict[CollectiveKind, Traffic]:
     """Collective operations by kind; those in a loop count once, and scalars are left out.
 
     An operation that carries several dtypes counts for each of them.
     """
-    found: dict[Collective, Traffic] = {}
+    found: dict[CollectiveKind, Traffic] = {}
     groups: dict[str, int] = {}
     channels: set[str] = set()
     for each in instructions(hlo):
@@ -151,7 +151,7 @@ def collectives(hlo: str) -> dict[Collective, Traffic]:
             if dimensions:
                 sizes[dtype] += math.prod(map(int, dimensions.split(","))) * _width(dtype)
         for dtype, size in sizes.items():
-            kind = Collective(operation, _DTYPES.get(dtype, dtype), groups.get(source, 0))
+            kind = CollectiveKind(operation, _DTYPES.get(dtype, dtype), groups.get(source, 0))
             count, total, sent = found.get(kind, (0, 0, 0))
             found[kind] = Traffic(count + 1, total + size, sent + _sent(kind, size))
     return found
@@ -169,7 +169,7 @@ def contractions(hlo: str) -> collections.Counter[tuple[str, str, str]]:
     return found
 
 
-def _library_product(each: Instruction, shapes: Mapping[str, Instruction]) -> tuple[int, str] | None:
+def _library_product(each: HloInstruction, shapes: Mapping[str, HloInstruction]) -> tuple[int, str] | None:
     """Multiply-adds and operand dtype of a matrix product that a library computes; None for another instruction.
 
     With b matrices of m x k and k x n the elements of both operands and of the result have the product b (bmkn)^2.
@@ -193,7 +193,7 @@ def kernel_seconds(hlo: str, bandwidth: float, peaks: Mapping[str, float]) -> fl
     the memory's time, because the speed-of-light model underestimates them.  Other kernels take the speed-of-light
     time.  Loops count once.
     """
-    total, shapes, known = 0.0, dict[str, Instruction](), False
+    total, shapes, known = 0.0, dict[str, HloInstruction](), False
     for each in instructions(hlo):
         shapes[each.name] = each
         found = _COSTS.search(each.rest)

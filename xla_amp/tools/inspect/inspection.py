@@ -27,7 +27,7 @@ from xla_amp.stablehlo.passes import costs
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.tools.inspect import listing, module_tables
-from xla_amp.tools.inspect.targets import Compiled, Compilers
+from xla_amp.tools.inspect.targets import CompiledModule, Compilers
 
 
 class Tally(NamedTuple):
@@ -37,7 +37,7 @@ class Tally(NamedTuple):
     bytes: int
 
 
-class Value(NamedTuple):
+class ModuleValue(NamedTuple):
     """One result of one operation, or one argument of the program."""
 
     name: str
@@ -61,14 +61,14 @@ class Inspection(Shown):
     """Matrix products and convolutions by (left, right, result); 8-bit floats where operands were rounded to these."""
     casts: Mapping[tuple[str, str], Tally]
     """Conversions by (from, to), with the bytes of their results."""
-    largest: tuple[Value, ...]
+    largest: tuple[ModuleValue, ...]
     """Arguments and results with the most bytes."""
     arguments: int
     """Bytes of the program's arguments."""
     results: int
     constants: int
     """Bytes of the constants as stored: one element for a splat."""
-    targets: Mapping[str, Compiled | str]
+    targets: Mapping[str, CompiledModule | str]
     """Target -> the compiled module, or the compiler's error."""
     rows: tuple[Operation, ...]
     """Every operation with its layer, shapes, cost and line, for a report."""
@@ -121,7 +121,7 @@ class Inspection(Shown):
         }
 
 
-def _plain(found: Compiled | str) -> dict[str, Any]:
+def _plain(found: CompiledModule | str) -> dict[str, Any]:
     if isinstance(found, str):
         return {"error": found}
     fields = dataclasses.asdict(found)
@@ -206,8 +206,10 @@ def _stored(operation: Any, size: int) -> int:
     )
 
 
-def _compiled(module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None) -> dict[str, Compiled | str]:
-    found: dict[str, Compiled | str] = {}
+def _compiled(
+    module: ir.MlirModule, targets: Iterable[str], compilers: Compilers | None
+) -> dict[str, CompiledModule | str]:
+    found: dict[str, CompiledModule | str] = {}
     if compilers is None:
         with Compilers() as own:
             return _compiled(module, targets, own)
@@ -236,15 +238,15 @@ def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
             yield operation, name
 
 
-def values(module: ir.MlirModule) -> Iterator[Value]:
+def values(module: ir.MlirModule) -> Iterator[ModuleValue]:
     """The program's arguments, then every result of every operation."""
     for index, kind in enumerate(ir.signature(module).inputs):
-        yield Value(f"argument {index}", _text(kind), costs.size_of(kind), "main", "")
+        yield ModuleValue(f"argument {index}", _text(kind), costs.size_of(kind), "main", "")
     for operation, function in walk(module):
         name, location = costs.short_name(operation), locations.of(operation).first_name
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield Value(name, _text(kind), costs.size_of(kind), function, location)
+            yield ModuleValue(name, _text(kind), costs.size_of(kind), function, location)
 
 
 def device_count(module: ir.MlirModule) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from xla_amp.report.document import Cell, Column, Row, Table
-from xla_amp.tools.inspect.targets import Compiled
+from xla_amp.tools.inspect.targets import CompiledModule
 
 if TYPE_CHECKING:
     from xla_amp.tools.inspect.inspection import Inspection, Tally
@@ -78,7 +78,7 @@ def targets(states: States) -> Table:
     return table.without_empty_columns()
 
 
-def _estimate(found: Compiled | str) -> tuple[Cell, ...]:
+def _estimate(found: CompiledModule | str) -> tuple[Cell, ...]:
     if isinstance(found, str):
         return (None, None, None, None, "", " ".join(found.splitlines()[:2]))
     products: Counter[str] = Counter()

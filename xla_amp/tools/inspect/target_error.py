@@ -20,7 +20,7 @@ from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir
 from xla_amp.stablehlo.passes import calibration, costs
 from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
-from xla_amp.stablehlo.passes.cast_graph import Node
+from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.stablehlo.passes.propagation import Propagation
 from xla_amp.stablehlo.passes.report import emit_events
@@ -227,10 +227,10 @@ class Planned(SearchProgram):
         bound = alone.bounds[_QUANTITY]
         return f", on further samples by up to {bound:.2g}" if bound > alone.errors[_QUANTITY] else ""
 
-    def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[Node], str]]) -> Conversion:
+    def _convert(self, keep: Callable[[ir.MlirModule, Propagation], Callable[[CastNode], str]]) -> Conversion:
         return convert(self._program, self._policy, self._low, keep_io=self._keep_io, keep=keep)
 
-    def _look(self, copied: ir.MlirModule, propagation: Propagation) -> Callable[[Node], str]:
+    def _look(self, copied: ir.MlirModule, propagation: Propagation) -> Callable[[CastNode], str]:
         # The first conversion: what overflows on the samples, and the products.
         reasons = calibration.keep_reasons(copied, propagation, self._low, list(map(tuple, self._samples)), math.inf)
         machine = self._rates
@@ -263,6 +263,6 @@ def _joined(run: Sequence[Candidate]) -> Candidate:
     )
 
 
-def _by_number(propagation: Propagation, reasons: Mapping[int, str]) -> Callable[[Node], str]:
+def _by_number(propagation: Propagation, reasons: Mapping[int, str]) -> Callable[[CastNode], str]:
     by_node = {id(propagation.nodes[number]): why for number, why in reasons.items()}
     return lambda node: by_node.get(id(node), "")

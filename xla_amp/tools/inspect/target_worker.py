@@ -2,7 +2,7 @@
 
 A separate process, because compilers read environment variables when they are loaded, take a lock, print to the
 terminal, and can abort.  `xla_amp.tools.inspect.targets` starts it.  A question is ``{"target": row of targets.toml,
-"options": XLA's options by name}`` with a module as its data; a reply has the fields of `targets.Compiled`.  The
+"options": XLA's options by name}`` with a module as its data; a reply has the fields of `targets.CompiledModule`.  The
 private APIs of JAX that compiling needs are confined to this file.
 """
 

@@ -48,7 +48,7 @@ _ADVICE: Final = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled:
+class CompiledModule:
     """The result of compiling a module for one target; sizes in bytes per device."""
 
     target: str
@@ -73,7 +73,7 @@ class Compiled:
         """Number of matrix products and convolutions in the optimized HLO by (left, right, result) dtype."""
         return hlo_text.contractions(self.hlo)
 
-    def collectives(self) -> dict[hlo_text.Collective, hlo_text.Traffic]:
+    def collectives(self) -> dict[hlo_text.CollectiveKind, hlo_text.Traffic]:
         """Collective operations in the optimized HLO by kind, with the bytes that they move for each device."""
         return hlo_text.collectives(self.hlo)
 
@@ -84,7 +84,7 @@ class Compilers:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
 
-    def compile(self, module: Any, target: str, options: Mapping[str, str] | None = None) -> Compiled:
+    def compile(self, module: Any, target: str, options: Mapping[str, str] | None = None) -> CompiledModule:
         """The module as XLA compiles it for `target`.
 
         Args:
@@ -111,7 +111,7 @@ class Compilers:
             raise DeviceError(f"compiling for {target}: {reply['error']}{advice}")
         moved, bandwidth = reply["bytes_accessed"], row.get("bandwidth")
         memory_seconds = moved / bandwidth if moved is not None and bandwidth else None
-        return Compiled(target=target, memory_seconds=memory_seconds, **reply)
+        return CompiledModule(target=target, memory_seconds=memory_seconds, **reply)
 
     def close(self) -> None:
         """Ends the compilers; a later `compile` starts them again."""
@@ -125,7 +125,7 @@ class Compilers:
         self.close()
 
 
-def compile_for(module: Any, target: str, options: Mapping[str, str] | None = None) -> Compiled:
+def compile_for(module: Any, target: str, options: Mapping[str, str] | None = None) -> CompiledModule:
     """`Compilers.compile`, once; for several modules or targets one `Compilers` is faster."""
     with Compilers() as compilers:
         return compilers.compile(module, target, options)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
+from xla_amp.tools.monitor.history import History, Statistics, StepRecord, ValueKey
 
 
 class Threshold(NamedTuple):
@@ -41,7 +41,7 @@ class Advice:
     """``loss``, ``gradient_norm``, ``nonfinite``, ``headroom``, ``underflow``, ``halvings``, ``smallest_scale``,
     ``largest_update`` or ``smallest_update``."""
     text: str
-    key: Key | None = None
+    key: ValueKey | None = None
     """The layer and kind; None for the whole run."""
     since: int | None = None
     """The step since which it holds, or in which it happened."""
@@ -125,7 +125,7 @@ def is_probe(good: StepRecord | None, record: StepRecord) -> bool:
     return record.skipped and (good is None or _scale(record) > _scale(good))
 
 
-def _of_layer(history: History, key: Key) -> Iterator[Advice]:
+def _of_layer(history: History, key: ValueKey) -> Iterator[Advice]:
     rows = history.of(key)
     plural = key.kind != "activation"
     layer = key.layer or "the model"
@@ -156,7 +156,7 @@ def _of_layer(history: History, key: Key) -> Iterator[Advice]:
         yield from _of_updates(rows, key)
 
 
-def _of_updates(rows: list[tuple[int, Statistics]], key: Key) -> Iterator[Advice]:
+def _of_updates(rows: list[tuple[int, Statistics]], key: ValueKey) -> Iterator[Advice]:
     largest, smallest = THRESHOLDS["largest_update"].value, THRESHOLDS["smallest_update"].value
     layer = key.layer or "the model"
     since = _since(rows, lambda row: row.update_ratio is not None and row.update_ratio > largest)

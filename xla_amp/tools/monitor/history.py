@@ -45,7 +45,7 @@ class Sums(NamedTuple):
     """Number of all values."""
 
 
-class Key(NamedTuple):
+class ValueKey(NamedTuple):
     """Which values: those of `kind` in the module or scope at the path `layer`."""
 
     layer: str
@@ -96,14 +96,16 @@ class Statistics:
         )
 
     @classmethod
-    def of_layers(cls, sums: Mapping[Key, Sums], low: Dtype, loss_scale: float | None) -> dict[Key, Statistics]:
+    def of_layers(
+        cls, sums: Mapping[ValueKey, Sums], low: Dtype, loss_scale: float | None
+    ) -> dict[ValueKey, Statistics]:
         """`of` for what a step summed in all layers; a layer without values has none."""
         return {
             key: cls.of(
                 row,
                 low,
                 scale=(loss_scale or 1.0) if key.kind == "gradient" else 1.0,
-                weights=sums.get(Key(key.layer, "weight")) if key.kind == "update" else None,
+                weights=sums.get(ValueKey(key.layer, "weight")) if key.kind == "update" else None,
             )
             for key, row in sums.items()
             if row.size
@@ -129,7 +131,7 @@ class StepRecord:
     """Whether the scaler skipped the update."""
     gradient_norm: float | None = None
     """2-norm of all gradients that the optimizer got, unscaled."""
-    statistics: Mapping[Key, Statistics] = dataclasses.field(default_factory=dict)
+    statistics: Mapping[ValueKey, Statistics] = dataclasses.field(default_factory=dict)
     """Empty in a step that was not sampled."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class StepRecord:
         """
         try:
             rows = {
-                Key(layer, kind): Statistics(**dict(zip(_STATISTICS, map(number, numbers), strict=True)))
+                ValueKey(layer, kind): Statistics(**dict(zip(_STATISTICS, map(number, numbers), strict=True)))
                 for layer, kind, *numbers in line["statistics"]
             }
             given = {name: number(line[name]) for name in _FIELDS if name in line}
@@ -190,11 +192,11 @@ class History:
     """The low dtype that `Statistics.underflow` and `headroom` refer to."""
     steps: Sequence[StepRecord]
 
-    def of(self, key: Key) -> list[tuple[int, Statistics]]:
+    def of(self, key: ValueKey) -> list[tuple[int, Statistics]]:
         """(step, statistics) of one layer and kind, e.g. for a sparkline."""
         return [(record.step, record.statistics[key]) for record in self.steps if key in record.statistics]
 
-    def layers(self) -> list[Key]:
+    def layers(self) -> list[ValueKey]:
         """Every layer and kind that a step has, in the order of the first steps that have them."""
         return list(dict.fromkeys(key for record in self.steps for key in record.statistics))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from xla_amp.report.document import Cell, Column, Curve, Document, Finding, Row, State, Table
 from xla_amp.tools.monitor.advice import THRESHOLDS, Advice, advice
-from xla_amp.tools.monitor.history import History, Key, Statistics, StepRecord
+from xla_amp.tools.monitor.history import History, Statistics, StepRecord, ValueKey
 
 _COURSES = ("loss", "gradient_norm", "loss_scale")
 """Numbers of a step that the page begins with, over the steps."""
@@ -120,7 +120,7 @@ def _layers(history: History, found: Sequence[Advice]) -> Table:
     ).without_empty_columns()
 
 
-def _cells(key: Key, newest: Statistics, course: Sequence[Statistics | None], words: str) -> tuple[Cell, ...]:
+def _cells(key: ValueKey, newest: Statistics, course: Sequence[Statistics | None], words: str) -> tuple[Cell, ...]:
     def over(name: str) -> list[float | None]:
         return [None if row is None else _shown(row, name) for row in course]
 

@@ -47,7 +47,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
         raise ModuleError(f"the module is for {devices} devices; find_overflow runs it on one")
     arrays = samples.fitted(inputs, program)
     program = widen.for_cpu(execution.refined(program, arrays))
-    run = _Run(program)
+    run = _Evaluation(program)
     results = run.function(ir.entry(program), arrays)
     bad = [
         tuple(f"{what} {number}" for number, array in enumerate(given) if run.made(array))
@@ -56,7 +56,7 @@ def find_overflow(module: Any, inputs: Sequence[Any]) -> ProgramOverflowReport:
     return run.report(*bad)
 
 
-class _Run(Finder):
+class _Evaluation(Finder):
     """Evaluates a module."""
 
     def __init__(self, module: ir.MlirModule) -> None:

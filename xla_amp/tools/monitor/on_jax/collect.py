@@ -22,7 +22,7 @@ from xla_amp.jax.observations import SCALARS, Mark
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.training import statistics
 from xla_amp.policy import module_patterns
-from xla_amp.tools.monitor.history import Key, Sums
+from xla_amp.tools.monitor.history import Sums, ValueKey
 from xla_amp.types import ValueKind
 
 
@@ -35,19 +35,19 @@ class Wanted:
     zero: float
     """Largest magnitude that the low dtype rounds to zero."""
 
-    def takes(self, key: Key) -> bool:
+    def takes(self, key: ValueKey) -> bool:
         """Whether the values of a layer are recorded."""
         return key.kind in self.kinds and any(module_patterns.selects(pattern, key.layer) for pattern in self.layers)
 
 
-_Label: TypeAlias = "Key | str"
+_Label: TypeAlias = "ValueKey | str"
 """Of what a program records: the values of a layer, or a scalar."""
 
 
 class Observed(NamedTuple):
     """What a program recorded."""
 
-    sums: dict[Key, jax.Array]
+    sums: dict[ValueKey, jax.Array]
     """float32 (7): fields of `xla_amp.tools.monitor.history.Sums`."""
     scalars: dict[str, jax.Array]
     """float32 (): by a name of `SCALARS`; ``norm2`` is the sum of the squares of all gradients, nonfinite if one is."""
@@ -71,7 +71,7 @@ class _Collector:
     def __init__(self, wanted: Wanted, path: tuple[str, ...]) -> None:
         self.wanted = wanted
         self.path = path
-        self.rows: dict[Key, list[Any]] = {}
+        self.rows: dict[ValueKey, list[Any]] = {}
         self.scalars: dict[str, Any] = {}
         self.scale: Any = 1.0
         """The loss scale, once it was observed."""
@@ -85,7 +85,7 @@ class _Collector:
 
     def add(self, label: _Label, value: Any) -> None:
         """Adds what a part of the program recorded."""
-        if isinstance(label, Key):
+        if isinstance(label, ValueKey):
             self.rows.setdefault(label, []).append(value)
         else:
             self._scalar(label, value)
@@ -97,7 +97,7 @@ class _Collector:
         if name == "loss_scale":
             self.scale = value
 
-    def record(self, key: Key, value: Any) -> None:
+    def record(self, key: ValueKey, value: Any) -> None:
         """Records a floating-point value."""
         value = lax.stop_gradient(value)
         weight, row = self._weight(value), None
@@ -117,7 +117,7 @@ class _Collector:
             wide = value.astype(jnp.float32)
             self._scalar("norm2", jnp.sum(wide * wide) * weight)
 
-    def _add(self, key: Key, weight: float, row: Any) -> Any:
+    def _add(self, key: ValueKey, weight: float, row: Any) -> Any:
         """Adds the sums of a value, and returns them as this device counts them."""
         row = row if weight == 1 else jnp.concatenate([row[:1], row[1:] * weight])
         self.rows.setdefault(key, []).append(row)
@@ -134,7 +134,7 @@ class _Collector:
             self._scalar(mark.what, lax.stop_gradient(value).astype(jnp.float32).reshape(()))
         else:
             kind: Any = mark.what
-            self.record(Key(mark.layer, kind), value)
+            self.record(ValueKey(mark.layer, kind), value)
 
     def evaluate(self, closed: Any, values: Sequence[Any], read: Sequence[bool]) -> list[Any]:
         """The results of a jaxpr.
@@ -155,7 +155,7 @@ class _Collector:
             for var, out in zip(eqn.outvars, outs, strict=True):
                 leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
                 if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
-                    self.record(Key(".".join((*self.path, *scopes)), "activation"), out)
+                    self.record(ValueKey(".".join((*self.path, *scopes)), "activation"), out)
                 if mark is not None:
                     self.observed(mark, out)
             return outs
@@ -265,7 +265,7 @@ def _scan(part: _Part) -> list[Any] | None:
 
 def _over_iterations(label: _Label, values: Any) -> Any:
     """What iterations have recorded, along the first axis, together."""
-    if isinstance(label, Key):
+    if isinstance(label, ValueKey):
         return _joined(values)
     return jnp.sum(values) if label == "norm2" else values[-1]
 
@@ -275,7 +275,7 @@ def _joined(rows: Any) -> Any:
 
 
 def _zero(label: _Label) -> Any:
-    return jnp.zeros(statistics.FIELDS if isinstance(label, Key) else (), jnp.float32)
+    return jnp.zeros(statistics.FIELDS if isinstance(label, ValueKey) else (), jnp.float32)
 
 
 def _while(part: _Part) -> list[Any] | None:
@@ -342,7 +342,7 @@ def _shard_map(part: _Part) -> list[Any] | None:
 
 def _over_devices(label: _Label, values: Any) -> Any:
     """What devices have recorded, along the first axis, together."""
-    return _joined(values) if isinstance(label, Key) else _ON_DEVICES[label](values)
+    return _joined(values) if isinstance(label, ValueKey) else _ON_DEVICES[label](values)
 
 
 _ON_DEVICES: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(

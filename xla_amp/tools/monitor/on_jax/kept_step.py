@@ -23,7 +23,7 @@ _ARRAYS: Final = "batch.npz"
 _KEPT: Final = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
-class Call:
+class PureCall:
     """A call of a step as a pure function of the leaves of its arguments.
 
     Args:

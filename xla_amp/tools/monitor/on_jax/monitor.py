@@ -21,7 +21,7 @@ from xla_amp.jax import compat
 from xla_amp.jax.modules import scopes
 from xla_amp.jax.observations import SCALARS
 from xla_amp.policy import module_patterns
-from xla_amp.tools.monitor.history import Key, Statistics, StepRecord, Sums
+from xla_amp.tools.monitor.history import Statistics, StepRecord, Sums, ValueKey
 from xla_amp.tools.monitor.on_jax import collect, kept_step
 from xla_amp.tools.monitor.on_jax.collect import Observed, Wanted
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
@@ -105,7 +105,7 @@ def monitor(
 class _Layout(NamedTuple):
     """What the numbers of a row mean."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[ValueKey, ...]
     scalars: tuple[str, ...]
     low: Dtype
 
@@ -185,7 +185,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
     # -- for users -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        call = kept_step.Call(self._step, args, kwargs)
+        call = kept_step.PureCall(self._step, args, kwargs)
         programs = self._programs.get(call.key)
         if programs is None:
             programs = self._programs[call.key] = self._build(call, args, kwargs)
@@ -210,7 +210,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
         low, kinds = self._options.low or _low_of(closed.jaxpr), tuple(self._options.kinds)
         return Wanted(layers=tuple(self._options.layers), kinds=kinds if sampled else (), zero=RANGES[low].zero)
 
-    def _build(self, call: kept_step.Call, args: Any, kwargs: Any) -> _Programs:
+    def _build(self, call: kept_step.PureCall, args: Any, kwargs: Any) -> _Programs:
         dynamic, donated = _dynamic(self._step, call.leaves, args, kwargs)
         if not self._donate:
             donated = (False,) * len(donated)
@@ -265,7 +265,7 @@ class Monitor(BaseMonitor, Generic[_P, _R]):
 
 
 def _trace(
-    call: kept_step.Call, dynamic: Sequence[bool], values: Sequence[Any]
+    call: kept_step.PureCall, dynamic: Sequence[bool], values: Sequence[Any]
 ) -> tuple[Any, list[Any], Callable[[Sequence[Any]], Any]]:
     """The program of a call, its arguments, and a function from its arrays to what the step returns."""
     avals = [compat.typeof(value) for value in values]
@@ -326,7 +326,7 @@ def _without_common_root(found: Observed) -> Observed:
         return found
     (root,) = roots
     renamed = {
-        Key(key.layer.removeprefix(root).removeprefix("."), key.kind) if key.kind == "activation" else key: row
+        ValueKey(key.layer.removeprefix(root).removeprefix("."), key.kind) if key.kind == "activation" else key: row
         for key, row in found.sums.items()
     }
     return found._replace(sums=renamed)

@@ -40,7 +40,7 @@ def replay(step: Callable[..., Any], directory: str | Path, *args: Any, **kwargs
     folder = folders[min(jax.process_index(), len(folders) - 1)]
     bad, kept = kept_step.load(folder)
     step = getattr(step, "__wrapped__", step) if isinstance(step, Monitor) else step
-    call = kept_step.Call(step, args, kwargs)
+    call = kept_step.PureCall(step, args, kwargs)
     for index, leaf in kept.items():
         if index >= len(call.leaves) or jax.numpy.shape(leaf) != jax.numpy.shape(call.leaves[index]):
             got = "nothing" if index >= len(call.leaves) else f"shape {jax.numpy.shape(call.leaves[index])}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from xla_amp.backends import base
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS, tensor_sums
 
@@ -31,9 +31,9 @@ class Activations:
         """Layer -> the sums of the forward pass that runs."""
         self._seen = columns.Seen()
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[ValueKey]:
         """What the lines are."""
-        return [Key(path, "activation") for path in self._layers]
+        return [ValueKey(path, "activation") for path in self._layers]
 
     def new(self, output: object) -> list[torch.Tensor]:
         """The floating tensors of what a module returned that no module inside it has returned."""

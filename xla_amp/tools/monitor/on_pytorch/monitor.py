@@ -20,8 +20,8 @@ import torch
 from xla_amp.backends import base, devices, dynamo
 from xla_amp.tools.monitor.history import StepRecord
 from xla_amp.tools.monitor.on_pytorch import columns, kept_step
-from xla_amp.tools.monitor.on_pytorch.recording import Recording
-from xla_amp.tools.monitor.on_pytorch.running_step import Step
+from xla_amp.tools.monitor.on_pytorch.recording import StatisticsRecording
+from xla_amp.tools.monitor.on_pytorch.running_step import MonitoredStep
 from xla_amp.tools.monitor.run import SAMPLE, BaseMonitor, Options
 from xla_amp.types import VALUE_KINDS, Dtype, ValueKind
 
@@ -120,8 +120,8 @@ class Monitor(BaseMonitor):
         self.model, self.optimizer = model, optimizer
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._modules = columns.selected(model, options.layers)
-        self._recording = Recording(model, self._modules, optimizer, self.scaler, options, self._device)
-        self._entry: Step | None = None
+        self._recording = StatisticsRecording(model, self._modules, optimizer, self.scaler, options, self._device)
+        self._entry: MonitoredStep | None = None
         """The step whose block is open."""
         self._ended = 0
         """Steps that hooks have ended in it; a replay of a captured step runs no hooks."""
@@ -135,7 +135,7 @@ class Monitor(BaseMonitor):
         return f"<xla_amp.monitor of {type(self.model).__name__}: {steps} steps, {len(self._modules)} layers>"
 
     @contextlib.contextmanager
-    def step(self, *batch: Any) -> Iterator[Step]:
+    def step(self, *batch: Any) -> Iterator[MonitoredStep]:
         """Context manager around one step: all its micro-batches, the backward passes and the optimizer.
 
         Args:
@@ -220,11 +220,11 @@ class Monitor(BaseMonitor):
         if self._entry is None:
             self._end(self._new_step(None))
 
-    def _new_step(self, kept: kept_step.Before | None) -> Step:
+    def _new_step(self, kept: kept_step.Before | None) -> MonitoredStep:
         count = self._next_step - self._options.first_step
-        return Step(self._next_step, count, kept, self._recording.sampled)
+        return MonitoredStep(self._next_step, count, kept, self._recording.sampled)
 
-    def _end(self, entry: Step) -> None:
+    def _end(self, entry: MonitoredStep) -> None:
         entry.end(self._recording.recorded())
         self._waiting.append(entry)
         self._next_step += 1
@@ -236,7 +236,7 @@ class Monitor(BaseMonitor):
         if self.model.__dict__.get(self._flag) is not sampled:
             self._recording.sampled = self.model.__dict__[self._flag] = sampled
 
-    def _write(self, folder: Path, waiting: Step) -> Mapping[str, Any]:
+    def _write(self, folder: Path, waiting: MonitoredStep) -> Mapping[str, Any]:
         if waiting.kept is not None:
             waiting.kept.write(folder)
         return {}
@@ -244,7 +244,7 @@ class Monitor(BaseMonitor):
     def _versions(self) -> dict[str, str]:
         return kept_step.versions()
 
-    def _is_local(self, waiting: Step, record: StepRecord) -> bool:
+    def _is_local(self, waiting: MonitoredStep, record: StepRecord) -> bool:
         activations = (row for key, row in record.statistics.items() if key.kind == "activation")
         return waiting.local or not all(row.finite for row in activations)
 

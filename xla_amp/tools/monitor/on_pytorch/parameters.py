@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from xla_amp.tools.monitor.history import Key
+from xla_amp.tools.monitor.history import ValueKey
 from xla_amp.tools.monitor.on_pytorch import columns
 from xla_amp.tools.monitor.on_pytorch.statistics import FIELDS, tensor_sums
 from xla_amp.types import VALUE_KINDS, ValueKind
@@ -29,9 +29,9 @@ class Parameters:
         self._found: dict[ValueKind, torch.Tensor] = {}
         self._old: list[torch.Tensor] = []
 
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[ValueKey]:
         """What the lines of `sums` are."""
-        return [Key(path, kind) for kind in self._kinds for path in self._owned]
+        return [ValueKey(path, kind) for kind in self._kinds for path in self._owned]
 
     def add_gradients(self, zero: float, unscale: torch.Tensor | None, scale: torch.Tensor | None) -> None:
         """Takes the gradients as they are now; arguments as in `tensor_sums`."""

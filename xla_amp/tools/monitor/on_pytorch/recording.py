@@ -22,7 +22,7 @@ from xla_amp.tools.monitor.run import Options
 from xla_amp.types import RANGES, Dtype
 
 
-class Recording:
+class StatisticsRecording:
     """Records the statistics of the step that runs; its methods from `enter` to `after_step` are called by hooks.
 
     Args:

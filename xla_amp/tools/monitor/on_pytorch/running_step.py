@@ -9,7 +9,7 @@ import torch
 
 from xla_amp.backends import base, devices
 from xla_amp.errors import XlaAmpError
-from xla_amp.tools.monitor.history import Key, Statistics, StepRecord, Sums
+from xla_amp.tools.monitor.history import Statistics, StepRecord, Sums, ValueKey
 from xla_amp.tools.monitor.on_pytorch.kept_step import Before
 from xla_amp.types import Dtype
 
@@ -28,12 +28,12 @@ class OnDevice(NamedTuple):
     process itself made an inf or NaN), ``gradient_norm`` and ``loss_scale``."""
     row: torch.Tensor
     """float32 (keys, fields): sums."""
-    keys: Sequence[Key]
+    keys: Sequence[ValueKey]
     low: Dtype
     """The low dtype that the sums refer to."""
 
 
-class Step:
+class MonitoredStep:
     """One step while it runs; ``with monitor.step(...) as step`` gives it."""
 
     def __init__(self, number: int, count: int, kept: Before | None, sampled: bool) -> None:
