@@ -59,7 +59,7 @@ LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
     ),
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
     "xla_amp.lazy.torch_integration.monkeypatches": frozenset({"xla_amp.pytorch.optim.skip_step"}),
-    "xla_amp.stablehlo.guard": frozenset({"xla_amp.stablehlo.guard_worker"}),  # in a process of its own
+    "xla_amp.stablehlo.guard": frozenset({"xla_amp.stablehlo.guard_worker"}),  # in a separate process
 }
 
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.

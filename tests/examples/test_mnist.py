@@ -72,7 +72,7 @@ def test_on_pytorch_itself(tmp_path):
 
 
 def test_it_ends_with_what_the_figures_mean():
-    """README's first command, so in an interpreter of its own."""
+    """README's first command, so in a new interpreter."""
     command = [sys.executable, EXAMPLE, "--precision=bf16", "--epochs=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr

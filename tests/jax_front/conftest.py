@@ -15,7 +15,7 @@ if MESH:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
 ANY, EXPLICIT, ONLY_EXPLICIT = ("auto", "explicit", "mixed"), ("explicit", "mixed"), ("explicit",)
-OWN_MESH = "it has a mesh of its own, or none"
+OWN_MESH = "it makes its mesh itself, or has none"
 NOT_IN_JAX = "without autocast it fails, too, on such a mesh"
 ONE_DEVICE = "it counts what JAX and XLA do without a mesh"
 LEFT_OUT = {

@@ -92,7 +92,7 @@ def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> Non
 
 @pytest.mark.parametrize("name", ["cpu", "lazy"])
 def test_a_rule_that_equals_the_devices_own_cast_has_matched(name: str) -> None:
-    """torch's own kernel would do the same and tell nobody."""
+    """torch's own kernel would do the same without a word."""
     x = torch.ones(2, 2, device=device(name))
     with xla_amp.autocast(x.device, dtype=torch.bfloat16, rules={"mm": "low", "relu": "fp32"}, strict=True):
         assert torch.relu(torch.mm(x, x)).dtype is torch.float32

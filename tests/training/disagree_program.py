@@ -72,7 +72,7 @@ def train(case, rank):
             optimizer.param_groups[0]["lr"] *= 2
         if other and case == "optimizer":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        own = 1.0 + rank if case == "factor" else 1.0  # of its own batch
+        own = 1.0 + rank if case == "factor" else 1.0  # of this process's batch
         loss = own * F.mse_loss(model(x), x)
         if other:
             go_another_way(case, loss, model, device)

@@ -163,9 +163,9 @@ def keep_collectives_local() -> None:
 
 
 def delay_aborts() -> None:
-    """From now on SIGABRT ends this process 6 s later, unless somebody handles it.
+    """From now on SIGABRT ends this process 6 s later, unless it is handled.
 
-    JAX's client aborts the process, from a thread of its own, when the coordinator is gone or another process has
+    JAX's client aborts the process, from a separate thread, when the coordinator is gone or another process has
     missed its heartbeat (``missed_heartbeat_callback`` cannot be given: jaxlib 0.10 fails to convert its argument).
     Until then the main thread can report which process has ended.
     """

@@ -1,7 +1,7 @@
 """Agreement before each program with collectives: all processes are at the same one, or all of them get an error.
 
 A collective of XLA waits until all processes run it: one that runs another program instead makes the others hang, or
-abort.  So a program with collectives is dispatched when everybody has come to it.  Processes form a tree of TCP
+abort.  So a program with collectives is dispatched when all processes have come to it.  Processes form a tree of TCP
 connections: each hears from those below it, tells the one above it, and gets leave to go on from there.  The end of a
 process closes its connections, which the others notice at once; a thread looks after those that are busy elsewhere.
 Connections are made through JAX's coordinator, whose key-value store takes ten times as long for an exchange.
@@ -51,7 +51,7 @@ class MessageKind(enum.IntEnum):
     """What a message says."""
 
     SAME = 0
-    """Upwards: this process and all below it are at this program.  Downwards: everybody is."""
+    """Upwards: this process and all below it are at this program.  Downwards: all are."""
     TELL = 1
     """Downwards: your program is another, what is it?  Upwards: the answer."""
     STOP = 2
@@ -111,7 +111,7 @@ def _read(wire: socket.socket, size: int, until: float) -> bytes:
 
 
 class _Stop(Exception):
-    """Ends an agreement: `message` goes to everybody but `source`."""
+    """Ends an agreement: `message` goes to all peers but `source`."""
 
     def __init__(self, message: Message, source: Peer | None = None) -> None:
         self.message, self.source = message, source
@@ -336,7 +336,7 @@ def connect(process: Process, client: Any, name: Callable[[int], str], *, fanout
     with contextlib.ExitStack() as stack:
         try:
             if below:
-                secret = secrets.token_bytes(_SECRET)  # whoever reads the coordinator's store belongs to the job
+                secret = secrets.token_bytes(_SECRET)  # a process that reads the coordinator's store belongs to the job
                 host, server = _listen(process)
                 stack.enter_context(server)
                 port = server.getsockname()[1]

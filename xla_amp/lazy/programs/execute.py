@@ -38,7 +38,7 @@ from xla_amp.lowering import forms
 
 _programs = program_cache.new_cache()
 _pending: dict[Callable[[], list[Any]], object] = {}
-"""Functions that return the results, as far as they are referenced, of the last programs that nobody has waited for,
+"""Functions that return the results, as far as they are referenced, of the last programs that were not waited for,
 each with a mark of its dispatch.  XLA:CPU runs those of several threads side by side."""
 _MOST_PENDING: Final = 64
 

@@ -142,7 +142,7 @@ def put(value: np.ndarray | jax.Array) -> jax.Array:
 def spread(value: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     """An array over a mesh of several processes, from a value that each has whole; nothing is sent."""
     whole = _local(value)
-    # `jax.device_put` would compare the value in all processes with a program of its own, at each upload.
+    # `jax.device_put` would compare the value in all processes with a separate program, at each upload.
     array: jax.Array = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     return array
 

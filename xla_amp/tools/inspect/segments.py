@@ -1,7 +1,7 @@
 """The values inside of a program, computed by a chain of small programs.
 
 XLA's time to compile grows faster than a program, most of all for one that returns thousands of intermediate results.
-So the entry function is cut into segments of `_LENGTH` operations; each is a program of its own, which takes the values
+So the entry function is cut into segments of `_LENGTH` operations; each is a separate program, which takes the values
 that it reads and returns those that later segments read and those that are asked for.
 """
 

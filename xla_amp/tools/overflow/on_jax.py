@@ -50,7 +50,7 @@ def find_overflow(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         **kwargs: for `function`.
 
     Returns:
-        The report; `ProgramOverflowReport.not_watched` names what nobody looked into, such as the inside of a kernel.
+        The report; `ProgramOverflowReport.not_watched` names what was not looked into, such as the inside of a kernel.
 
     Raises:
         StepError: the function runs no JAX operation that can be watched: it is a program that was compiled ahead of

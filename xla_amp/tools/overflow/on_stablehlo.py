@@ -1,6 +1,6 @@
 """`find_overflow` for StableHLO: run a module operation by operation; find the one that makes the first inf or NaN.
 
-Loops, branches and calls are followed on the host; every other operation is compiled as a program of its own, one for
+Loops, branches and calls are followed on the host; every other operation is compiled as a separate program, one for
 all operations with the same text.
 """
 

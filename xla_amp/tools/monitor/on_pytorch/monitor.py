@@ -250,7 +250,7 @@ class Monitor(BaseMonitor):
 
 
 class _Hook:
-    """A method of a monitor that modules and optimizers call; weak, so that a monitor that nobody holds ends.
+    """A method of a monitor that modules and optimizers call; weak, so that a monitor without other references ends.
 
     The hook of a copied or unpickled module does nothing: the copy is another model.
     """
