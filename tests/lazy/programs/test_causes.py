@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def test_one_warning_names_the_line_the_count_and_the_difference(device: torch.d
     assert (warning.filename, warning.lineno) == (HERE, by_shape.__code__.co_firstlineno + 2)
     assert f"{line_of(by_shape, 2)} has compiled {causes.PATIENCE} programs" in text
     assert "an input is float32[6,2], float32[5,2] before, read by mul.Tensor at" in text
+
+
+def test_programs_from_the_disk_are_no_compilations(device: torch.device, tmp_path: Path) -> None:
+    xla_amp.compilation_cache(tmp_path)
+    try:
+        assert len(warnings_of(lambda: by_shape(device))) == 1
+        execute.clear_programs()
+        causes.reset()
+        assert warnings_of(lambda: by_shape(device)) == []
+        assert "compilations by line" not in causes.report()
+    finally:
+        xla_amp.compilation_cache(None)
 
 
 DIFFERENCES: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], str]] = {

@@ -93,10 +93,14 @@ def reset() -> None:
 def compiled(program: XlaProgram) -> None:
     """Counts a compilation at the user's line; warns about a line that compiles again and again.
 
+    A program that was read from the disk is none.
+
     Raises:
         RecompileWarning: if a filter makes it an error.
         PolicyError: ``XLA_AMP_DEBUG`` has an unknown word.
     """
+    if program.loaded:
+        return
     location = events.user_location()
     line = _lines.setdefault(location, _Line())
     before = None if line.program is None else line.program()
