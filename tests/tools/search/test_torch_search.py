@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 import pytest
 import torch
 
 import xla_amp
-from xla_amp.errors import SearchError
+from xla_amp.errors import RecompileWarning, SearchError
 from xla_amp.tools.search import SearchResult
 
 BUDGET = {"loss": 1e-2, "gradients": 2e-2}
@@ -47,6 +50,15 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, **region: object) -> tupl
         loss = model(x.to(device))
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.cpu().flatten() for p in model.parameters()])
+
+
+def test_rates_are_measured_without_warnings(monkeypatch):
+    small = sys.modules["xla_amp.tools.search.rates"]  # the package has a function of that name
+    monkeypatch.setattr(small, "_SIZE", 64)
+    monkeypatch.setattr(small, "_ELEMENTS", 4096)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RecompileWarning)
+        xla_amp.search(NearlyEqual().to(xla_amp.xla_device()), batches(0), budget=BUDGET)
 
 
 def test_both_nearly_equal_products_stay_in_float32(found):

@@ -245,4 +245,6 @@ def _rates_here(device: torch.device, low: LowDtype) -> Rates:
     def full(shape: tuple[int, ...], value: float, dtype: str) -> torch.Tensor:
         return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
 
-    return measured(devices.device_type(device), low, full, lambda found: found.reshape(-1)[:1].cpu())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecompileWarning)  # each measurement is another program
+        return measured(devices.device_type(device), low, full, lambda found: found.reshape(-1)[:1].cpu())
