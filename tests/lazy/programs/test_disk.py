@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -87,16 +88,34 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert folder.read("before") == b"content"
 
 
+def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.warns(XlaAmpWarning, match=r"File too large.*stores no more"):
+            folder.write("large", bytes(200_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files(tmp_path) == []
+
+
 WRITER = """
-import sys
+import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from xla_amp.lazy.programs.disk import Folder
-folder = Folder(Path(sys.argv[2]))
-print("ready", flush=True)
-while True:
-    for name in "abcd":
-        folder.write(name, name.encode() * 4_000_000)
+parent = os.getpid()
+for _ in range(50):
+    child = os.fork()
+    if not child:
+        folder = Folder(Path(sys.argv[2]))
+        print(os.getpid(), flush=True)
+        while os.getppid() == parent:
+            for name in "abcd":
+                folder.write(name, name.encode() * 4_000_000)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
 """
 
 
@@ -104,23 +123,27 @@ while True:
 def test_fifty_kills_leave_complete_files(tmp_path: Path) -> None:
     root = str(Path(disk.__file__).parents[3])
     partial = 0
-    for number in range(50):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, root, tmp_path], stdout=subprocess.PIPE)
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"ready\n"
-        time.sleep(0.02 + 0.003 * (number % 10))
-        writer.send_signal(signal.SIGKILL)
-        writer.wait(60)
-        writer.stdout.close()
-        folder = Folder(tmp_path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a damaged file would be one
-            for name in "abcd":
-                assert folder.read(name) in (None, name.encode() * 4_000_000)
-        left = list(tmp_path.glob("*.writing"))
-        partial += len(left)
-        for file in left:
-            os.utime(file, (0, 0))
+    # One process imports the package, and forks each writer.
+    parent = subprocess.Popen([sys.executable, "-c", WRITER, root, tmp_path], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    try:
+        for number in range(50):
+            writer = int(parent.stdout.readline())
+            time.sleep(0.02 + 0.003 * (number % 10))
+            os.kill(writer, signal.SIGKILL)
+            assert parent.stdout.readline() == b"ended\n"
+            folder = Folder(tmp_path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # a damaged file would be one
+                for name in "abcd":
+                    assert folder.read(name) in (None, name.encode() * 4_000_000)
+            left = list(tmp_path.glob("*.writing"))
+            partial += len(left)
+            for file in left:
+                os.utime(file, (0, 0))
+    finally:
+        parent.kill()  # a writer without it ends
+        parent.communicate()
     assert partial > 5  # some of the kills came in the middle of a write
     Folder(tmp_path).write("e", b"")
     assert not list(tmp_path.glob("*.writing"))
