@@ -14,7 +14,7 @@ from torch import nn
 import xla_amp
 from xla_amp import syncfree
 from xla_amp.errors import CaptureError
-from xla_amp.lazy.capture.symbolic_scalars import Formula, FormulaTable, Hyperparameter, evaluate
+from xla_amp.lazy.capture.numbers import CallNumbers, Formula, Hyperparameter, evaluate
 
 CALLS = 14
 OVERFLOWS = 9
@@ -351,6 +351,22 @@ class Refusals:
         return step, "changes optimizer.param_groups"
 
     @staticmethod
+    def two_rates_in_a_call(device):
+        weight = nn.Parameter(torch.ones(2, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5 ** (number % 2))
+
+        def step(x):
+            for _ in range(2):
+                (weight * x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rates.step()
+            return weight.detach() * 1
+
+        return step, "changes (the options of an optimizer between two of its steps|rates)"
+
+    @staticmethod
     def graph(device):
         weight = nn.Parameter(torch.ones(2, device=device))
         return lambda x: (weight * x).sum(), "returns a tensor that requires grad"
@@ -484,26 +500,26 @@ def test_explain_sees_every_operation(device):
 
 
 def test_arithmetic_is_written_down():
-    table, lr = FormulaTable(0), Hyperparameter(1, "lr", None)
-    value = table.track(lr, lambda: 0.5)
+    numbers, lr = CallNumbers(0), Hyperparameter(1, "lr", 0)
+    value = numbers.track(lr, 0.5)
     results = [-value, 1 - value, value / 4, 2**value, abs(value) * value]
-    numbers = [float(result) for result in results]
-    table.resolve(numbers)
-    assert numbers == [-0.5, 0.5, 0.125, 2**0.5, 0.25]
-    assert [evaluate(result.term, {lr: lambda: 0.25}) for result in results] == [-0.25, 0.75, 0.0625, 2**0.25, 0.0625]
+    floats = [float(result) for result in results]
+    numbers.resolve(floats)
+    assert floats == [-0.5, 0.5, 0.125, 2**0.5, 0.25]
+    assert [evaluate(result.term, {lr: 0.25}) for result in results] == [-0.25, 0.75, 0.0625, 2**0.25, 0.0625]
 
 
 def test_comparisons_are_conditions():
-    table, lr = FormulaTable(0), Hyperparameter(1, "lr", None)
-    value = table.track(lr, lambda: 0.5)
+    numbers, lr = CallNumbers(0), Hyperparameter(1, "lr", 0)
+    value = numbers.track(lr, 0.5)
     assert value
     assert value == 0.5
     assert not value > 1
-    assert list(table.conditions.values()) == [True, True, False]
-    assert Formula("gt", (lr, 1)) in table.conditions
+    assert list(numbers.conditions.values()) == [True, True, False]
+    assert Formula("gt", (lr, 1)) in numbers.conditions
 
 
 def test_a_way_that_is_not_arithmetic_differs_from_call_to_call():
-    lr = Hyperparameter(1, "lr", None)
-    first, second = (FormulaTable(shift).track(lr, lambda: 0.5) for shift in (0, 1))
+    lr = Hyperparameter(1, "lr", 0)
+    first, second = (CallNumbers(shift).track(lr, 0.5) for shift in (0, 1))
     assert hex(round(float(first) * 2**60)) != hex(round(float(second) * 2**60))

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from xla_amp import config
 from xla_amp.lazy.capture.guards import Guards
-from xla_amp.lazy.capture.numbers import Numbers
+from xla_amp.lazy.capture.numbers import ReplayNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording, require_replaced
 from xla_amp.lazy.capture.replay import Replay
@@ -90,7 +90,7 @@ class CacheEntry:
         leaves, gradients = tree_leaves(result), [parameter.grad for parameter in guards.parameters]
         run.plain = [item for item in leaves if not isinstance(item, torch.Tensor)]
         needs_backward = any(isinstance(item, torch.Tensor) and item.requires_grad for item in leaves)
-        if needs_backward and not (run.steps.optimizers or any(map(run.has_written, gradients))):
+        if needs_backward and not (run.numbers.optimizers or any(map(run.has_written, gradients))):
             raise NotReplayableError(
                 "it returns a tensor that requires grad, and gradients do not reach into a replay; call backward() "
                 "inside, or run it under torch.no_grad()"
@@ -103,7 +103,10 @@ class CacheEntry:
             raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {run.plain}")
         storages = guards.storages(after)
         require_replaced(last, run, storages)
-        replay, numbers = Replay(last, run, result, tensors), Numbers(last, run, guards.scalers)
+        replay, numbers = (
+            Replay(last, run, result, tensors),
+            ReplayNumbers(last.numbers, run.numbers, run.code, guards.scalers),
+        )
         if self._replay is not None:
             self._audit_at *= AUDIT
         self._replay, self._numbers, self._storages = replay, numbers, storages

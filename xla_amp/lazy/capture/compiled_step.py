@@ -19,7 +19,7 @@ from xla_amp.backends import base
 from xla_amp.errors import CaptureError, DeviceError
 from xla_amp.lazy.capture.cache_entry import CacheEntry
 from xla_amp.lazy.capture.guards import Guards
-from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
+from xla_amp.lazy.capture.numbers import CallNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError, Values
 from xla_amp.lazy.capture.recording import Recording
 from xla_amp.lazy.capture.warmup import restored_state
@@ -243,10 +243,10 @@ class Compiled(Generic[_Arguments, _Result]):
         guards, tensors = self._guards, _tensors(flat_args)
         assert guards is not None  # noqa: S101  (the callers have made it)
         guards.forget()
-        steps = OptimizerSteps(entry.calls % 2)
+        numbers = CallNumbers(entry.calls % 2)
         entry.calls += 1
-        run = Recording(steps, tensors, guards.gradients(), entry.last)
-        with step_marker.paused(), steps.tracked(), run:
+        run = Recording(numbers, tensors, guards.gradients(), entry.last)
+        with step_marker.paused(), numbers.tracked(), run:
             result = self._step(*args, **kwargs)
             execute.flush()
         try:

@@ -4,11 +4,11 @@
    modes of the thread (grad mode, default dtype, autocast region and policy) and which parameters have or require a
    gradient, as the cache key (`compiled_step`), and the Python values that the step can see (`Guards`, below).  If they
    differ from those of all cache entries, another entry is made, at most `limit`.
-2. A replay compares the options of optimizers and the growth parameters of scalers (`optimizer_steps`), whether the
+2. A replay compares the options of optimizers and the growth parameters of scalers (`numbers`), whether the
    step still has the storages that the captured call left (`Guards.storages`), and whether each tensor of the state is
    still alive and written (`replay`).  If they differ, the entry drops its capture and captures again.
 3. A replay reads the float hyperparameters of optimizers, and the numbers computed from them go into the program
-   (`symbolic_scalars`).  If a comparison of them in Python has another outcome now, the entry captures again.
+   (`numbers`).  If a comparison of them in Python has another outcome now, the entry captures again.
 4. Two recorded calls in a row are compared: operations, numbers, values from the host, random draws, returned Python
    values (`cache_entry`, `replay`).  If they agree, the entry captures.  After 4 calls that did not, one warning gives
    the reason and the step stays recorded.

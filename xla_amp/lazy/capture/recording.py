@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from xla_amp import events
-from xla_amp.lazy.capture.optimizer_steps import OptimizerSteps
+from xla_amp.lazy.capture.numbers import CallNumbers
 from xla_amp.lazy.capture.reach import NotReplayableError
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Spec, trace
@@ -81,7 +81,7 @@ class Recording:
     """Context manager around a call: the program that runs inside, as the trace held it when it was flushed.
 
     Args:
-        steps: follows what optimizers do in the call.
+        numbers: follows what optimizers do in the call.
         tensors: tensor arguments of the call.
         gradients: `Guards.gradients` before the call.
         previous: the call before.
@@ -93,10 +93,6 @@ class Recording:
     code: tuple[int, ...]
     count: int
     ints: list[int]
-    raw_floats: list[float]
-    """The lifted floats as the operations received them."""
-    floats: list[float]
-    """The lifted floats as the program received them."""
     streams: list[tuple[int, int]]
     parameters: list[Reference]
     parameter_numbers: list[int]
@@ -121,12 +117,12 @@ class Recording:
 
     def __init__(
         self,
-        steps: OptimizerSteps,
+        numbers: CallNumbers,
         tensors: Sequence[torch.Tensor],
         gradients: Sequence[Reference | None],
         previous: Recording | None,
     ) -> None:
-        self.steps, self.gradients, self._previous = steps, gradients, previous
+        self.numbers, self.gradients, self._previous = numbers, gradients, previous
         execute.flush()
         self._argument_of = {id(tensor_io.buffer_of(tensor)): index for index, tensor in enumerate(tensors)}
         self._locations: list[str] = []
@@ -151,8 +147,7 @@ class Recording:
         """Called before a program runs.  Arrays from the host are kept, so that no program takes their memory."""
         self._locations.append(events.user_location())
         self._generators = self._generators or bool(trace.generators)
-        self.raw_floats = list(trace.floats)
-        self.steps.table.resolve(trace.floats)
+        self.numbers.resolve(trace.floats)
         self.host_arrays = {}
         before = () if self._previous is None else self._previous.targets
         carried = {id(found): index for index, target in enumerate(before) if (found := target.buffer()) is not None}
@@ -186,7 +181,7 @@ class Recording:
         """Called after `program` was dispatched."""
         self.program, self.spent, self.donated = weakref.ref(program), program.key.spent, program.donated
         self.code, self.count = code, trace.count
-        self.floats, self.ints = list(trace.floats), list(trace.ints)
+        self.ints = list(trace.ints)
         self.streams = list(trace.streams) or [generator.stream()]
         self.parameters = [weakref.ref(buffer) for buffer in trace.parameters]
         self.parameter_numbers = list(trace.parameter_numbers)
@@ -212,8 +207,8 @@ class Recording:
             NotReplayableError: there was no program, or more than one, or Python read a value or seeded the generator,
                 or an optimizer computed on the host.
         """
-        if self.steps.obstacle is not None:
-            raise NotReplayableError(self.steps.obstacle)
+        if self.numbers.obstacle is not None:
+            raise NotReplayableError(self.numbers.obstacle)
         if not self._locations:
             raise NotReplayableError("it records nothing on the lazy device")
         location = self._locations[0]
