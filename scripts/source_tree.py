@@ -58,7 +58,6 @@ LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
         }
     ),
     "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
-    "xla_amp.lazy.torch_integration.monkeypatches": frozenset({"xla_amp.pytorch.optim.skip_step"}),
     "xla_amp.stablehlo.guard": frozenset({"xla_amp.stablehlo.guard_worker"}),  # in a separate process
 }
 

@@ -6,7 +6,7 @@ There are three ways to it:
 
 * `restored` copies before each operation that writes, on any device (`xla_amp.find_overflow`, `xla_amp.search`);
 * the warm-up of a captured step copies before each program (`xla_amp.lazy.capture.warmup`);
-* a step that a scaler skips selects between old and new values on the device (`xla_amp.pytorch.optim.skip_step`).
+* a step that a scaler skips selects between old and new values on the device (`xla_amp.backends.skip_step`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from torch.nn.modules import module as nn_module
 from torch.storage import UntypedStorage
 
 from xla_amp import interrupts
-from xla_amp.backends import autoload
+from xla_amp.backends import autoload, skip_step
 from xla_amp.errors import DeviceError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import process_groups
@@ -333,10 +332,8 @@ def _replace_scaler_step() -> None:
         found = list(state["found_inf_per_device"].values())
         if not all(flag.device.type == DEVICE_TYPE for flag in found):
             return original(self, optimizer, state, *args, **kwargs)
-        # By name, because the front is above this layer.
-        skip = importlib.import_module("xla_amp.pytorch.optim.skip_step")
         step = functools.partial(optimizer.step, *args, **kwargs) if args or kwargs else None
-        return skip.step_where_finite(optimizer, sum(found[1:], found[0]), step)
+        return skip_step.step_where_finite(optimizer, sum(found[1:], found[0]), step)
 
     torch.amp.GradScaler._maybe_opt_step = maybe_opt_step  # type: ignore[assignment,method-assign]
 

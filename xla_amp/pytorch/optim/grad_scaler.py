@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from xla_amp import interrupts
 from xla_amp.backends import devices
+from xla_amp.backends.skip_step import step_where_finite
 from xla_amp.errors import SkipLimitError
-from xla_amp.pytorch.optim.skip_step import step_where_finite
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices
-from xla_amp.pytorch.optim import capturable
-from xla_amp.pytorch.optim.skip_step import step_where_finite
+from xla_amp.backends import capturable, devices
+from xla_amp.backends.skip_step import step_where_finite
 
 _AnyOptimizer = TypeVar("_AnyOptimizer", bound=Optimizer)
 

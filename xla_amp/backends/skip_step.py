@@ -16,9 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp import events
-from xla_amp.backends import devices
+from xla_amp.backends import capturable, devices
 from xla_amp.backends.step_state import OptimizerState, Path
-from xla_amp.pytorch.optim import capturable
 
 INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
     {
