@@ -331,7 +331,7 @@ class _Program:
 
     def __init__(self, function: Any, args: Any, kwargs: Any, policy: Policy | None = None) -> None:
         self._policy = policy
-        self._debug_info = compat.debug_info(function, args, kwargs)
+        self._debug_info = compat.debug_info(function)
         self._finish: Callable[[Any], Any] = lambda out: out
         lifted = nnx_state.functionalize(function, args, kwargs)
         self._lifted = lifted is not None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import api_util
-from jax._src import core as private_core
 from jax._src import pjit as private_pjit
 from jax._src import shard_map as private_shard_map
-from jax._src import source_info_util as private_source_info
 from jax._src.interpreters import ad as private_ad
-from jax._src.interpreters import partial_eval as pe
-from jax._src.lax import lax as private_lax
-from jax._src.sharding_impls import UNSPECIFIED  # type: ignore[attr-defined, unused-ignore]
 from jax.extend import core as extended
 from jax.extend import linear_util as lu
 from jax.extend import source_info_util
@@ -33,6 +30,11 @@ set_current_trace = extended.set_current_trace
 
 REGION_SCOPE = "xla_amp_region"
 """Name scope of primitives that an inner region has already decided."""
+_FRAME = re.compile(r"(.+?:\d+)(:\d+)? \(")
+"""What JAX writes for the line of an equation."""
+with source_info_util.transform_name_stack("jvp"):
+    _Transform = type(source_info_util.current_name_stack().stack[-1])
+
 REMATTED = "rematted_computation"
 """JAX's name scope around a forward pass that `jax.checkpoint` computes again."""
 
@@ -52,14 +54,20 @@ def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_in
     return ClosedJaxpr(jaxpr, consts)
 
 
-def debug_info(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Names of a traced function and its arguments, for JAX's errors."""
-    return api_util.debug_info("autocast", function, args, kwargs)
+def debug_info(function: Callable[..., Any]) -> Any:
+    """Name and place of a traced function, for JAX's errors."""
+    plain: Any = inspect.unwrap(getattr(function, "func", function))
+    code = getattr(plain, "__code__", None)
+    place = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    return extended.DebugInfo("autocast", f"{getattr(plain, '__name__', 'function')}{place}", None, None)
 
 
 def without_constants(closed: ClosedJaxpr) -> Jaxpr:
     """The jaxpr with its constants as leading arguments."""
-    return pe.convert_constvars_jaxpr(closed.jaxpr)
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(
+        constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
+    )
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:
@@ -75,7 +83,7 @@ def cast_like(value: Any, aval: Any) -> Any:
     if (given.dtype, given.weak_type) == (aval.dtype, aval.weak_type):
         return value
     with mesh_of(value):
-        return private_lax._convert_element_type(value, aval.dtype, aval.weak_type)  # type: ignore[no-untyped-call, unused-ignore]
+        return jax.lax.convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
 
 
 def convert(value: Any, dtype: Any) -> Any:
@@ -182,7 +190,7 @@ def scopes(eqn: Any | None) -> tuple[str, ...]:
     A scope with slashes is several, as in the locations of the compiled program.
     """
     stack = (source_info_util.current_name_stack() if eqn is None else eqn.source_info.name_stack).stack
-    written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, private_source_info.Transform))
+    written = (str(scope.name).split("/") for scope in stack if not isinstance(scope, _Transform))
     names = (name for parts in written for name in parts)
     return tuple(name for name in names if name and name != REGION_SCOPE and not module_patterns.is_no_place(name))
 
@@ -210,7 +218,7 @@ def is_region_scope(scope: Any) -> bool:
 
 def is_transpose_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a backward pass."""
-    return isinstance(scope, private_source_info.Transform) and scope.name == "transpose"
+    return isinstance(scope, _Transform) and scope.name == "transpose"
 
 
 def is_backward(eqn: Any, around: bool) -> bool:
@@ -227,14 +235,14 @@ def is_backward(eqn: Any, around: bool) -> bool:
 
 def is_derivative_scope(scope: Any) -> bool:
     """Whether a name scope marks part of a differentiated function, or of its backward pass."""
-    return isinstance(scope, private_source_info.Transform) and scope.name in ("jvp", "transpose")
+    return isinstance(scope, _Transform) and scope.name in ("jvp", "transpose")
 
 
 def location(eqn: Any | None) -> str:
     """The user's ``file:line`` of an equation, or of the running code if `eqn` is None."""
     source = source_info_util.current() if eqn is None else eqn.source_info
-    frame = private_source_info.user_frame(source.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame is not None else ""
+    frame = _FRAME.match(source_info_util.summarize(source))
+    return frame[1] if frame is not None else ""
 
 
 def in_numerical_library(eqn: Any) -> bool:
@@ -269,7 +277,8 @@ _FRAMES_OF_PRODUCT = 24
 
 def current_trace() -> Any:
     """The innermost trace."""
-    return private_core.trace_ctx.trace
+    with extended.take_current_trace() as innermost:
+        return innermost
 
 
 _retracing = jax.make_user_context(None)
@@ -282,7 +291,11 @@ def retraced() -> Any:
 
 def is_eager(trace: Any) -> bool:
     """Whether `trace` evaluates primitives immediately."""
-    return isinstance(trace, private_core.EvalTrace)
+    return isinstance(trace, _EvalTrace)
+
+
+with jax.ensure_compile_time_eval():
+    _EvalTrace = type(current_trace())
 
 
 def is_concrete(value: Any) -> bool:
@@ -369,14 +382,20 @@ def zero_with_dtype(zero: Any, dtype: Any) -> Any:
     return type(zero)(with_dtype(zero.aval, dtype))
 
 
+@functools.cache
+def _unspecified() -> Any:
+    """What `jax.jit` passes on for a sharding that was not given."""
+    return jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns[0].params["in_shardings"][0]
+
+
 def per_operand_params() -> dict[str, Any]:
     """Parameters of ``jit`` with an entry for each operand -> the entry of an added operand."""
-    return {"donated_invars": False, "in_layouts": None, "in_shardings": UNSPECIFIED}
+    return {"donated_invars": False, "in_layouts": None, "in_shardings": _unspecified()}
 
 
 def per_result_params() -> dict[str, Any]:
     """Parameters of ``jit`` with an entry for each result -> the entry of an added result."""
-    return {"out_layouts": None, "out_shardings": UNSPECIFIED}
+    return {"out_layouts": None, "out_shardings": _unspecified()}
 
 
 def sub_jaxprs(params: dict[str, Any]) -> list[Any]:
@@ -406,7 +425,7 @@ _JIT = type(jax.jit(lambda: None))
 
 def without_jit(function: Any) -> Callable[..., Any]:
     """The function that was given to `jax.jit`, of which `function` is the result."""
-    inner: Callable[..., Any] = function._fun
+    inner: Callable[..., Any] = function.__wrapped__
     return inner
 
 
@@ -422,12 +441,6 @@ def donated_arguments(function: Any, args: Any, kwargs: Any) -> tuple[bool, ...]
     """For each array and number that a function of `jax.jit` traces, whether it is donated."""
     infos = jax.tree.leaves(function.trace(*args, **kwargs).args_info, is_leaf=lambda leaf: hasattr(leaf, "donated"))
     return tuple(bool(info.donated) for info in infos)
-
-
-last_used = private_core.last_used
-"""Jaxpr -> variable -> the equation that uses it last."""
-clean_up_dead_vars = private_core.clean_up_dead_vars
-"""Drops the variables of an environment that an equation was the last to use."""
 
 
 def running() -> Any:

@@ -69,11 +69,21 @@ def evaluate(inner: Any, values: Sequence[Any], process: Callable[[Any, list[Any
     """
     jaxpr, consts = closed(inner).jaxpr, closed(inner).consts
     environment: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-    last_used = compat.last_used(jaxpr)
-    for eqn in jaxpr.eqns:
+    for eqn, last in zip(jaxpr.eqns, _last_reads(jaxpr), strict=True):
         run((eqn,), environment, process)
-        compat.clean_up_dead_vars(eqn, environment, last_used)
+        for variable in last:
+            del environment[variable]
     return [value_of(environment, atom) for atom in jaxpr.outvars]
+
+
+def _last_reads(jaxpr: compat.Jaxpr) -> list[set[Any]]:
+    """For each equation the variables that it is the last to read."""
+    read = {atom for atom in jaxpr.outvars if not isinstance(atom, compat.Literal)}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        found.append({atom for atom in eqn.invars if not isinstance(atom, compat.Literal)} - read)
+        read |= found[-1]
+    return found[::-1]
 
 
 def bind_as_written(eqn: Any, operands: Sequence[Any]) -> list[Any]:

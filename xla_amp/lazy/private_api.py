@@ -244,11 +244,10 @@ def trace_context() -> Any:
     return jax_config.trace_context()
 
 
+@functools.cache
 def prepare_lapack() -> None:
     """Looks up the functions of LAPACK that XLA:CPU's programs call; JAX does it when it lowers such a call."""
-    from jax._src.lax import linalg
-
-    linalg.initialize_lapack()
+    jax.jit(jax.numpy.linalg.cholesky).trace(np.eye(1, dtype=np.float32)).lower(lowering_platforms=("cpu",))
 
 
 def upload_numbers(numbers: np.ndarray, device: Any) -> jax.Array:
@@ -273,17 +272,20 @@ def x64() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _cause_kept() -> Iterator[None]:
-    """JAX puts an error that describes the location between an error and its cause; here it is removed again."""
-    from jax._src import source_info_util as private_source_info
+def _user_context(traceback: Any, scopes: Any) -> Iterator[None]:
+    """JAX's context that leaves an error's cause alone: JAX puts an error that describes the location before it."""
+    from jax.extend import source_info_util
 
+    before: Any = None
     try:
-        yield
+        with source_info_util.user_context(traceback, name_stack=scopes):
+            try:
+                yield
+            except Exception as error:
+                before = error.__cause__, error.__context__, error.__suppress_context__
+                raise
     except Exception as error:
-        described = error.__cause__
-        if isinstance(described, private_source_info.JaxStackTraceBeforeTransformation):
-            error.__cause__, error.__context__ = described.__cause__, described.__context__
-            error.__suppress_context__ = described.__suppress_context__
+        error.__cause__, error.__context__, error.__suppress_context__ = before
         raise
 
 
@@ -300,10 +302,9 @@ def located(operation: str, location: str, module: str = "", *, backward: bool =
     from jax.extend import source_info_util
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_cause_kept())
         if location:
             traceback, scopes = _traceback(operation, location), source_info_util.current_name_stack()
-            stack.enter_context(source_info_util.user_context(traceback, name_stack=scopes))
+            stack.enter_context(_user_context(traceback, scopes))
         for transform in ("transpose", "jvp") if backward else ():
             stack.enter_context(source_info_util.transform_name_stack(transform))
         for name in module.split(".") if module else ():

@@ -49,7 +49,7 @@ def refined(module: ir.MlirModule, arguments: Sequence[Any]) -> ir.MlirModule:
         ModuleError: the shapes do not fit, or do not determine those of all values.
     """
     import jax
-    from jaxlib import _jax
+    from jax.extend import mlir as extended
 
     inputs = ir.signature(module).inputs
     if not any(kind is not None and None in kind.shape for kind in inputs):
@@ -67,7 +67,7 @@ def refined(module: ir.MlirModule, arguments: Sequence[Any]) -> ir.MlirModule:
         ]
         try:
             ir.run_passes(copied, f"stablehlo-refine-arguments{{types='{','.join(types)}'}}")
-            data = _jax.mlir.refine_polymorphic_shapes(ir.bytecode(copied), True, True)
+            data = extended.refine_polymorphic_shapes(ir.bytecode(copied), True, True)
         except (ModuleError, jax.errors.JaxRuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise ModuleError(f"the samples' shapes do not determine the program's: {reason}") from None

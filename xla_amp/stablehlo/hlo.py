@@ -41,14 +41,15 @@ def parse(data: bytes, form: Form, name: str) -> ir.MlirModule:
     Raises:
         ModuleError: it cannot be read, or has operations that StableHLO lacks; `name` opens the message.
     """
-    from jaxlib import _hlo, _jax  # type: ignore[attr-defined]
+    from jax.extend import mlir
+    from jaxlib import _hlo  # type: ignore[attr-defined]
 
     try:
         if form == "HLO text":
             proto = _hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
         else:
             proto = _module_proto(data)
-        converted = _jax.mlir.hlo_to_stablehlo(proto)
+        converted = mlir.hlo_to_stablehlo(proto)
         module = ir.parse(converted, name)
     except Exception as error:  # jaxlib raises errors of several classes
         raise _refused(name, form, next(filter(str.strip, str(error).splitlines()), type(error).__name__)) from None

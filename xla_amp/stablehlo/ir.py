@@ -151,14 +151,14 @@ def artifact(module: MlirModule, version: str | None = None) -> bytes:
         ModuleError: an operation or type has no portable form.
     """
     import jax
-    from jaxlib import _jax
+    from jax.extend import mlir
 
     if missing := without_body(module):  # the writer ends the process
         raise ModuleError(f"no portable artifact: @{missing[0]} is declared without a body")
     target, data, problem = version or dialect().get_current_version(), bytecode(module), ""
     for mixed in (False, True):
         try:
-            return bytes(_jax.mlir.serialize_portable_artifact(data, target, mixed))
+            return bytes(mlir.serialize_portable_artifact(data, target, mixed))
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             problem = problem or _first_line(error, [])
     raise ModuleError(f"no portable artifact of version {target}: {problem}; MLIR text and bytecode hold every module")
