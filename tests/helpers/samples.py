@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -272,3 +274,21 @@ _rows("scatter_add", lambda t: (t(3, 4), 1, t.ints([0, 1], [2, 2], [1, 3]), t(3,
 _rows("embedding", lambda t: (t(5, 3), t.ints(4, 0, 2)))
 _rows("embedding_bag", lambda t: (t(5, 3), t.ints(4, 0, 2, 1), t.ints(0, 2)))
 _rows("embedding_bag.padding_idx", lambda t: (t(5, 3), t.ints(4, 0, 2), t.ints(0, 1), False, 0, False, None, False, 2))
+
+
+class Watch(TorchDispatchMode):
+    """Notes what floating tensors are converted to until the first other operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.dtype, torch.dtype]] = []
+        self.over = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        converts = function is torch.ops.aten._to_copy.default and kwargs["dtype"].is_floating_point
+        self.over = self.over or not converts
+        if not self.over:
+            self.found.append((args[0].dtype, kwargs["dtype"]))
+        if function is torch.ops.aten.mkldnn_rnn_layer.default and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            args = tree_map_only(torch.Tensor, torch.Tensor.float, args)  # oneDNN has it in float32 only on this CPU
+        return function(*args, **(kwargs or {}))

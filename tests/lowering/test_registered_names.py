@@ -80,4 +80,4 @@ def test_a_lowering_that_does_not_fit_is_noticed(name: str, options: dict[str, A
     monkeypatch.setattr(registry, "_table", {})
     monkeypatch.setattr(registry.registered, "listeners", ())
     register(name, **options)(lambda x: x)
-    assert any(complaint in line for line in problems(registry._table[name]))
+    assert any(complaint in line for line in problems(registry.table()[name]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -51,16 +52,14 @@ def test_lowerings_load_no_torch():
     assert loaded("import xla_amp.lowering", ("torch", "torch_xla", "xla_amp.policy", "xla_amp.backends")) == ""
 
 
-@pytest.mark.parametrize(
-    ("statement", "names", "answer"),
-    [
-        ("import xla_amp, jax", HEAVY, "jax jaxlib numpy"),
-        ("import xla_amp; print('hello')", HEAVY, "hello"),
-        ("import xla_amp.lowering, torch", ("torch", "torch_xla"), "torch"),
-    ],
-)
-def test_the_load_check_can_fail(statement, names, answer):
-    assert loaded(statement, names) == answer
+def test_the_load_check_can_fail():
+    assert loaded("import xla_amp, torch, jax; print('hello')", HEAVY).split() == [
+        "hello",
+        "jax",
+        "jaxlib",
+        "numpy",
+        "torch",
+    ]
 
 
 # Everything a library could leave changed behind: functions and classes of torch and JAX by identity, the
@@ -103,16 +102,14 @@ def test_a_started_device_is_noticed():
         after("import jax; jax.devices()", "")
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("torch.mm = lambda *a: None", "('torch', 'mm')"),
-        ("torch.Tensor.__repr__ = None", "'__repr__'"),
-        ("torch.Tensor.cuda = None", "<class 'torch.Tensor'>"),
-        ("os.environ['XLA_USE_BF16'] = '1'", "environ"),
-        ("jax.config.update('jax_enable_x64', True)", "x64"),
-        ("torch.__future__.set_swap_module_params_on_conversion(True)", "swap"),
-    ],
-)
-def test_the_patch_check_can_fail(change, named):
-    assert named in after(f"{textwrap.dedent(SNAPSHOT)}\n{change}", CHANGED, fresh=False)
+def test_the_patch_check_can_fail():
+    named = {
+        "torch.mm = lambda *a: None": "('torch', 'mm')",
+        "torch.nn.Module.__repr__ = None": "(<class 'torch.nn.modules.module.Module'>, '__repr__')",
+        "torch.Tensor.cuda = None": "<class 'torch.Tensor'>",
+        "os.environ['XLA_USE_BF16'] = '1'": "environ",
+        "jax.config.update('jax_enable_x64', True)": "x64",
+        "torch.__future__.set_swap_module_params_on_conversion(True)": "swap",
+    }
+    found = after(f"{textwrap.dedent(SNAPSHOT)}\n{'; '.join(named)}", CHANGED, fresh=False)
+    assert ast.literal_eval(found) == sorted(named.values())

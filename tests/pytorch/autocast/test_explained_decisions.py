@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import samples
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 import xla_amp
 from xla_amp import policy
@@ -20,29 +18,11 @@ NEWER = {"linalg_matrix_sqrth"}
 """Registered by torch 2.15; the tables are torch 2.13's."""
 
 
-class Watch(TorchDispatchMode):
-    """Notes what floating tensors are converted to until the first other operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch.dtype, torch.dtype]] = []
-        self.over = False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        converts = function is torch.ops.aten._to_copy.default and kwargs["dtype"].is_floating_point
-        self.over = self.over or not converts
-        if not self.over:
-            self.found.append((args[0].dtype, kwargs["dtype"]))
-        if function is torch.ops.aten.mkldnn_rnn_layer.default and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            args = tree_map_only(torch.Tensor, torch.Tensor.float, args)  # oneDNN has it in float32 only on this CPU
-        return function(*args, **(kwargs or {}))
-
-
 def done_and_told(report: ExplainReport, operation: str, dtypes: list[torch.dtype]) -> tuple[list[str], list[str]]:
     """Conversions that the dispatcher made before the operation, and those that the report lists for it."""
     given = samples.arguments(operation, samples.Maker("cpu", dtypes))
     report.records.clear()
-    with torch.autocast("cpu", cache_enabled=False), Watch() as watch:
+    with torch.autocast("cpu", cache_enabled=False), samples.Watch() as watch:
         samples.call(operation, given)
     done = [f"{a}->{b}".replace("torch.", "") for a, b in watch.found]
     (told,) = [row for row in report.rows() if row["operation"] == operation]

@@ -11,7 +11,6 @@ import samples
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import xla_amp
@@ -51,26 +50,10 @@ def low(full) -> torch.Tensor:
     return full.to(LOW)
 
 
-class Watch(TorchDispatchMode):
-    """Notes what floating tensors are converted to until the first other operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[torch.dtype, torch.dtype]] = []
-        self.over = False
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        converts = function is torch.ops.aten._to_copy.default and kwargs["dtype"].is_floating_point
-        self.over = self.over or not converts
-        if not self.over:
-            self.found.append((args[0].dtype, kwargs["dtype"]))
-        return function(*args, **(kwargs or {}))
-
-
 def conversions(operation: str, *dtypes: torch.dtype) -> set[tuple[torch.dtype, torch.dtype]]:
     """What autocast converts the operands to, which have `dtypes` in turn."""
     given = samples.arguments(operation, samples.Maker("cpu", dtypes))
-    watch = Watch()
+    watch = samples.Watch()
     try:
         with watch:
             samples.call(operation, given)
