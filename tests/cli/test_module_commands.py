@@ -102,6 +102,13 @@ def test_a_converted_export_is_called_from_jax(run, folder):
     assert 1e-4 < error < 1e-2  # of bfloat16, not of float32
 
 
+def test_a_lost_gradient_is_reported(run, folder):
+    exported = export.export(jax.jit(network))(X, W)
+    for order, count in ((0, 0), (1, 1)):
+        (folder / "net.jax_export").write_bytes(bytes(exported.serialize(vjp_order=order)))
+        assert run("convert", "net.jax_export", "-o", "low.jax_export")[1].count("left out: the VJP") == count
+
+
 def test_samples_keep_what_overflows(run, folder):
     np.savez(folder / "large.npz", X * 1e6, W)
     (folder / "square.mlir").write_text(jax.jit(lambda x, w: jnp.tanh(x @ w) @ w).lower(X, W).as_text())

@@ -151,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> tuple[str, int]:
             f"({achieved.float32:.2g} in float32 throughout); {arguments.output} is not written"
         )
     states = {"before": inspection.inspect(program), "after": inspection.inspect(converted.program)}
-    document = _document(arguments, converted, states, program.source, kind)
+    document = _document(arguments, converted, states, program, kind)
     if achieved is not None:
         document = _with_error(document, arguments, achieved)
     page = None if arguments.report is None else report_page.html(document)
@@ -250,15 +250,21 @@ def _output(arguments: argparse.Namespace) -> str:
     return "standard output" if arguments.output == common.STANDARD else str(arguments.output)
 
 
-def _document(arguments: argparse.Namespace, converted: Converted, states: States, before: str, after: str) -> Document:
+def _document(
+    arguments: argparse.Namespace, converted: Converted, states: States, program: Program, kind: str
+) -> Document:
     from xla_amp.tools.inspect import module_tables
 
     names = common.shown(arguments.source), _output(arguments)
-    document = converted.report.document(f"{names[0]} ({before}) -> {names[1]} ({after})")
+    document = converted.report.document(f"{names[0]} ({program.source}) -> {names[1]} ({kind})")
     signature = "kept" if arguments.keep_io else "narrowed where only low operations read or write"
+    facts = [*document.facts, ("signature", signature)]
+    if program.has_vjp:
+        lost = "left out: the VJP is the old program's; for a low one export xla_amp.jax.autocast(f) from JAX"
+        facts.append(("gradient", lost))
     return dataclasses.replace(
         document,
-        facts=(*document.facts, ("signature", signature)),
+        facts=tuple(facts),
         tables=(
             *document.tables,
             module_tables.contractions(states),

@@ -41,6 +41,11 @@ class Program:
         """What the program was read from: `hlo`, otherwise `format`."""
         return self.hlo or self.format
 
+    @property
+    def has_vjp(self) -> bool:
+        """Whether it is a ``jax.export`` program that JAX can differentiate."""
+        return self.exported is not None and self.exported.has_vjp()
+
     def with_module(self, module: ir.MlirModule) -> Program:
         """The same program with another module, e.g. after `autocast`.
 
@@ -154,7 +159,7 @@ def dump(program: Program, format: Format) -> bytes:
         return ir.bytecode(module)
     if format == "artifact":
         return artifact(module)
-    return bytes(program.exported.serialize(vjp_order=1 if program.exported.has_vjp() else 0))
+    return bytes(program.exported.serialize(vjp_order=int(program.has_vjp)))
 
 
 def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
