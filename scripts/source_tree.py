@@ -48,17 +48,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 # The only modules of the package that `xla_amp.lowering` imports.
 LOWERING_IMPORTS = frozenset({"xla_amp.events", "xla_amp.loss_scaling", "xla_amp.master_weights"})
 
-# Modules that load others by name when they are asked to: engines are selected at run time.
-LOADED_BY_NAME: Mapping[str, frozenset[str]] = {
-    "xla_amp.backends.autoload": frozenset(
-        {
+# Imports against the layers or in a circle, when a function of the module is called -> why they are right.
+LOADED_BY_NAME: Mapping[str, Mapping[str, str]] = {
+    "xla_amp.backends.autoload": dict.fromkeys(
+        (
             "xla_amp.integrations.huggingface",
             "xla_amp.lazy.distributed.process_groups",
             "xla_amp.pytorch.distributed.xla_model",
-        }
+        ),
+        "torch calls it in processes that have not started the device, and perhaps never will",
     ),
-    "xla_amp.backends.base": frozenset({"xla_amp.lazy", "xla_amp.backends.torch_xla"}),
-    "xla_amp.stablehlo.guard": frozenset({"xla_amp.stablehlo.guard_worker"}),  # in a separate process
+    "xla_amp.backends.base": dict.fromkeys(
+        ("xla_amp.lazy", "xla_amp.backends.torch_xla"), "the engine is chosen when it is first used"
+    ),
+    "xla_amp.stablehlo.guard": {"xla_amp.stablehlo.guard_worker": "it runs in a separate process"},
 }
 
 # Third-party packages that a layer may load; layers not named here may load every dependency of the package.
@@ -69,7 +72,6 @@ THIRD_PARTY: Mapping[int, frozenset[str]] = {
     3: frozenset({"jax", "ml_dtypes", "numpy"}),
 }
 
-MODULE = re.compile(r"xla_amp(\.[a-z_]+)+")
 _CHANGES = frozenset({"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault", "update"})
 _CALLBACKS = re.compile(r"((list|set|tuple|deque|collections\.deque)\[)?Callable\b")
 FOLDERS = ("xla_amp", "lowering", "examples", "benchmarks", "scripts", "tests")
@@ -153,8 +155,8 @@ def imports(source: str, package: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             prefix = _prefix(node, package)
             names = [prefix if alias.name == "*" else f"{prefix}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
-            names = [node.value]  # an entry of a table of modules that are loaded by name
+        elif isinstance(node, ast.Constant) and node.value in modules() and node.value != "xla_amp":
+            names = [str(node.value)]  # an entry of a table of modules that are loaded by name
         for name in names:
             yield Import(name=name, line=getattr(node, "lineno", 0), runtime=id(node) not in typing_only)
 

@@ -92,18 +92,43 @@ def test_the_protocol_check_can_fail(module, source, found):
     assert len(engine_imports(module, imported, KNOWN)) == found
 
 
-def test_no_module_imports_itself_through_others():
-    known = source_tree.modules()
-    edges = {
+def dependencies(files: dict[str, list[Import]], known: dict[str, str]) -> dict[str, set[str]]:
+    """Module -> the modules that it imports while it is loaded, in functions, or by a name that it contains."""
+    return {
         name: {
             target
-            for item in source_tree.file_imports(path)
+            for item in imported
             if item.runtime and (target := source_tree.resolve(item.name, known)) not in (None, name)
         }
-        for name, path in known.items()
-        if name not in source_tree.LOADED_BY_NAME and not path.endswith("/__init__.py")
+        for name, imported in files.items()
     }
+
+
+def test_no_module_imports_itself_through_others():
+    known = source_tree.modules()
+    edges = dependencies({name: source_tree.file_imports(path) for name, path in known.items()}, known)
+    for name, targets in source_tree.LOADED_BY_NAME.items():
+        assert set(targets) <= edges[name], f"LOADED_BY_NAME: {name} does not import all of these"
+        edges[name] -= set(targets)
     assert source_tree.cycles(edges) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from xla_amp import types",
+        "def f():\n    import xla_amp.types",
+        "importlib.import_module('xla_amp.types')",
+        "PUBLIC = {'Cast': 'xla_amp.types'}",
+    ],
+)
+def test_the_check_of_circles_can_fail(source):
+    known = {"xla_amp": "xla_amp/__init__.py", "xla_amp.types": "xla_amp/types.py"}
+    files = {
+        "xla_amp": list(source_tree.imports(source, "xla_amp")),
+        "xla_amp.types": list(source_tree.imports("import xla_amp", "xla_amp")),
+    }
+    assert source_tree.cycles(dependencies(files, known)) == [["xla_amp", "xla_amp.types"]]
 
 
 def test_a_cycle_is_found():
