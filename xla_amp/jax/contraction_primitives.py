@@ -18,6 +18,7 @@ batching follow JAX's rule for the original primitive: it is traced once per sha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from xla_amp.jax import compat
+from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
 from xla_amp.lowering.linalg.contraction import contract
@@ -481,6 +482,16 @@ def _batched(primitive: Any, avals: tuple[Any, ...], axes: tuple[int | None, ...
     return compat.trace(batched, tuple(map(_f32_aval, avals)))
 
 
+class _Operand(NamedTuple):
+    """A value of a replay."""
+
+    value: Any
+    master: Any = None
+    """The float32 value that gets its gradient."""
+    format: Format | None = None
+    """In which a contraction reads it."""
+
+
 def _replay(
     primitive: Any,
     f32_jaxpr: compat.ClosedJaxpr,
@@ -489,45 +500,43 @@ def _replay(
     out: Any,
     float8: Float8 | None,
 ) -> Any:
-    """Evaluates a jaxpr around one contraction, which becomes a low-precision one; masters follow their operands.
+    """Evaluates a jaxpr around one contraction, which becomes a low-precision one.
 
-    So do the 8-bit formats of the first two values.
+    The masters follow their operands, and so do the 8-bit formats of the first two values.
     """
-    formats: Sequence[Format] = (float8 and float8.formats) or ()
-    of: dict[Any, Format] = dict(zip(f32_jaxpr.jaxpr.invars, formats, strict=False))
-    environment: dict[Any, tuple[Any, Any]] = dict(zip(f32_jaxpr.jaxpr.invars, values, strict=True))
-    environment.update(zip(f32_jaxpr.jaxpr.constvars, ((const, None) for const in f32_jaxpr.consts), strict=True))
+    jaxpr = f32_jaxpr.jaxpr
+    formats: Sequence[Format | None] = (float8 and float8.formats) or ()
+    given = map(_Operand, *zip(*values, strict=True), [*formats, *[None] * len(values)])
+    environment: dict[Any, _Operand] = dict(zip(jaxpr.invars, given, strict=True))
+    environment.update(zip(jaxpr.constvars, map(_Operand, f32_jaxpr.consts), strict=True))
 
-    def read(atom: Any) -> tuple[Any, Any]:
-        return (atom.val, None) if isinstance(atom, compat.Literal) else environment[atom]
+    def read(environment: dict[Any, _Operand], atom: Any) -> _Operand:
+        return _Operand(atom.val) if isinstance(atom, compat.Literal) else environment[atom]
 
-    for eqn in f32_jaxpr.jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+    def process(eqn: Any, operands: list[_Operand]) -> list[_Operand]:
+        arrays = [each.value for each in operands]
         if eqn.primitive is primitive:
-            (left, left_master), (right, right_master), *rest = operands
-            arrays = [left, right, *(value for value, _ in rest)]
+            left, right = operands[:2]
+            if F32 in (left.value.dtype, right.value.dtype) and sums_nothing(primitive, eqn.params, *arrays[:2]):
+                wide = [*(_cast(each, F32) for each in arrays[:2]), *arrays[2:]]
+                return [*map(_Operand, compat.bind(primitive, wide, eqn.params))]
             in_8_bits = float8
-            if float8 is not None and formats:
-                in_8_bits = float8._replace(formats=(of[eqn.invars[0]], of[eqn.invars[1]]))
-            masters = (left_master, right_master)
-            if F32 in (left.dtype, right.dtype) and sums_nothing(primitive, eqn.params, left, right):
-                (made,) = compat.bind(primitive, [_cast(left, F32), _cast(right, F32), *arrays[2:]], eqn.params)
-            else:
-                made = contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits)
-            outs = [(made, None)]
-        elif len(operands) == 1 or info(eqn.primitive.name).kind is not None:
-            plain = compat.bind(eqn.primitive, [value for value, _ in operands], eqn.params)
-            wide = [None] * len(plain)
-            if operands and operands[0][1] is not None:
-                wide = compat.bind(eqn.primitive, [operands[0][1], *(v for v, _ in operands[1:])], eqn.params)
-            outs = list(zip(plain, wide, strict=True))
-            if formats and eqn.invars[0] in of:
-                of.update(dict.fromkeys(eqn.outvars, of[eqn.invars[0]]))
-        else:
-            outs = [(value, None) for value in _bind_like(eqn, [value for value, _ in operands])]
-        environment.update(zip(eqn.outvars, outs, strict=True))
-    (result, _) = read(f32_jaxpr.jaxpr.outvars[0])
-    return _cast(result, out)
+            if float8 is not None and left.format is not None and right.format is not None:
+                in_8_bits = float8._replace(formats=(left.format, right.format))
+            masters = (left.master, right.master)
+            return [_Operand(contract_low(primitive, arrays, masters, eqn.params, low=low, out=out, float8=in_8_bits))]
+        if len(operands) != 1 and info(eqn.primitive.name).kind is None:
+            return [*map(_Operand, _bind_like(eqn, arrays))]
+        plain = compat.bind(eqn.primitive, arrays, eqn.params)
+        moved = operands[0]
+        if moved.master is None:
+            return [_Operand(value, None, moved.format) for value in plain]
+        wide = compat.bind(eqn.primitive, [moved.master, *arrays[1:]], eqn.params)
+        return [_Operand(value, master, moved.format) for value, master in zip(plain, wide, strict=True)]
+
+    # The jaxpr serves all programs: its scopes, meshes and source lines are those of the first.
+    rebind.run(jaxpr.eqns, environment, process, read, context=lambda _: contextlib.nullcontext())
+    return _cast(read(environment, jaxpr.outvars[0]).value, out)
 
 
 def _bind_like(eqn: Any, values: list[Any]) -> list[Any]:

@@ -486,9 +486,9 @@ class HigherOrderCall:
         given = {id(value.array): value for value in self.values}
         return [given.get(id(out)) or inside(out) for out in outs]
 
-    def bind(self, operands: Sequence[Any], *jaxprs: compat.ClosedJaxpr, **changed: Any) -> list[Value]:
-        """Binds the primitive with other operands and jaxprs (`xla_amp.jax.rebind.bind`)."""
-        return self.results(rebind.bind(self.eqn, operands, jaxprs, **changed))
+    def bind(self, operands: Sequence[Any], *insides: Any, **changed: Any) -> list[Value]:
+        """Binds the primitive with other operands, and others inside (`xla_amp.jax.rebind.bind`)."""
+        return self.results(rebind.bind(self.eqn, operands, insides, **changed))
 
     def inner_interpreter(self, *, backward: bool = False, saves: bool | None = None) -> Interpreter:
         """An interpreter for a jaxpr that this primitive contains; `saves` None is that of the program around it."""

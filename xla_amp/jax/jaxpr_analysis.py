@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
 
@@ -15,6 +16,23 @@ from xla_amp.jax.decisions import decide, dtype_of
 from xla_amp.jax.precision_request import asked_precision
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy
+
+_T = TypeVar("_T")
+_Rest = TypeVarTuple("_Rest")
+
+
+def per_jaxpr(function: Callable[[Any, Unpack[_Rest]], _T]) -> Callable[[Any, Unpack[_Rest]], _T]:
+    """`function` of a jaxpr and of what can be hashed; its results are kept as long as the jaxpr lives."""
+    results: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], _T]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def remembered(jaxpr: Any, *rest: *_Rest) -> _T:
+        of_jaxpr = results.setdefault(jaxpr, {})
+        if rest not in of_jaxpr:
+            of_jaxpr[rest] = function(jaxpr, *rest)
+        return of_jaxpr[rest]
+
+    return remembered
 
 
 def has_backward(jaxpr: Any) -> bool:
@@ -123,69 +141,56 @@ def residual_outputs(jaxpr: Any) -> frozenset[Any]:
     return frozenset(found)
 
 
-_contracted: weakref.WeakKeyDictionary[Any, dict[Policy, tuple[bool, ...]]] = weakref.WeakKeyDictionary()
-
-
+@per_jaxpr
 def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
     """For each argument of a jaxpr, whether a low-precision contraction reads it."""
-    cache = _contracted.setdefault(jaxpr, {})
-    if policy not in cache:
-        reads: set[Any] = set()
-        for eqn in reversed(jaxpr.eqns):
-            kind = info(eqn.primitive.name).kind
-            product = None
-            if kind == "contraction":
-                product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
-            decision, _ = decide(policy, eqn.primitive.name, product)
-            summed = kind == "contraction" and (
-                decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
-            )
-            if summed and decision.cast == "low" and not asked_precision(eqn):
-                reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
-            elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
-                reads.add(eqn.invars[0])
-            elif kind in ("call", "checkpoint"):
-                (inner,) = compat.sub_jaxprs(eqn.params)
-                flags = zip(eqn.invars, contracted_arguments(inner, policy), strict=True)
-                reads.update(atom for atom, flag in flags if flag and not isinstance(atom, compat.Literal))
-        cache[policy] = tuple(var in reads for var in jaxpr.invars)
-    return cache[policy]
+    reads: set[Any] = set()
+    for eqn in reversed(jaxpr.eqns):
+        kind = info(eqn.primitive.name).kind
+        product = None
+        if kind == "contraction":
+            product = aten_product(eqn.primitive, eqn.params, eqn.invars[0].aval, eqn.invars[1].aval)
+        decision, _ = decide(policy, eqn.primitive.name, product)
+        summed = kind == "contraction" and (
+            decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
+        )
+        if summed and decision.cast == "low" and not asked_precision(eqn):
+            reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
+        elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
+            reads.add(eqn.invars[0])
+        elif kind in ("call", "checkpoint"):
+            (inner,) = compat.sub_jaxprs(eqn.params)
+            flags = zip(eqn.invars, contracted_arguments(inner, policy), strict=True)
+            reads.update(atom for atom, flag in flags if flag and not isinstance(atom, compat.Literal))
+    return tuple(var in reads for var in jaxpr.invars)
 
 
-_selecting: weakref.WeakKeyDictionary[Any, tuple[bool, ...]] = weakref.WeakKeyDictionary()
-
-
+@per_jaxpr
 def selecting_outputs(jaxpr: Any) -> tuple[bool, ...]:
     """For each result of a jaxpr, whether its elements are 0 and 1, made from booleans inside."""
-    if jaxpr not in _selecting:
-        made: set[Any] = set()
-        for eqn in jaxpr.eqns:
-            kind = info(eqn.primitive.name).kind
-            from_booleans = kind == "conversion" and dtype_of(eqn.invars[0].aval) == np.bool_
-            if from_booleans or (kind == "data_movement" and not made.isdisjoint(_variables(eqn))):
-                made.update(eqn.outvars)
-            elif kind == "call":
-                (inner,) = compat.sub_jaxprs(eqn.params)
-                made.update(var for var, flag in zip(eqn.outvars, selecting_outputs(inner), strict=True) if flag)
-        _selecting[jaxpr] = tuple(not isinstance(v, compat.Literal) and v in made for v in jaxpr.outvars)
-    return _selecting[jaxpr]
+    made: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        kind = info(eqn.primitive.name).kind
+        from_booleans = kind == "conversion" and dtype_of(eqn.invars[0].aval) == np.bool_
+        if from_booleans or (kind == "data_movement" and not made.isdisjoint(_variables(eqn))):
+            made.update(eqn.outvars)
+        elif kind == "call":
+            (inner,) = compat.sub_jaxprs(eqn.params)
+            made.update(var for var, flag in zip(eqn.outvars, selecting_outputs(inner), strict=True) if flag)
+    return tuple(not isinstance(v, compat.Literal) and v in made for v in jaxpr.outvars)
 
 
-_additions: weakref.WeakKeyDictionary[Any, frozenset[Any]] = weakref.WeakKeyDictionary()
-
-
+@per_jaxpr
 def residual_additions(jaxpr: Any) -> frozenset[Any]:
     """Results of additions ``x + f(x)`` of two arrays of one shape, where a contraction in ``f`` depends on ``x``."""
-    if jaxpr not in _additions:
-        sums = [index for index, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name == "add" and _of_one_shape(eqn)]
-        found = set()
-        for index in sums:
-            first, second = jaxpr.eqns[index].invars
-            before = jaxpr.eqns[:index]
-            if second in _through_products(before, first) or first in _through_products(before, second):
-                found.update(jaxpr.eqns[index].outvars)
-        _additions[jaxpr] = frozenset(found)
-    return _additions[jaxpr]
+    sums = [index for index, eqn in enumerate(jaxpr.eqns) if info(eqn.primitive.name).adds and _of_one_shape(eqn)]
+    found = set()
+    for index in sums:
+        first, second = jaxpr.eqns[index].invars
+        before = jaxpr.eqns[:index]
+        if second in _through_products(before, first) or first in _through_products(before, second):
+            found.update(jaxpr.eqns[index].outvars)
+    return frozenset(found)
 
 
 def _of_one_shape(eqn: Any) -> bool:

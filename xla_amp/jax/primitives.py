@@ -53,6 +53,8 @@ class PrimitiveInfo(NamedTuple):
     between_devices: bool = False
     """Whether it moves elements between devices: what a contraction reads of a weight is rounded before, not after, so
     half as many bytes travel."""
+    adds: bool = False
+    """Whether it may add what a layer computed to what the layer read."""
     adds_devices: bool = False
     """Whether it, or its derivative, reduces over devices."""
     cheap: bool | None = None
@@ -155,6 +157,7 @@ PRIMITIVES: Final[Mapping[str, PrimitiveInfo]] = MappingProxyType(
     | _row("custom_vmap", "a function with its own batching rule", "custom_vmap_call")
     | _row("linear_call", "a function with its own transpose", "linear_call")
     | _row("shard_map", "a function of one device's shard", "shard_map")
+    | _row(None, "it adds two arrays", "add", adds=True)
     | _row(None, "it adds up gradients", "add_any", passes_gradient=True)
     | _row(None, "it adds up gradients", "unreduced_psum", passes_gradient=True, adds_devices=True)
     | _row(

@@ -1,7 +1,7 @@
-"""Evaluate jaxprs equation by equation, and bind primitives that contain jaxprs again, with other jaxprs inside.
+"""Evaluate jaxprs equation by equation; bind primitives that contain jaxprs again, or evaluate them step by step.
 
-`bind` is the only code that knows how the parameters and the operands of such a primitive follow from its jaxprs.  A
-new jaxpr may take further operands and return further results:
+The table at the end is the only code that knows how the parameters, operands and results of such a primitive follow
+from what is inside.  What is inside may take further operands and return further results:
 
 ===================  ============================  ====================================
 kind                 further operands              further results
@@ -10,6 +10,7 @@ call, checkpoint     after the others              after the others
 cond                 after the others              after the others, of every branch
 scan                 after its constants           after the others, stacked
 while                after the body's constants    further carried values
+shard_map            none                          after the others, stacked by devices
 ===================  ============================  ====================================
 
 The constants of the new jaxprs become operands where the primitive has no other place for them.
@@ -17,11 +18,17 @@ The constants of the new jaxprs become operands where the primitive has no other
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat
 from xla_amp.jax.primitives import info
@@ -37,19 +44,21 @@ def run(
     environment: dict[Any, Any],
     process: Callable[[Any, list[Any]], Sequence[Any]],
     read: Callable[[dict[Any, Any], Any], Any] | None = None,
+    context: Callable[[Any], AbstractContextManager[None]] = compat.equation_context,
 ) -> None:
     """Adds the results of equations to `environment`.
 
     Args:
         eqns: in order.
         environment: variable -> value.
-        process: an equation and its operands to its results; runs in the context of the equation.
+        process: an equation and its operands to its results.
         read: the value of a variable or constant in an environment.
+        context: what the results of an equation are computed in.
     """
     read = read or value_of
     for eqn in eqns:
         operands = [read(environment, atom) for atom in eqn.invars]
-        with compat.equation_context(eqn):
+        with context(eqn):
             outs = process(eqn, operands)
         environment.update(zip(eqn.outvars, outs, strict=True))
 
@@ -121,73 +130,134 @@ def _split(operands: Sequence[_T], first: int, second: int) -> tuple[list[_T], l
     return list(operands[:first]), list(operands[first:rest]), list(operands[rest:])
 
 
-def bind(
-    eqn: Any, operands: Sequence[Any], jaxprs: Sequence[compat.ClosedJaxpr], extra_results: int = 0, **changed: Any
-) -> list[Any]:
-    """Binds the primitive of an equation with other jaxprs inside.
+class Rebinding(NamedTuple):
+    """A primitive that is bound again."""
 
-    Args:
-        eqn: the equation.
-        operands: of the new primitive, in the order of the equation's; see above for further ones.
-        jaxprs: the new ones: the body; of ``while`` the condition and the body; of ``cond`` the branches, whose results
-            have equal types.
-        extra_results: how many results the new primitive has besides those of the equation.
-        **changed: other parameters.
-    """
-    rule: _Rule = _RULES.get(info(eqn.primitive.name).kind, _call)
-    operands, params = rule(eqn, list(operands), jaxprs, extra_results)
-    return compat.bind(eqn.primitive, operands, {**eqn.params, **params, **changed})
+    eqn: Any
+    """Its equation."""
+    operands: list[Any]
+    """Of the new primitive, in the order of the equation's; see above for further ones."""
+    insides: tuple[Any, ...]
+    """The new jaxprs: the body; of ``while`` the condition and the body; of ``cond`` the branches, whose results have
+    equal types.  Where JAX traces again, functions of flat values to flat values: the body of ``shard_map``, for one
+    device's values; of a custom derivative the function and its rules."""
+    further: int
+    """How many results the new primitive has besides those of the equation; not for ``shard_map``."""
+    changed: dict[str, Any]
+    """Other parameters."""
 
-
-_New: TypeAlias = tuple[list[Any], dict[str, Any]]
-"""Operands and the parameters that change."""
-_Rule: TypeAlias = Callable[[Any, list[Any], Sequence[compat.ClosedJaxpr], int], _New]
+    def bind(self, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        """Binds the primitive with these operands and parameters that follow from its jaxprs."""
+        return compat.bind(self.eqn.primitive, operands, {**self.eqn.params, **params, **self.changed})
 
 
-def _call(eqn: Any, operands: list[Any], jaxprs: Sequence[compat.ClosedJaxpr], extra_results: int) -> _New:
-    (new,) = jaxprs
-    name = _place(eqn.params)
-    takes_constants = isinstance(eqn.params[name], compat.ClosedJaxpr)
-    consts = [] if takes_constants and all(map(compat.is_concrete, new.consts)) else new.consts
+class Steps(NamedTuple):
+    """A primitive that is evaluated jaxpr by jaxpr."""
+
+    params: Mapping[str, Any]
+    operands: list[Any]
+    run: Callable[[Any, Sequence[Any]], list[Any]]
+    """A jaxpr and its arguments to its results."""
+    iteration: Callable[[int, str], AbstractContextManager[Any]]
+    """A context for an iteration of a loop: its number, and what runs."""
+
+
+def bind(eqn: Any, operands: Sequence[Any], insides: Sequence[Any], further: int = 0, **changed: Any) -> list[Any]:
+    """Binds the primitive of an equation with others inside; the arguments are those of `Rebinding`."""
+    new = Rebinding(eqn, list(operands), tuple(insides), further, changed)
+    return FORMS[info(eqn.primitive.name).kind].bind(new)
+
+
+def _bind_call(new: Rebinding) -> list[Any]:
+    (inside,), given = new.insides, new.eqn.params
+    name = _place(given)
+    takes_constants = isinstance(given[name], compat.ClosedJaxpr)
+    consts = [] if takes_constants and all(map(compat.is_concrete, inside.consts)) else inside.consts
     if consts:
-        new = _with_constants_as_arguments(new)
-    params: dict[str, Any] = {name: new if takes_constants else compat.without_constants(new)}
-    further = len(operands) - len(eqn.invars)
+        inside = _with_constants_as_arguments(inside)
+    params: dict[str, Any] = {name: inside if takes_constants else compat.without_constants(inside)}
+    further = len(new.operands) - len(new.eqn.invars)
     for setting, value in compat.per_operand_params().items():
-        if setting in eqn.params:
-            params[setting] = (*[value] * len(consts), *eqn.params[setting], *[value] * further)
+        if setting in given:
+            params[setting] = (*[value] * len(consts), *given[setting], *[value] * further)
     for setting, value in compat.per_result_params().items():
-        if setting in eqn.params:
-            params[setting] = (*eqn.params[setting], *[value] * extra_results)
-    return [*consts, *operands], params
+        if setting in given:
+            params[setting] = (*given[setting], *[value] * new.further)
+    return new.bind([*consts, *new.operands], params)
 
 
-def _scan(eqn: Any, operands: list[Any], jaxprs: Sequence[compat.ClosedJaxpr], extra_results: int) -> _New:
-    (body,) = jaxprs
-    constants = compat.scan_counts(eqn.params)[0] + len(operands) - len(eqn.invars) + len(body.consts)
-    return [*body.consts, *operands], compat.scan_params(eqn.params, _with_constants_as_arguments(body), constants)
+def _step_call(given: Steps) -> list[Any]:
+    return given.run(inner(given.params), given.operands)
 
 
-def _while(eqn: Any, operands: list[Any], jaxprs: Sequence[compat.ClosedJaxpr], extra_results: int) -> _New:
-    condition, body = jaxprs
-    first_body, first_carry = eqn.params["cond_nconsts"], len(operands) - len(eqn.outvars) - extra_results
+def _bind_scan(new: Rebinding) -> list[Any]:
+    (body,), given = new.insides, new.eqn.params
+    constants = compat.scan_counts(given)[0] + len(new.operands) - len(new.eqn.invars) + len(body.consts)
+    params = compat.scan_params(given, _with_constants_as_arguments(body), constants)
+    return new.bind([*body.consts, *new.operands], params)
+
+
+def _step_scan(given: Steps) -> list[Any]:
+    body, length = given.params["jaxpr"], given.params["length"]
+    consts, carry, xs = scanned(given.params, given.operands)
+    carried = len(carry)
+    rows: list[list[Any]] = []
+    for number in range(length)[:: -1 if given.params["reverse"] else 1]:
+        slices = [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
+        with given.iteration(number, "scan"):
+            outs = given.run(body, [*consts, *carry, *slices])
+        carry = outs[:carried]
+        rows.append(outs[carried:])
+    if given.params["reverse"]:
+        rows.reverse()
+    if not length:
+        return [*carry, *(jnp.empty((0, *aval.shape), aval.dtype) for aval in body.out_avals[carried:])]
+    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
+
+
+def _bind_while(new: Rebinding) -> list[Any]:
+    condition, body = new.insides
+    first_body = new.eqn.params["cond_nconsts"]
+    first_carry = len(new.operands) - len(new.eqn.outvars) - new.further
     params = {
         "cond_jaxpr": _with_constants_as_arguments(condition),
         "cond_nconsts": len(condition.consts) + first_body,
         "body_jaxpr": _with_constants_as_arguments(body),
         "body_nconsts": len(body.consts) + first_carry - first_body,
     }
-    return [*condition.consts, *operands[:first_body], *body.consts, *operands[first_body:]], params
+    of_condition, others = new.operands[:first_body], new.operands[first_body:]
+    return new.bind([*condition.consts, *of_condition, *body.consts, *others], params)
 
 
-def _cond(eqn: Any, operands: list[Any], jaxprs: Sequence[compat.ClosedJaxpr], extra_results: int) -> _New:
-    index, *rest = operands
-    consts = [const for branch in jaxprs for const in branch.consts]
+def _step_while(given: Steps) -> list[Any]:
+    condition, body, carry = looped(given.params, given.operands)
+    for number in itertools.count():
+        with given.iteration(number, "while (its condition)"):
+            (proceed,) = given.run(given.params["cond_jaxpr"], [*condition, *carry])
+        lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
+        if not (proceed.any() if lanes else proceed):
+            break
+        with given.iteration(number, "while"):
+            outs = given.run(given.params["body_jaxpr"], [*body, *carry])
+        carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
+    return carry
+
+
+def _select(lanes: Any, new: Any, old: Any) -> Any:
+    select = lax.select
+    for _ in range(np.ndim(lanes)):
+        select = jax.vmap(select)
+    return select(lanes, new, old)
+
+
+def _bind_cond(new: Rebinding) -> list[Any]:
+    index, *rest = new.operands
+    consts = [const for branch in new.insides for const in branch.consts]
     branches, start = [], 0
-    for branch in jaxprs:
+    for branch in new.insides:
         branches.append(_with_all_constants(branch, start, consts, rest) if consts else branch)
         start += len(branch.consts)
-    return [index, *consts, *rest], {"branches": tuple(branches)}
+    return new.bind([index, *consts, *rest], {"branches": tuple(branches)})
 
 
 def _with_all_constants(
@@ -202,9 +272,9 @@ def _with_all_constants(
     return compat.trace(run_branch, [compat.typeof(value) for value in (*consts, *operands)], branch.jaxpr.debug_info)
 
 
-_RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType({"cond": _cond, "scan": _scan, "while": _while})
-"""`PrimitiveKind` of `xla_amp.jax.primitives` -> operands and parameters with other jaxprs; `_call` for one jaxpr
-that takes all operands."""
+def _step_cond(given: Steps) -> list[Any]:
+    branches, (index, *rest) = given.params["branches"], given.operands
+    return given.run(branches[min(max(int(index), 0), len(branches) - 1)], rest)
 
 
 def _with_constants_as_arguments(traced: compat.ClosedJaxpr) -> compat.ClosedJaxpr:
@@ -216,31 +286,64 @@ def custom_functions(eqn: Any) -> tuple[Any, ...]:
     return tuple(eqn.primitive.get_bind_params(eqn.params)["subfuns"])
 
 
-def bind_custom(eqn: Any, operands: Sequence[Any], *functions: Callable[..., Any]) -> list[Any]:
-    """Binds ``custom_jvp_call`` or ``custom_vjp_call`` with other functions, of flat values to flat values."""
-    params = dict(eqn.primitive.get_bind_params(eqn.params))
-    wrapped = tuple(map(compat.wrap_function, functions, params.pop("subfuns")))
-    return list(eqn.primitive.bind(*operands, subfuns=wrapped, **params))
+def _bind_custom(new: Rebinding) -> list[Any]:
+    primitive = new.eqn.primitive
+    params = dict(primitive.get_bind_params(new.eqn.params))
+    wrapped = tuple(map(compat.wrap_function, new.insides, params.pop("subfuns")))
+    return list(primitive.bind(*new.operands, subfuns=wrapped, **params))
 
 
-def shard_map(
-    params: Mapping[str, Any], function: Callable[..., Any], operands: Sequence[Any], more: Any = None
-) -> Any:
-    """Binds ``shard_map`` with another function of one device's values.
+def _bind_shard_map(new: Rebinding) -> list[Any]:
+    (function,) = new.insides
+    return _sharded(new.eqn.params, new.operands, function)
 
-    Args:
-        params: of the equation.
-        function: returns a tuple of the results; with `more` a pair of that and further results.
-        operands: of the equation.
-        more: how the further results are put together, as ``out_specs`` of `jax.shard_map`.
-    """
-    axes, out_specs = params["newly_manual_axes"], tuple(params["out_specs"])
-    mapped = jax.shard_map(
-        function,
+
+def _step_shard_map(given: Steps) -> list[Any]:
+    return _sharded(given.params, given.operands, lambda *values: given.run(inner(given.params), values))
+
+
+def _sharded(params: Mapping[str, Any], operands: Sequence[Any], function: Callable[..., list[Any]]) -> list[Any]:
+    out_specs = tuple(params["out_specs"])
+
+    def of_one_device(*values: Any) -> tuple[Any, ...]:
+        outs = function(*values)
+        # One row for each device, so that none of them waits for another.
+        return tuple(outs[: len(out_specs)]), tuple(value[None] for value in outs[len(out_specs) :])
+
+    outs, further = jax.shard_map(
+        of_one_device,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
-        out_specs=out_specs if more is None else (out_specs, more),
+        out_specs=(out_specs, PartitionSpec(manual_axes(params))),
         check_vma=params["check_vma"],
-        axis_names=set(axes) if axes else set(),
-    )
-    return mapped(*operands)
+        axis_names=set(params["newly_manual_axes"]),
+    )(*operands)
+    return [*outs, *further]
+
+
+def manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes of the mesh that a ``shard_map`` makes manual."""
+    return tuple(params["newly_manual_axes"] or params["mesh"].shape)
+
+
+class _Form(NamedTuple):
+    """How the primitives of a kind contain jaxprs."""
+
+    bind: Callable[[Rebinding], list[Any]]
+    steps: Callable[[Steps], list[Any]]
+    """Their results, evaluated on concrete values."""
+
+
+FORMS: Final[Mapping[str | None, _Form]] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _Form(_bind_call, _step_call)
+        ),
+        **dict.fromkeys(("custom_jvp", "custom_vjp"), _Form(_bind_custom, _step_call)),
+        "cond": _Form(_bind_cond, _step_cond),
+        "scan": _Form(_bind_scan, _step_scan),
+        "shard_map": _Form(_bind_shard_map, _step_shard_map),
+        "while": _Form(_bind_while, _step_while),
+    }
+)
+"""For each `PrimitiveKind` of `xla_amp.jax.primitives` whose primitives contain jaxprs: how."""

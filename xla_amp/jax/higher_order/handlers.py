@@ -111,7 +111,7 @@ def _custom_jvp(call: HigherOrderCall) -> list[Value]:
         )
         return list(map(cast, outs, (*results, *results)))
 
-    return call.results(rebind.bind_custom(call.eqn, call.operands, primal, derivative))
+    return call.bind(call.operands, primal, derivative)
 
 
 def _custom_vjp(call: HigherOrderCall) -> list[Value]:
@@ -136,7 +136,7 @@ def _custom_vjp(call: HigherOrderCall) -> list[Value]:
     operands = call.interpreter.cast_to_avals(call.values, closed.in_avals)
     if compat.runs_now(operands):
         return call.results(primal(*operands))
-    return call.results(rebind.bind_custom(call.eqn, operands, primal, fwd, bwd))
+    return call.bind(operands, primal, fwd, bwd)
 
 
 def _shard_map(call: HigherOrderCall) -> list[Value]:
@@ -145,20 +145,16 @@ def _shard_map(call: HigherOrderCall) -> list[Value]:
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
     residuals = call.residual_flags()
 
-    def shard(*values: Any) -> tuple[Any, ...]:
+    def shard(*values: Any) -> list[Any]:
         outs = call.inner_interpreter().eval_jaxpr(closed, arguments(values, weights), f32_outputs=f32_outputs)
         flags = zip(outs, residuals, strict=True)
-        return tuple(out.low if residual and out.was_gathered_low() else out.array for out, residual in flags)
+        return [out.low if residual and out.was_gathered_low() else out.array for out, residual in flags]
 
     operands = call.operands
     # `jax.shard_map` adds up the gradients of what all devices read
     if compat.low_sums_crash(params["mesh"], params["newly_manual_axes"]):
         operands = [cast(value, F32) for value in operands]
-    return call.results(rebind.shard_map(params, shard, operands))
-
-
-def _composite(call: HigherOrderCall) -> list[Value]:
-    return _call_as_written(call)
+    return call.bind(operands, shard)
 
 
 def _linear_call(call: HigherOrderCall) -> list[Value]:
@@ -222,7 +218,7 @@ HIGHER_ORDER_RULES: Final[HigherOrderRules] = MappingProxyType(
     {
         "call": _named_call,
         "checkpoint": _checkpoint,
-        "composite": _composite,
+        "composite": _call_as_written,
         "cond": _cond,
         "custom_jvp": _custom_jvp,
         "custom_vjp": _custom_vjp,

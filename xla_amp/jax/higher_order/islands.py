@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from xla_amp.jax import compat
 from xla_amp.jax.decisions import decide
+from xla_amp.jax.jaxpr_analysis import per_jaxpr
 from xla_amp.jax.primitives import info
 from xla_amp.policy import Policy, effects, op_catalog
 from xla_amp.policy.effects import Effects
@@ -46,29 +46,24 @@ class Candidates(NamedTuple):
     """Variable -> numbers of the equations that read it; -1 for the caller."""
 
 
-_candidates: weakref.WeakKeyDictionary[Any, dict[Policy, Candidates]] = weakref.WeakKeyDictionary()
-
-
+@per_jaxpr
 def candidates(jaxpr: Any, policy: Policy) -> Candidates:
     """Where islands may be under a policy; empty if nowhere."""
-    cache = _candidates.setdefault(jaxpr, {})
-    if policy not in cache:
-        stops: dict[int, int] = {}
-        stop = len(jaxpr.eqns)
-        for index in reversed(range(stop)):
-            eqn = jaxpr.eqns[index]
-            if not _is_cheap(eqn):
-                stop = index
-            elif _widens(eqn, policy):
-                stops[index] = stop
-        readers: dict[Any, set[int]] = {}
-        if stops:
-            read = [*((-1, v) for v in _variables(jaxpr.outvars))]
-            read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars))
-            for number, variable in read:
-                readers.setdefault(variable, set()).add(number)
-        cache[policy] = Candidates(stops, readers)
-    return cache[policy]
+    stops: dict[int, int] = {}
+    stop = len(jaxpr.eqns)
+    for index in reversed(range(stop)):
+        eqn = jaxpr.eqns[index]
+        if not _is_cheap(eqn):
+            stop = index
+        elif _widens(eqn, policy):
+            stops[index] = stop
+    readers: dict[Any, set[int]] = {}
+    if stops:
+        read = [*((-1, v) for v in _variables(jaxpr.outvars))]
+        read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars))
+        for number, variable in read:
+            readers.setdefault(variable, set()).add(number)
+    return Candidates(stops, readers)
 
 
 def _is_cheap(eqn: Any) -> bool:

@@ -10,14 +10,13 @@ import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from xla_amp.errors import StepError
 from xla_amp.events import Place
@@ -189,12 +188,13 @@ class _Watch(Finder):
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
         """The results of one primitive; looks into those that contain jaxprs."""
         row = info(primitive.name)
-        rule = _RULES.get(row.kind)
-        if rule is not None:
+        if row.kind in rebind.FORMS:
             try:
-                return rule(self, primitive, operands, params)
-            except _CannotLookInside as error:
-                self._only_results(primitive, f": {error}")
+                return rebind.FORMS[row.kind].steps(rebind.Steps(params, operands, self.run, self.iteration))
+            except jax.errors.ConcretizationTypeError:
+                self._only_results(primitive, ": devices may take different ways in it")
+            except NotImplementedError as error:
+                self._only_results(primitive, ": " + str(error).partition("\n")[0])
         elif row.opaque or (row.kind is None and compat.sub_jaxprs(params)):
             self._only_results(primitive, "")
         outs = compat.bind(primitive, operands, params)
@@ -253,94 +253,6 @@ class _Watch(Finder):
 
 _FILLS: Final = frozenset({"gather"})
 """Primitives that fill with a number of the program what is out of bounds; they compute nothing."""
-
-
-class _CannotLookInside(Exception):
-    """The inside of an operation cannot be watched; the text says why."""
-
-
-_Rule = Callable[[_Watch, Any, list[Any], dict[str, Any]], list[Any]]
-
-
-def _inline(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    return watch.run(rebind.inner(params), operands)
-
-
-def _cond(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    index = int(_concrete(operands[0]))
-    return watch.run(params["branches"][min(max(index, 0), len(params["branches"]) - 1)], operands[1:])
-
-
-def _while(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    condition, body, carry = rebind.looped(params, operands)
-    number = 0
-    while True:
-        with watch.iteration(number, "while (its condition)"):
-            (proceed,) = watch.run(params["cond_jaxpr"], [*condition, *carry])
-        lanes = np.ndim(proceed)  # under `jax.vmap` each has its own condition
-        if not _concrete(proceed.any() if lanes else proceed):
-            return carry
-        with watch.iteration(number, "while"):
-            outs = watch.run(params["body_jaxpr"], [*body, *carry])
-        carry = [_select(proceed, new, old) for new, old in zip(outs, carry, strict=True)] if lanes else outs
-        number += 1
-
-
-def _select(lanes: Any, new: Any, old: Any) -> Any:
-    select = lax.select
-    for _ in range(np.ndim(lanes)):
-        select = jax.vmap(select)
-    return select(lanes, new, old)
-
-
-def _scan(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    consts, carry, xs = rebind.scanned(params, operands)
-    carried, length = len(carry), params["length"]
-    numbers = range(length)[::-1] if params["reverse"] else range(length)
-    rows: list[list[Any]] = []
-    for number in numbers:
-        slices = [lax.dynamic_index_in_dim(x, number, 0, keepdims=False) for x in xs]
-        with watch.iteration(number, "scan"):
-            outs = watch.run(params["jaxpr"], [*consts, *carry, *slices])
-        carry = outs[:carried]
-        rows.append(outs[carried:])
-    if params["reverse"]:
-        rows.reverse()
-    avals = params["jaxpr"].out_avals[carried:]
-    if not length:
-        return [*carry, *(jnp.empty((0, *aval.shape), aval.dtype) for aval in avals)]
-    return [*carry, *(jnp.stack(column) for column in zip(*rows, strict=True))]
-
-
-def _shard_map(watch: _Watch, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
-    def shard(*values: Any) -> tuple[Any, ...]:
-        return tuple(watch.run(rebind.inner(params), values))
-
-    try:
-        return list(rebind.shard_map(params, shard, operands))
-    except NotImplementedError as error:
-        raise _CannotLookInside(str(error).partition("\n")[0]) from error
-
-
-_RULES: Final[Mapping[str | None, _Rule]] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("call", "checkpoint", "composite", "custom_jvp", "custom_vjp", "custom_vmap", "linear_call"), _inline
-        ),
-        "cond": _cond,
-        "scan": _scan,
-        "shard_map": _shard_map,
-        "while": _while,
-    }
-)
-"""Kind of primitive (`xla_amp.jax.primitives.PrimitiveKind`) -> how to look into it."""
-
-
-def _concrete(value: Any) -> Any:
-    try:
-        return value.item() if compat.is_array(value) else value
-    except jax.errors.JAXTypeError:
-        raise _CannotLookInside("devices may take different ways in it") from None
 
 
 def _parts(value: Any) -> tuple[list[np.ndarray[Any, Any]], bool]:

@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from xla_amp.jax import compat, observations, rebind
 from xla_amp.jax.observations import SCALARS, Mark
@@ -82,6 +81,11 @@ class _Collector:
         """What has been recorded, joined."""
         sums = {key: rows[0] if len(rows) == 1 else statistics.joined(rows) for key, rows in self.rows.items()}
         return Observed(sums, dict(self.scalars))
+
+    def results(self) -> tuple[list[_Label], list[Any]]:
+        """What has been recorded, as further results, and of what."""
+        sums, scalars = self.found()
+        return [*sums, *scalars], [*sums.values(), *scalars.values()]
 
     def add(self, label: _Label, value: Any) -> None:
         """Adds what a part of the program recorded."""
@@ -216,16 +220,15 @@ class _Part(NamedTuple):
         def run(*values: Any) -> list[Any]:
             inner = self.inner()
             outs = inner.evaluate(closed, values, read)
-            found = inner.found()
-            labels[:] = (*found.sums, *found.scalars)
-            return [*outs, *found.sums.values(), *found.scalars.values()]
+            labels[:], recorded = inner.results()
+            return [*outs, *recorded]
 
         return compat.trace(run, closed.in_avals, closed.jaxpr.debug_info), labels
 
     def bind(
         self,
         operands: Sequence[Any],
-        jaxprs: Sequence[compat.ClosedJaxpr],
+        insides: Sequence[Any],
         labels: Sequence[_Label],
         join: Callable[[_Label, Any], Any] = lambda _, value: value,
     ) -> list[Any]:
@@ -233,19 +236,15 @@ class _Part(NamedTuple):
 
         Args:
             operands: of the primitive.
-            jaxprs: as for `rebind.bind`.
+            insides: as for `rebind.bind`.
             labels: of the further results.
             join: makes of a further result what is recorded.
         """
-        outs = rebind.bind(self.eqn, operands, jaxprs, len(labels))
+        outs = rebind.bind(self.eqn, operands, insides, len(labels))
         count = len(self.eqn.outvars)
-        self.add(labels, outs[count:], join)
-        return outs[:count]
-
-    def add(self, labels: Sequence[_Label], values: Sequence[Any], join: Callable[[_Label, Any], Any]) -> None:
-        """Adds to what was recorded."""
-        for label, value in zip(labels, values, strict=True):
+        for label, value in zip(labels, outs[count:], strict=True):
             self.collector.add(label, join(label, value))
+        return outs[:count]
 
 
 _Rule = Callable[[_Part], "list[Any] | None"]
@@ -322,22 +321,16 @@ def _cond(part: _Part) -> list[Any] | None:
 
 def _shard_map(part: _Part) -> list[Any] | None:
     params = part.eqn.params
-    sizes = dict(params["mesh"].shape)
-    axes = tuple(params["newly_manual_axes"] or sizes)
     labels: list[_Label] = []
 
-    def shard(*values: Any) -> tuple[Any, ...]:
+    def shard(*values: Any) -> list[Any]:
         inner = part.inner()
-        inner.axes = {**inner.axes, **{axis: sizes[axis] for axis in axes}}
+        inner.axes = {**inner.axes, **{axis: params["mesh"].shape[axis] for axis in rebind.manual_axes(params)}}
         outs = inner.evaluate(rebind.inner(params), values, part.read)
-        found = inner.found()
-        labels[:] = (*found.sums, *found.scalars)
-        # One row for each device, so that none of them waits for another.
-        return tuple(outs), tuple(value[None] for value in (*found.sums.values(), *found.scalars.values()))
+        labels[:], recorded = inner.results()
+        return [*outs, *recorded]
 
-    outs, recorded = rebind.shard_map(params, shard, part.operands, PartitionSpec(axes))
-    part.add(labels, recorded, _over_devices)
-    return list(outs)
+    return part.bind(part.operands, [shard], labels, _over_devices)
 
 
 def _over_devices(label: _Label, values: Any) -> Any:
