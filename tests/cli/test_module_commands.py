@@ -258,7 +258,7 @@ def test_a_report_needs_jinja2(run, folder, monkeypatch):
     ("arguments", "status", "message"),
     [
         (("inspect", "absent"), 2, "xla-amp: reading absent: No such file or directory\n"),
-        (("inspect", "samples.npz"), 1, "neither MLIR text, MLIR bytecode nor a portable artifact"),
+        (("inspect", "samples.npz"), 1, "neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact"),
         (("inspect", "net.mlir", "--target", "v9"), 2, "invalid choice: 'v9'"),
         (("convert", "net.mlir"), 2, "required: -o/--output"),
         (("convert", "net.mlir", "-o", "out", "--report", "no/page"), 2, "--report no/page: no folder no"),

@@ -89,7 +89,7 @@ def test_every_layer_can_name_modules_and_classes(monkeypatch, tmp_path):
 
 
 def test_a_class_reaches_its_operations():
-    with override(hlo_class="reduction", cast="fp32"):
+    with override({"class:reduction": "fp32"}):
         effective = resolve("cpu")
     members = {name for name, kind in op_catalog.catalogue().classes.items() if kind == "reduction"}
     assert {name for name in members if effective.decide(name).layer == "override"} == members
@@ -100,13 +100,12 @@ def test_a_class_reaches_its_operations():
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"module": "x"}, "go with cast="),
-        ({"cast": "low"}, "go with cast="),
+        ({"module": "x"}, "goes with cast="),
+        ({"cast": "low"}, "goes with cast="),
         ({"module": 3, "cast": "low"}, "module=3.*expected a string, got int"),
         ({"module": "", "cast": "low"}, "names no module"),
         ({"module": "a", "cast": "lower"}, "did you mean 'low'"),
         ({"module": "a", "cast": "fp32_out"}, "end the pattern in one that can"),
-        ({"hlo_class": "reductions", "cast": "low"}, "did you mean 'class:reduction'"),
     ],
 )
 def test_mistakes(keywords, words):

@@ -116,7 +116,7 @@ TOO_DEEP = b"module {" + b"func.func @f() { stablehlo.constant dense<" + b"[" * 
         (b"", "bad: empty; expected a StableHLO module"),
         (b" \n", "bad: empty; expected a StableHLO module"),
         (b"hello", "bad: not a StableHLO module: "),
-        (b"\x7fELF\xff\xfe", "bad: neither MLIR text, MLIR bytecode nor a portable artifact, and not a jax.export"),
+        (b"\x7fELF\xff\xfe", "bad: neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact, and not a jax"),
         (b"ML\xefRnothing", "bad: not a StableHLO module: "),
         (b"module {}", "bad: expected a function @main or exactly one public function; public functions: none"),
         (b"func.func @main() { return 1 }", "bad: not a StableHLO module: "),
@@ -195,22 +195,18 @@ def test_a_blob_whose_parts_disagree_is_refused():
 
 PLAIN = "func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {\n  return %x : tensor<4xf32>\n}\n"
 TEXT = "// caf\u00e9\n" + PLAIN
-ENCODINGS = {
-    "utf-16": r"text in UTF-16; .* iconv -f UTF-16 -t UTF-8",
-    "utf-16-le": r"text in UTF-16LE; .* iconv -f UTF-16LE -t UTF-8",
-    "utf-16-be": r"text in UTF-16BE; .* iconv -f UTF-16BE -t UTF-8",
-    "utf-32": r"text in UTF-32; .* iconv -f UTF-32 -t UTF-8",
-    "utf-8-sig": r"text in UTF-8 with a byte order mark; expected UTF-8 without .* tail -c \+4",
-    "latin-1": r"text in ISO-8859-1 \(Latin-1\) or another encoding \(byte 0xe9 in line 1\); .* iconv -f ISO-8859-1",
-}
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "latin-1"])
 def test_text_of_another_encoding_is_one_clear_error(encoding):
-    with pytest.raises(ModuleError, match=rf"^program: {ENCODINGS[encoding]}") as raised:
+    with pytest.raises(ModuleError, match=r"^program: neither MLIR text in UTF-8, MLIR bytecode") as raised:
         io.read(TEXT.encode(encoding), "program")
     assert "\n" not in str(raised.value)
-    assert io.read(TEXT.encode(), "program").format == "text"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_text_in_utf_8_may_have_a_byte_order_mark(encoding):
+    assert io.read(TEXT.encode(encoding), "program").format == "text"
 
 
 DECLARED = """func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {

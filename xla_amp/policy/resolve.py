@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from xla_amp import config, events
 from xla_amp.errors import PolicyError
-from xla_amp.policy import effects, gaudi, module_patterns, op_catalog, regions
+from xla_amp.policy import effects, gaudi, module_patterns, regions
 from xla_amp.policy.load import PolicyLike, check, load, rule, rules_from_file, signature
 from xla_amp.policy.policy import Policy, Rule, RuleLayer
 from xla_amp.types import Cast, Layer
@@ -143,8 +143,7 @@ class override:
         rules: mapping from an operation (name or glob), ``class:<operation class>`` or ``module:<path>`` to a cast.
         module: path of modules as ``named_modules`` gives it; globs and a final operation are allowed
             (``"*.attention"``, ``"*.attention.softmax"``); gets `cast`.
-        hlo_class: operation class (``"reduction"``, see `xla_amp.types.OperationClass`); gets `cast`.
-        cast: the cast of `module` and of `hlo_class`.
+        cast: the cast of `module`.
         strict: a rule that has matched no operation when the block ends is an error instead of a `RuleWarning`, if the
             block ran operations under autocast.
         **casts: casts by operation, for names that are Python identifiers.
@@ -165,7 +164,6 @@ class override:
         /,
         *,
         module: str | None = None,
-        hlo_class: str | None = None,
         cast: Cast | None = None,
         strict: bool = False,
         **casts: Cast,
@@ -173,7 +171,7 @@ class override:
         given: Mapping[str, Any] = {} if rules is None else rules
         if not isinstance(given, Mapping):
             raise PolicyError(f'override() expects a mapping such as {{"softmax": "fp32"}}, got {given!r}')
-        named: dict[str, Any] = {**casts, **_target_rules(module, hlo_class, cast)}
+        named: dict[str, Any] = {**casts, **_module_rule(module, cast)}
         if twice := sorted(set(given) & set(named)):
             raise PolicyError(f"override(): {', '.join(twice)} is given as a mapping and as a keyword; keep one")
         if not given and not named:
@@ -263,19 +261,16 @@ def reopened(saved: OpenRules) -> Iterator[None]:
             listener(layer, False)
 
 
-def _target_rules(module: Any, hlo_class: Any, cast: Any) -> dict[str, Any]:
-    """Rules of `override` for its arguments `module` and `hlo_class`."""
-    targets = {module_patterns.PREFIX: module, op_catalog.CLASS: hlo_class}
-    found = {f"{prefix}{target}": cast for prefix, target in targets.items() if target is not None}
-    for keyword, target in (("module", module), ("hlo_class", hlo_class)):
-        if target is not None and not isinstance(target, str):
-            raise PolicyError(f"override({keyword}={target!r}): expected a string, got {type(target).__name__}")
-    if (cast is None) != (not found):
+def _module_rule(module: Any, cast: Any) -> dict[str, Any]:
+    """The rule of `override` for its argument `module`."""
+    if module is not None and not isinstance(module, str):
+        raise PolicyError(f"override(module={module!r}): expected a string, got {type(module).__name__}")
+    if (cast is None) != (module is None):
         raise PolicyError(
-            'override(): module= and hlo_class= go with cast=, e.g. override(module="*.attention.softmax", '
-            'cast="low"); an operation is written override({"softmax": "low"})'
+            'override(): module= goes with cast=, e.g. override(module="*.attention.softmax", cast="low"); an '
+            'operation is written override({"softmax": "low"})'
         )
-    return found
+    return {} if module is None else {f"{module_patterns.PREFIX}{module}": cast}
 
 
 def _no_rules() -> NoReturn:

@@ -7,7 +7,6 @@ buffers: an ``HloModuleProto``, or an ``HloProto`` around one.  Optimized progra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, Literal, TypeAlias
 
 from xla_amp.errors import ModuleError
@@ -17,12 +16,10 @@ Form: TypeAlias = Literal["HLO text", "HLO proto"]
 
 _HEAD: Final = 4096
 """Bytes that tell a protocol buffer from text."""
-TEXT: Final = frozenset(b"\t\n\v\f\r\x1b")
+_TEXT: Final = frozenset(b"\t\n\v\f\r\x1b")
 """Control characters of text."""
-_ENTRY_NAME: Final = 2
-"""Field of an ``HloModuleProto``, always there; an ``HloProto`` has no such field."""
-_MODULE: Final = 1
-"""Field of an ``HloProto``."""
+_ENTRY_NAME: Final = b"\x12"
+"""Tag of the second field of an ``HloModuleProto``, always there; an ``HloProto`` has no such field."""
 
 
 def form(data: bytes) -> Form | None:
@@ -30,7 +27,7 @@ def form(data: bytes) -> Form | None:
     if data[:_HEAD].lstrip().startswith(b"HloModule"):
         return "HLO text"
     # A protocol buffer begins with the tag of its first field, a line feed, and has bytes that text has not.
-    if data.startswith(b"\n") and any(byte < 32 and byte not in TEXT for byte in data[:_HEAD]):
+    if data.startswith(b"\n") and any(byte < 32 and byte not in _TEXT for byte in data[:_HEAD]):
         return "HLO proto"
     return None
 
@@ -67,34 +64,10 @@ def _refused(name: str, form: Form, reason: str) -> ModuleError:
 
 
 def _module_proto(data: bytes) -> bytes:
-    fields = dict(_fields(data))
-    return data if _ENTRY_NAME in fields else fields.get(_MODULE, data)
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Fields of a message: number and content, which is empty for numbers."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == 2:
-            size, at = _varint(data, at)
-            yield tag >> 3, data[at : at + size]
-            at += size
-        elif kind in (0, 1, 5):
-            at = _varint(data, at)[1] if kind == 0 else at + (8 if kind == 1 else 4)
-            yield tag >> 3, b""
-        else:
-            raise ValueError("not a protocol buffer of an HLO module")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of variable length, and where it ends."""
-    value, shift = 0, 0
-    while at < len(data):
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-    raise ValueError("truncated")
+    """The ``HloModuleProto``, which may be the first field of an ``HloProto``."""
+    size, shift, start = 0, 0, 1
+    while start < 2 or data[start - 1] > 127:  # seven bits of the first field's size a byte
+        size |= (data[start] & 127) << shift
+        start, shift = start + 1, shift + 7
+    end = start + size
+    return data if data[end : end + 1] == _ENTRY_NAME else data[start:end]

@@ -7,7 +7,6 @@ can be read.  The content of the bytes decides the format.  MLIR's parsers can a
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import importlib.util
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -69,50 +68,6 @@ def detect(data: bytes) -> Format:
     return "export" if b"\0" in data else "text"
 
 
-_MARKS: Final = (
-    (codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
-)  # fmt: skip
-_HEAD: Final = 256
-"""Bytes that tell UTF-16 without a byte order mark, where every second one is zero."""
-
-
-def _other_encoding(data: bytes) -> str:
-    """The encoding of text that is not UTF-8, or has a byte order mark; empty for other bytes."""
-    if data.startswith(codecs.BOM_UTF8):
-        return "UTF-8 with a byte order mark"
-    for mark, name in _MARKS:
-        if data.startswith(mark):
-            return name
-    head = data[:_HEAD]
-    for zeros, letters, name in ((head[1::2], head[::2], "UTF-16LE"), (head[::2], head[1::2], "UTF-16BE")):
-        if len(zeros) > 1 and not any(zeros) and _is_text(letters):
-            return name
-    if data.startswith(ir.BYTECODE_MAGIC) or not _is_text(data):
-        return ""
-    try:
-        data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        return f"ISO-8859-1 (Latin-1) or another encoding (byte {data[error.start]:#04x} in line {line})"
-    return ""
-
-
-def _convert(encoding: str) -> str:
-    """The command that converts text of an encoding."""
-    if encoding.startswith("UTF-8"):
-        return "Without the mark: tail -c +4 IN > OUT"
-    return f"Convert it: iconv -f {encoding.partition(' ')[0]} -t UTF-8 IN > OUT"
-
-
-def _is_text(data: bytes) -> bool:
-    """Whether no byte is a control character."""
-    return not data.translate(None, _LETTERS)
-
-
-_LETTERS: Final = bytes([*hlo.TEXT, *range(32, 127), *range(128, 256)])
-
-
 def parse(data: bytes, name: str, function: str | None = None) -> Program:
     """The program in bytes of any `Format`.  Damaged bytes can abort the process; `xla_amp.stablehlo.io.read` is safe.
 
@@ -121,8 +76,6 @@ def parse(data: bytes, name: str, function: str | None = None) -> Program:
     Raises:
         ModuleError: the bytes do not hold a program; `name` opens the message.
     """
-    if other := _other_encoding(data):
-        raise ModuleError(f"{name}: text in {other}; expected UTF-8 without a byte order mark. {_convert(other)}")
     if (form := hlo.form(data)) is not None:
         return _entered(Program(module=hlo.parse(data, form, name), format="text", hlo=form), name, function)
     kind = detect(data)
@@ -134,9 +87,8 @@ def parse(data: bytes, name: str, function: str | None = None) -> Program:
         except ModuleError as error:
             raise ModuleError(f"{name}: {error}") from None
         return _entered(program, name, function)
-    return _entered(
-        Program(module=ir.parse(data.decode() if kind == "text" else data, name), format=kind), name, function
-    )
+    text = data.decode("utf-8-sig") if kind == "text" else data
+    return _entered(Program(module=ir.parse(text, name), format=kind), name, function)
 
 
 def _entered(program: Program, name: str, function: str | None) -> Program:
@@ -172,7 +124,7 @@ def artifact(module: ir.MlirModule, version: str | None = None) -> bytes:
 
 
 def _deserialized(data: bytes, name: str) -> Any:
-    what = f"{name}: neither MLIR text, MLIR bytecode nor a portable artifact"
+    what = f"{name}: neither MLIR text in UTF-8, MLIR bytecode nor a portable artifact"
     from jax import export
 
     if importlib.util.find_spec("flatbuffers") is None:
