@@ -118,6 +118,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_AMP_CACHE", "off")
 
 
+@pytest.fixture(params=["cpu", "xla"])
+def device(request: pytest.FixtureRequest) -> object:
+    """The CPU and the XLA device, in turn."""
+    import torch
+
+    import xla_amp
+
+    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
+
+
 @pytest.fixture(autouse=True)
 def _lines_have_compiled_nothing() -> Iterator[None]:
     """A line of a helper that many tests call is not warned about because of the tests before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import itertools
 import random
 from pathlib import Path
 
@@ -95,6 +96,9 @@ def test_lowering_equals_torch_bit_for_bit():
         factors = (source.choice([1.7, 2.0, source.uniform(1, 3)]), source.choice([0.3, source.uniform(0.1, 1)]))
         flag = float(source.random() < 0.5)
         rows.append((float(value), source.randint(0, 2), flag, *factors, interval))
+    scales = ((65536.0, 1999), (65536.0, 5), (2.0**127, 1999), (2.0**-149, 3), (0.1, 1999))
+    choices = itertools.product(scales, (0.0, 1.0), ((2.0, 0.5), (1.7, 0.3)))
+    rows += [(*scale, flag, *factors, 2000) for scale, flag, factors in choices]
     calls, promised = [], []
     for value, tracker, flag, *factors in rows:
         arrays = torch.tensor([value]), torch.tensor([tracker], dtype=torch.int32)

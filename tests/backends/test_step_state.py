@@ -11,11 +11,6 @@ import xla_amp
 from xla_amp.backends.step_state import OptimizerState, StepState, restored
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 def training(device):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).to(device)

@@ -89,39 +89,6 @@ def parts_of_complex_numbers(where: str) -> Any:
 
 
 @program
-def write_through_a_slice(where: str) -> Any:
-    x = numbers(4, 4, where=where)
-    y = x[1:3, ::2]
-    y.add_(100)
-    return x, y
-
-
-@program
-def write_the_base_read_the_view(where: str) -> Any:
-    x = numbers(4, 4, where=where)
-    y = x.t()[1]
-    x.mul_(2)
-    return y, x.t()[1:3] + y
-
-
-@program
-def write_through_a_chain(where: str) -> Any:
-    x = numbers(2, 3, 4, where=where)
-    x.permute(2, 0, 1)[1:3].select(1, 1)[:, ::2].fill_(-5)
-    return x
-
-
-@program
-def views_of_one_base_see_each_other(where: str) -> Any:
-    x = numbers(12, where=where)
-    a, b, c = x[:8], x[4:], x.view(3, 4).t()
-    a.mul_(2)
-    b.add_(1)
-    c[0] = 0
-    return x, a, b, c
-
-
-@program
 def write_a_diagonal(where: str) -> Any:
     x = numbers(4, 5, where=where)
     x.diagonal(1).zero_()
@@ -170,15 +137,6 @@ def fill_of_an_expanded_tensor(where: str) -> Any:
 
 
 @program
-def clones_are_copies(where: str) -> Any:
-    x = numbers(4, where=where)
-    y, z = x.clone(), x[1:3].clone()
-    x.add_(1)
-    y.mul_(3)
-    return x, y, z
-
-
-@program
 def contiguous_shares_or_copies(where: str) -> Any:
     x = numbers(2, 3, where=where)
     same, copied = x.contiguous(), x.t().contiguous()
@@ -208,16 +166,6 @@ def detach_and_data_share(where: str) -> Any:
     x.data.add_(1)
     x.detach()[0] = 9
     return x
-
-
-@program
-def data_can_be_replaced(where: str) -> Any:
-    p = torch.nn.Parameter(torch.zeros(3).to(where))
-    view = p.detach()
-    q = torch.ones(3).to(where)
-    p.data = q
-    q.add_(1)
-    return p, view, q
 
 
 @program

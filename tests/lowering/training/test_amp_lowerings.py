@@ -1,4 +1,4 @@
-"""The kernels of dynamic loss scaling against torch on the CPU."""
+"""The check of gradients against torch on the CPU; the update of the scale is in tests/test_loss_scaling.py."""
 
 from __future__ import annotations
 
@@ -42,21 +42,6 @@ def test_unscaling_rounds_once() -> None:
     got = written_by_lowering(CHECK, grads, found, inverse, like=[*grads, found])[0]
     compare(got, (grads[0].double() / 3).to(torch.bfloat16), rtol=0, atol=0)
     assert not torch.equal(grads[0] * inverse.to(torch.bfloat16), got)
-
-
-@pytest.mark.parametrize("found", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("scale", "tracker"), [(65536.0, 1999), (65536.0, 5), (2.0**127, 1999), (2.0**-149, 3), (0.1, 1999)], ids=str
-)
-def test_update_scale(scale: float, tracker: int, found: float) -> None:
-    for growth, backoff in ((2.0, 0.5), (1.7, 0.3)):
-        check_written(
-            UPDATE,
-            *(torch.tensor([scale]), torch.tensor([tracker], dtype=torch.int32), torch.tensor([found])),
-            *(growth, backoff, 2000),
-            rtol=0,
-            atol=0,
-        )
 
 
 def test_both_are_tested() -> None:

@@ -10,16 +10,10 @@ import threading
 import pytest
 import torch
 
-import xla_amp
 from xla_amp import autocast
 from xla_amp.policy import regions
 
 LOW, FULL = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
 
 
 @pytest.fixture

@@ -15,11 +15,6 @@ from xla_amp.errors import DeviceError
 LOW, FULL = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 def matmul_function(device, cast_inputs=None):
     seen = []
 

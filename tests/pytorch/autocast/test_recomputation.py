@@ -24,11 +24,6 @@ RULES = {"tanh": "low", "linear": "fp32", "softmax.int": "low"}
 OTHER = {"tanh": "fp32"}
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays_in_torch():
     before = torchs._CheckpointFrame.__init__, torchs.CheckpointFunction.__dict__["forward"]

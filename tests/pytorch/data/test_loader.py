@@ -39,11 +39,6 @@ def _threads_end():
     assert threads() == []
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 def test_batches_in_order_on_the_device(device):
     batches = list(DeviceLoader(numbers(5), device))
     assert [batch.tolist() for batch in batches] == [[float(n)] * 2 for n in range(5)]

@@ -27,11 +27,6 @@ OPTIMIZERS = {
 SHAPES = [(30, 20), ()]
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 @pytest.fixture
 def optimized(monkeypatch):
     """Programs as users get them; conftest turns LLVM's passes off, which then contracts some products and sums."""

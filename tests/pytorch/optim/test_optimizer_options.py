@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import xla_amp
 from xla_amp import syncfree
 
 STEPS = 5
@@ -56,11 +55,6 @@ def run(make, dtype, device, kwargs, grouped):
         optimizer.step()
     states = [value for p in params for _, value in sorted(optimizer.state[p].items()) if torch.is_tensor(value)]
     return [value.detach().cpu().double() for value in (*params, *states)]
-
-
-@pytest.fixture(params=["cpu", "xla"])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
 
 
 def distance(ours, theirs):

@@ -48,11 +48,6 @@ class Model(torch.nn.Module):
         return F.mse_loss(self.attention(x).view(-1), x.view(-1))
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
     xla_amp.xla_device()  # registers its own kernels at its start

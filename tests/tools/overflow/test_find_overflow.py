@@ -25,11 +25,6 @@ from xla_amp.tools.overflow.on_pytorch import find_overflow
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 
 
-@pytest.fixture(params=["cpu", "xla"])
-def device(request) -> torch.device:
-    return torch.device("cpu") if request.param == "cpu" else xla_amp.xla_device()
-
-
 class Block(nn.Module):
     """Attention with a mask of infinities, then a layer whose values are `gain` times larger."""
 
