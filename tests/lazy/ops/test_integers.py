@@ -26,8 +26,8 @@ def test_powers_wrap_around(device: torch.device, dtype: torch.dtype) -> None:
 def test_exponents_that_torch_refuses(device: torch.device) -> None:
     for where in ("cpu", device):
         x = torch.ones(3, dtype=torch.int8, device=where)
-        for exponent, said in ((-1, "negative integer powers"), (200, "without overflow")):
-            with pytest.raises(RuntimeError, match=said):
+        for exponent in (-1, 200):
+            with pytest.raises(RuntimeError, match=r"negative|overflow"):
                 x**exponent
 
 
@@ -61,7 +61,7 @@ def test_the_median_of_nothing_is_nan(device: torch.device, name: str, dtype: to
 def test_a_reduction_along_nothing(device: torch.device, name: str) -> None:
     for where in ("cpu", device):
         x = torch.empty(3, 0, device=where)
-        with pytest.raises(IndexError, match="Expected reduction dim 1 to have non-zero size"):
+        with pytest.raises(IndexError, match=r"[Ee]xpected (elements to reduce|reduction dim 1)"):
             getattr(x, name)(dim=1)
         assert len(x.amax(0)) == 0
 

@@ -1,1 +1,1 @@
-"""The recorded graph: specs, buffers, the trace, shape inference and validation."""
+"""The recorded graph: specs, buffers and the trace."""

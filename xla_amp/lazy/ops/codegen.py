@@ -21,7 +21,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
-from xla_amp.lazy.ops.checks import refused_dtypes, shape_inference, validation
+from xla_amp.lazy.ops.checks import argument_rules, shape_inference
 from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
@@ -97,9 +97,7 @@ class _Operation:
     def specialize(self, values: Sequence[Any]) -> Instruction:
         """The instruction for these argument values."""
         named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        validation.check_dim(self.name.partition(".")[0], named)
-        refused_dtypes.check(_functional(self.operator) if self.form == "out" else self.operator, named)
-        validation.check(self.name.partition(".")[0], named)
+        argument_rules.check(_functional(self.operator) if self.form == "out" else self.operator, named)
         new_results = self._new_results(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
@@ -184,7 +182,7 @@ class _Operation:
                     self.operator, positional, keywords
                 )  # raises torch's error for a bad shape or dtype
             if self.form == "inplace" and torch.Tag.pointwise in self.operator.tags:
-                validation.check_inplace(self.operator, positional, keywords)
+                argument_rules.check_inplace(self.operator, positional, keywords)
             return ()
         return shape_inference.results(self.operator, positional, keywords)
 
@@ -226,7 +224,7 @@ class _Operation:
     def check_out(self, instruction: Instruction, outs: Sequence[torch.Tensor]) -> None:
         """Raises for ``out=`` tensors of a dtype that torch does not store the results in."""
         results = [value_spec.dtype for value_spec in instruction.outs if value_spec is not None]
-        validation.check_out(self.name.partition(".")[0], results, [out.dtype for out in outs])
+        argument_rules.check_out(self.name.partition(".")[0], results, [out.dtype for out in outs])
 
     # -- the fast path: the kernel's source ----------------------------------------------------------------------
 

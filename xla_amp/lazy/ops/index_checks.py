@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.ops.checks import validation
 from xla_amp.lazy.programs import mesh
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -33,8 +32,7 @@ Extent = Callable[..., int]
 
 
 def _along(self: torch.Tensor, dim: int, *_: Any, **__: Any) -> int:
-    validation.check_dimension(dim, self.dim())
-    return self.shape[dim] if self.dim() else 1
+    return self.size(dim) if self.dim() else 1
 
 
 def _classes(self: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -16,7 +16,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
-from xla_amp.lazy.ops.checks import shape_inference, validation
+from xla_amp.lazy.ops.checks import shape_inference
 from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -31,6 +31,7 @@ _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 # torch's meta kernels create the alias without reading or bounds-checking the storage, which has no bytes here.
 _as_strided: Callable[..., torch.Tensor] = aten.as_strided.default._handle.redispatch_boxed
 _view: Callable[..., torch.Tensor] = aten.view.default._handle.redispatch_boxed
+_unfolded: Callable[..., torch.Tensor] = aten.unfold.default._handle.redispatch_boxed
 _view_as_real: Callable[..., torch.Tensor] = aten.view_as_real.default._handle.redispatch_boxed
 _view_as_complex: Callable[..., torch.Tensor] = aten.view_as_complex.default._handle.redispatch_boxed
 
@@ -157,21 +158,7 @@ def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_off
 
 @_kernel("unfold")
 def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    shape, strides = list(self.shape), list(self.stride())
-    validation.check_dimension(dimension, self.dim())
-    if not shape:
-        if size not in (0, 1):
-            raise RuntimeError(f"maximum size for tensor at dimension 0 is 1 but size is {size}")
-        return _as_strided(_META, self, [size], [1], self.storage_offset())
-    dim = dimension % len(shape)
-    if not 0 <= size <= shape[dim]:
-        raise RuntimeError(f"maximum size for tensor at dimension {dim} is {shape[dim]} but size is {size}")
-    if step <= 0:
-        raise RuntimeError(f"step is {step} but must be > 0")
-    windows = (shape[dim] - size) // step + 1
-    shape, strides = [*shape, size], [*strides, strides[dim]]
-    shape[dim], strides[dim] = windows, strides[dim] * step
-    return _as_strided(_META, self, shape, strides, self.storage_offset())
+    return _unfolded(_META, self, dimension, size, step)
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

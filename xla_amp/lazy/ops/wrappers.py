@@ -11,13 +11,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from xla_amp.lazy.graph.buffer import Poisoned
 from xla_amp.lazy.ops import dynamic_shape
-from xla_amp.lazy.ops.checks import shape_inference, validation
+from xla_amp.lazy.ops.checks import argument_rules, shape_inference
+from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
@@ -101,10 +102,6 @@ def _least_squares(kernel: Kernel, lowering: Lowering, operator: Any) -> Kernel:
     def lstsq(
         self: torch.Tensor, b: torch.Tensor, rcond: float | None = None, *, driver: str | None = None
     ) -> tuple[torch.Tensor, ...]:
-        if driver not in (None, "gels", *RANK_REVEALING):
-            raise RuntimeError(
-                f"torch.linalg.lstsq: `driver` should be one of (gels, {', '.join(RANK_REVEALING)}), got {driver!r}"
-            )
         solution, residuals, rank, values = kernel(self, b, rcond, driver=driver)
         columns = self.shape[-1]
         if residuals.numel() and driver in RANK_REVEALING:
@@ -269,55 +266,17 @@ def _overwrite(kernel: Kernel) -> Kernel:
     return overwriting
 
 
-class _Accepted(NamedTuple):
-    """Numbers that an operation refuses: they are inputs of the program, so each call is checked."""
-
-    names: tuple[str, ...]
-    """Numbers that follow the tensor."""
-    defaults: tuple[float, ...]
-    accepts: Callable[..., bool]
-    expected: str
-    """With the numbers by position."""
-
-
-_MEAN_STD = ("mean", "std"), (0.0, 1.0), lambda mean, std: std >= 0, "std >= 0.0, but found std {1}"
-_PROBABILITY = ("p",), (0.5,), lambda p: 0 <= p <= 1, "p to be in [0, 1], but got p={0}"
-_RANGES: dict[str, _Accepted] = {
-    "bernoulli.p": _Accepted(*_PROBABILITY),
-    "bernoulli_.float": _Accepted(*_PROBABILITY),
-    "cauchy_": _Accepted(
-        ("median", "sigma"), (0.0, 1.0), lambda median, sigma: sigma > 0, "sigma > 0.0, but found sigma={1}"
-    ),
-    "exponential_": _Accepted(("lambd",), (1.0,), lambda rate: rate > 0, "lambda > 0.0, but found lambda={0}"),
-    "geometric_": _Accepted(("p",), (0.5,), lambda p: 0 < p < 1, "p to be in (0, 1), but got p={0}"),
-    "log_normal_": _Accepted(("mean", "std"), (1.0, 2.0), lambda mean, std: std > 0, "std > 0.0, but found std={1}"),
-    "normal.Tensor_float": _Accepted(("std",), (1.0,), lambda std: std >= 0, "std >= 0.0, but found std {0}"),
-    "normal_": _Accepted(*_MEAN_STD),
-    "uniform_": _Accepted(
-        ("from", "to"), (0.0, 1.0), lambda low, high: low <= high, "a [from, to) range, but found from={0} > to={1}"
-    ),
-}
-"""ATen name -> range of its numbers."""
-
-
-def _within(name: str) -> Callable[[Kernel], Kernel]:
-    legal = _RANGES[name]
+def _checked_by(rule: ArgumentRule, name: str) -> Callable[[Kernel], Kernel]:
+    operation, defaults = name.partition(".")[0], rule.holds.__defaults__ or ()  # type: ignore[attr-defined]
 
     def around(kernel: Kernel) -> Kernel:
-        def checked(self: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            given = [*rest, *legal.defaults[len(rest) :]]
-            numbers = [options.get(key, number) for key, number in zip(legal.names, given, strict=False)]
-            if not legal.accepts(*numbers):
-                raise RuntimeError(f"{name.partition('.')[0]} expects {legal.expected.format(*numbers)}")
-            return kernel(self, *rest, **options)
+        def checked(self: torch.Tensor, *numbers: Any, **options: Any) -> Any:
+            rule.check(operation, (*numbers, *defaults[len(numbers) :]))
+            return kernel(self, *numbers, **options)
 
-        return checked
+        return _overwrite(checked) if operation.endswith("_") else checked
 
     return around
-
-
-def _overwrite_within(name: str) -> Callable[[Kernel], Kernel]:
-    return lambda kernel: _overwrite(_within(name)(kernel))
 
 
 def _unscaling(kernel: Kernel) -> Kernel:
@@ -341,7 +300,7 @@ ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
     **CHECKED,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaling,
     "_amp_update_scale_": _updating_scale,
-    **{name: _overwrite_within(name) if name.endswith(("_", "_.float")) else _within(name) for name in _RANGES},
+    **{name: _checked_by(rule, name) for rule in EACH_CALL for name in rule.operations.split()},
     **dict.fromkeys(("_index_put_impl_", "_unsafe_index_put", "index_put", "index_put_"), _move_indices),
     **dict.fromkeys(
         (
@@ -380,7 +339,7 @@ def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
         out = options.pop(outs[0])
         result = candidate(*args, **options, **({"dtype": out.dtype, "device": out.device} if extra else {}))
         name = operator._schema.name.partition("::")[2]
-        validation.check_out(name, [result.dtype], [out.dtype])
+        argument_rules.check_out(name, [result.dtype], [out.dtype])
         if name in _KEEP_SHAPE and out.numel() == result.numel():
             result = result.view(out.shape)
         if out.shape != result.shape:

@@ -1,139 +1,468 @@
-"""Rules for arguments that torch's kernels refuse and its meta kernels accept, checked for each new signature."""
+"""Rules for arguments that torch's kernels refuse and its meta kernels accept, checked for each new signature.
+
+Without them an operation on the lazy device would compute something where every other device raises.  An error has the
+class that torch's CPU kernel raises; tests/lazy/op_db/test_wrong_calls.py compares the two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from xla_amp.lazy.ops.checks import shape_inference
+from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 
-class Rule(NamedTuple):
-    """What an operation refuses."""
+_INTEGRAL = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_GROUPS: Mapping[str, tuple[torch.dtype, ...]] = {
+    "integral": _INTEGRAL,
+    "floating": _FLOATING,
+    "complex": (torch.complex64, torch.complex128),
+}
+_PROMOTED = ("self", "other", "exponent")
+"""Arguments whose Python numbers take part in promotion."""
 
-    refused: Callable[[Any], bool]
-    """Whether these arguments, by name, are refused."""
-    message: str
-    """With the arguments by name."""
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentRule:
+    """What operations expect of their arguments."""
+
+    operations: str
+    """ATen names of the functional forms; one without overload is for all overloads that have the arguments."""
+    arguments: str
+    """Names of what `holds` takes.  ``operands`` is the dtype that decides which kernel runs (`_dtype_of_operands`)."""
+    expected: str
+    holds: Callable[..., bool]
     error: type[Exception] = RuntimeError
 
-
-_MOST_CATEGORIES = 1 << 24
-
-
-def _end(a: Any) -> int:
-    """Elements of memory that a strided window needs."""
-    if 0 in a.size:
-        return 0
-    last: int = sum((n - 1) * stride for n, stride in zip(a.size, a.stride, strict=True))
-    return 1 + last + (a.storage_offset or 0)
+    def check(self, operation: str, values: Sequence[Any]) -> None:
+        """Raises `error` if these values of `arguments` do not hold."""
+        if not self.holds(*values):
+            got = ", ".join(f"{name}={_shown(x)}" for name, x in zip(self.arguments.split(), values, strict=True))
+            raise self.error(f"{operation}: expected {self.expected}, but got {got}")
 
 
-def _room(tensor: torch.Tensor) -> int:
-    return max(tensor.numel(), tensor.untyped_storage().nbytes() // tensor.element_size())
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return f"[{', '.join(map(_shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
-def _rows_differ(a: Any) -> bool:
-    if not a.self.dim() or not a.source.dim():
-        return bool(a.self.shape != a.source.shape)
-    dim = a.dim % a.self.dim()
-    shapes = [[n for axis, n in enumerate(x.shape) if axis != dim] for x in (a.self, a.source)]
-    return shapes[0] != shapes[1]
+def _without(
+    dtypes: str, operations: str, arguments: str = "operands", *, error: type[Exception] = NotImplementedError
+) -> ArgumentRule:
+    """The rule for kernels of the CPU that lack `dtypes`."""
+    refused = {dtype for word in dtypes.split() for dtype in _GROUPS.get(word) or (getattr(torch, word),)}
+    other = torch.int64 if torch.float32 in refused else torch.float32
+    expected = f"a dtype other than {', '.join(dtypes.split())} (convert first, for example with .to({other}))"
+
+    def holds(*values: Any) -> bool:
+        dtype = values[0] if isinstance(values[0], torch.dtype) else shape_inference.common_dtype(values)
+        return dtype not in refused
+
+    return ArgumentRule(operations, arguments, expected, holds, error)
 
 
-def _out_of_bounds(a: Any) -> bool:
-    """Whether random integers do not fit; floats only get a warning on the CPU."""
-    dtype = a.self.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return False
-    info = torch.iinfo(torch.uint8) if dtype is torch.bool else torch.iinfo(dtype)
-    least, greatest = info.min, 1 if dtype is torch.bool else info.max
-    low, high = getattr(a, "from", 0), getattr(a, "to", None)
-    return not least <= low <= greatest or (high is not None and not least <= high - 1 <= greatest)
+def _has_dim(x: torch.Tensor, dim: int) -> bool:
+    return -max(x.dim(), 1) <= dim < max(x.dim(), 1)
 
 
-def _has_boolean(a: Any) -> bool:
-    return any(type(x) is bool or getattr(x, "dtype", None) is torch.bool for x in (a.self, a.other))
+def _one_dtype(*values: torch.Tensor | None) -> bool:
+    return len({value.dtype for value in values if isinstance(value, torch.Tensor)}) < 2
 
 
-def _refusal_of_booleans() -> type[Exception]:
-    try:
-        torch.ones((), dtype=torch.bool) - torch.ones((), dtype=torch.bool)
-    except RuntimeError as error:  # in torch 2.15 its subclass NotImplementedError
-        return type(error)
-    return RuntimeError
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool or getattr(value, "dtype", None) is torch.bool
 
 
-_NO_BOOLEANS = (
-    Rule(
-        _has_boolean,
-        "Subtraction, the `-` operator, with a bool tensor is not supported. If you are trying to invert a mask, use "
-        "the `~` or `logical_not()` operator instead.",
-        _refusal_of_booleans(),
+def _is_integral(value: Any) -> bool:
+    return getattr(value, "dtype", None) in _INTEGRAL
+
+
+def _positive(values: Any) -> bool:
+    return min(values if isinstance(values, (list, tuple)) else [values], default=1) > 0
+
+
+def _within_memory(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    if 0 in size:
+        return True
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + (offset or 0)
+    return last < max(x.numel(), x.untyped_storage().nbytes() // x.element_size())
+
+
+def _same_rows(x: torch.Tensor, dim: int, source: torch.Tensor) -> bool:
+    if not x.dim() or not source.dim():
+        return x.shape == source.shape
+    shapes = [[n for axis, n in enumerate(tensor.shape) if axis != dim % x.dim()] for tensor in (x, source)]
+    return shapes[0] == shapes[1]
+
+
+def _integers_fit(x: torch.Tensor, *integers: int | None) -> bool:
+    """Whether an integral or boolean tensor holds them; floating ones round."""
+    if not (_is_integral(x) or _is_bool(x)):
+        return True
+    least, greatest = (0, 1) if _is_bool(x) else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+    return all(integer is None or least <= integer <= greatest for integer in integers)
+
+
+def _has_elements(x: torch.Tensor, dim: Any) -> bool:
+    dims = dim if isinstance(dim, (list, tuple)) else [dim]
+    return all(d is None or not x.dim() or not _has_dim(x, d) or x.shape[d] > 0 for d in dims)
+
+
+def _output_padding_fits(
+    transposed: bool, padding: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    return not transposed or all(p < max(s, d) for p, s, d in zip(padding, stride, dilation, strict=False))
+
+
+def _are_groups(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor | None) -> bool:
+    dims = left.dim(), right.dim()
+    return set(dims) <= {2, 3} and (offs is None) == (dims == (3, 3))
+
+
+def _bounds_fit(x: torch.Tensor, low: int, end: int | None) -> bool:
+    return _integers_fit(x, low) and (end is None or (low < end and _integers_fit(x, end - 1)))
+
+
+RULES: Sequence[ArgumentRule] = (
+    # Dimensions: torch looks at them before the dtypes.
+    ArgumentRule(
+        "_log_softmax _logcumsumexp _softmax cummax cummin index_reduce index_select logcumsumexp max min sort",
+        "self dim",
+        "a dimension of self",
+        _has_dim,
+        IndexError,
+    ),
+    # Dtypes that kernels lack.  Half types are absent where float32 is computed: XLA computes them where the CPU's
+    # kernels do not.  histc counts integers, as CUDA does, and models rely on that.
+    _without(
+        "bool",
+        "abs addbmm addcmul addmm addmv baddbmm bmm bucketize convolution dot linalg_cross mm mv pow "
+        "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
+        "trace vdot",
+    ),
+    _without(
+        "bool complex",
+        "ceil div.Tensor_mode floor floor_divide fmod geometric histc index_reduce kthvalue "
+        "max_pool2d_with_indices max_pool3d_with_indices median nanmedian remainder round threshold trunc",
+    ),
+    _without("bool floating complex", "bitwise_left_shift bitwise_right_shift gcd lcm"),
+    _without(
+        "bool int8 int16 int32 int64 complex",
+        "_upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d upsample_bicubic2d "
+        "upsample_bilinear2d upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+    ),
+    _without(
+        "bool integral",
+        "bernoulli.default histogram lerp linalg_householder_product linalg_lu linalg_lu_factor_ex logaddexp "
+        "logcumsumexp normal silu uniform",
+    ),
+    _without(
+        "bool integral complex",
+        "_adaptive_avg_pool2d _adaptive_avg_pool3d _batch_norm_with_update _histogramdd_bin_edges "
+        "_histogramdd_from_bin_tensors _log_softmax _native_batch_norm_legit _softmax adaptive_max_pool2d "
+        "adaptive_max_pool3d binary_cross_entropy_with_logits celu elu frac gelu glu grid_sampler_2d "
+        "grid_sampler_3d hardshrink hardsigmoid hardswish huber_loss hypot igamma igammac leaky_relu log_normal "
+        "log_sigmoid_forward logaddexp2 mish mse_loss multi_margin_loss multilabel_margin_loss_forward "
+        "native_batch_norm native_group_norm native_layer_norm nextafter nll_loss_forward rrelu_with_noise "
+        "segment_reduce softplus softshrink upsample_linear1d upsample_trilinear3d",
+    ),
+    _without("bool uint8 int8 int16 int32 complex", "avg_pool2d avg_pool3d"),
+    _without(
+        "complex",
+        "_prelu_kernel _safe_softmax amax amin aminmax atan2 bernoulli binary_cross_entropy clamp clamp_max "
+        "clamp_min copysign cummax cummin digamma erf erfc erfinv fractional_max_pool2d fractional_max_pool3d ge "
+        "gt hardtanh hash_tensor i0 le lgamma logit lt max.default min.default mode mvlgamma polygamma random relu "
+        "sign signbit special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 "
+        "special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v "
+        "special_chebyshev_polynomial_w special_entr special_erfcx special_hermite_polynomial_h "
+        "special_hermite_polynomial_he special_i0e special_i1 special_i1e special_laguerre_polynomial_l "
+        "special_legendre_polynomial_p special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 "
+        "special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0 "
+        "special_scaled_modified_bessel_k1 special_shifted_chebyshev_polynomial_t "
+        "special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v "
+        "special_shifted_chebyshev_polynomial_w special_spherical_bessel_j0 special_xlog1py special_zeta xlogy",
+    ),
+    _without("floating complex", "bitwise_and bitwise_not bitwise_or bitwise_xor"),
+    _without(
+        "integral",
+        "im2col linalg_solve_triangular max_pool2d_with_indices_backward max_unpool2d max_unpool3d round.decimals",
+    ),
+    _without("bool", "hardtanh relu", error=RuntimeError),
+    _without("bool complex", "argmax argmin isin topk", error=RuntimeError),
+    _without("bool integral", "addcdiv linalg_matrix_exp renorm std std_mean var var_mean", error=RuntimeError),
+    _without(
+        "bool integral complex",
+        "_embedding_bag_forward_only cauchy complex exponential frexp multinomial polar soft_margin_loss",
+        error=RuntimeError,
+    ),
+    _without(
+        "complex",
+        "_fft_r2c deg2rad fmax fmin heaviside max maximum min minimum nansum normal.Tensor_Tensor rad2deg sort",
+        error=RuntimeError,
+    ),
+    _without("integral", "embedding_renorm", error=RuntimeError),
+    _without("bfloat16", "complex", error=RuntimeError),
+    _without("bool", "cumprod cumsum", "dtype"),
+    _without("bool complex", "arange", "dtype"),
+    _without("bool integral", "normal", "dtype"),
+    _without("bool integral", "normal", "std"),
+    _without("bool integral complex", "smooth_l1_loss", "self target"),
+    _without("bool uint8 int8 int16 floating complex", "tril_indices triu_indices", "dtype"),
+    _without("bool", "clamp", "self min max"),
+    _without(
+        "bool int8 int16 int32 floating complex", "nll_loss_forward nll_loss2d_forward", "target", error=RuntimeError
+    ),
+    ArgumentRule(
+        "convolution",
+        "input transposed",
+        "an input that is floating, complex or int64",
+        lambda x, transposed: not transposed or x.dtype is torch.int64 or not _is_integral(x),
+        NotImplementedError,
+    ),
+    ArgumentRule(
+        "scatter_reduce",
+        "self reduce",
+        "a dtype with this reduction",
+        lambda x, reduce: reduce not in (("amax", "amin") if x.is_complex() else ("mean",) if _is_bool(x) else ()),
+        NotImplementedError,
+    ),
+    ArgumentRule(
+        "rsub sub",
+        "self other",
+        "operands that are not boolean (invert a mask with ~)",
+        lambda *operands: not any(map(_is_bool, operands)),
+        NotImplementedError,
+    ),
+    ArgumentRule("masked_scatter", "mask", "a boolean mask", _is_bool),
+    # Dtypes that must agree, because the operation does not promote.
+    *(
+        ArgumentRule(operations, arguments, f"{' and '.join(arguments.split())} of one dtype", _one_dtype)
+        for operations, arguments in (
+            ("_grouped_mm bmm mm", "self mat2"),
+            ("addbmm baddbmm", "self batch1 batch2"),
+            ("addmm", "self mat1 mat2"),
+            ("addmv", "self mat vec"),
+            ("binary_cross_entropy", "self target"),
+            ("complex", "real imag"),
+            ("convolution linear", "input weight bias"),
+            ("dot", "self tensor"),
+            ("heaviside index_put", "self values"),
+            ("index_add index_copy", "self source"),
+            ("linalg_lstsq", "self b"),
+            ("mv", "self vec"),
+            ("torchvision::nms", "dets scores"),
+            ("torchvision::roi_align", "input rois"),
+            ("vdot", "self other"),
+        )
+    ),
+    # Shapes.
+    ArgumentRule("cat", "tensors", "tensors with dimensions", lambda tensors: all(x.dim() for x in tensors)),
+    ArgumentRule("bucketize", "boundaries", "one dimension", lambda boundaries: boundaries.dim() == 1),
+    ArgumentRule("embedding", "weight", "two dimensions", lambda weight: weight.dim() == 2),
+    ArgumentRule("linalg_lstsq", "self", "two dimensions or more", lambda x: x.dim() >= 2),
+    ArgumentRule(
+        "linalg_lstsq",
+        "self b",
+        "as many rows in b as in self",
+        lambda x, b: b.shape[x.dim() - 2 : x.dim() - 1] == x.shape[-2:-1],
+    ),
+    ArgumentRule("multinomial", "self", "one or two dimensions", lambda x: 1 <= x.dim() <= 2),
+    ArgumentRule("multinomial", "self", "2^24 categories or fewer", lambda x: x.shape[-1] <= 1 << 24),
+    ArgumentRule(
+        "multinomial",
+        "self num_samples replacement",
+        "samples, and without replacement no more than categories",
+        lambda x, samples, replacement: samples > 0 and (replacement or samples <= x.shape[-1]),
+    ),
+    ArgumentRule(
+        "as_strided_scatter", "self size stride storage_offset", "a window inside the memory of self", _within_memory
+    ),
+    ArgumentRule("index_add", "self dim source", "one shape, but for the size of dim", _same_rows),
+    ArgumentRule(
+        "index_add index_copy index_select",
+        "index",
+        "an index of one dimension or none",
+        lambda index: index.dim() < 2,
+        IndexError,
+    ),
+    ArgumentRule(
+        "select_scatter",
+        "self src dim index",
+        "a src of the shape of self[index] in this dimension",
+        lambda x, source, dim, index: source.shape == shape_inference.on_meta(x).select(dim, index).shape,
+    ),
+    ArgumentRule(
+        "slice_scatter",
+        "self src dim start end step",
+        "a src of the shape of this slice",
+        lambda x, source, *window: source.shape == torch.ops.aten.slice(shape_inference.on_meta(x), *window).shape,
+    ),
+    ArgumentRule(
+        "amax amin aminmax argmax argmin kthvalue median mode nanmedian",
+        "self dim",
+        "elements to reduce",
+        _has_elements,
+        IndexError,
+    ),
+    ArgumentRule(
+        "argmax argmin", "self dim", "elements to reduce", lambda x, dim: x.numel() > 0 or dim is not None, IndexError
+    ),
+    *(ArgumentRule("convolution", name, "positive numbers", _positive) for name in ("stride", "dilation", "groups")),
+    ArgumentRule("convolution", "padding", "no negative number", lambda padding: min(padding, default=0) >= 0),
+    ArgumentRule("convolution", "weight", "a kernel with elements", lambda weight: _positive(weight.shape[2:])),
+    ArgumentRule(
+        "convolution",
+        "transposed output_padding stride dilation",
+        "an output padding smaller than the stride or the dilation",
+        _output_padding_fits,
+    ),
+    ArgumentRule(
+        "_grouped_mm",
+        "self mat2 offs",
+        "matrices (2-d) or one for each group (3-d), with offs unless both are 3-d",
+        _are_groups,
+    ),
+    ArgumentRule(
+        "_grouped_mm",
+        "self mat2",
+        "matrices that multiply",
+        lambda x, y: x.shape[-1] == y.shape[-2] and (x.dim() + y.dim() < 6 or x.shape[0] == y.shape[0]),
+    ),
+    ArgumentRule(
+        "_histogramdd_bin_edges",
+        "self bins",
+        "one number of bins for each column",
+        lambda x, bins: len(bins) == x.shape[-1],
+    ),
+    ArgumentRule(
+        "_native_multi_head_attention",
+        "query embed_dim num_head",
+        "a query [batch, rows, embed_dim], and an embed_dim that num_head divides",
+        lambda x, width, heads: x.dim() == 3 and x.shape[-1] == width and width % heads == 0,
+    ),
+    ArgumentRule(
+        "torchvision::nms",
+        "dets scores",
+        "floating boxes [N, 4] and scores [N]",
+        lambda x, scores: x.dim() == 2 and x.shape[1] == 4 and scores.shape == x.shape[:1] and x.is_floating_point(),
+    ),
+    ArgumentRule(
+        "torchvision::roi_align",
+        "input rois",
+        "a floating input [N, C, H, W] and rois [K, 5]",
+        lambda x, rois: x.is_floating_point() and x.dim() == 4 and rois.dim() == 2 and rois.shape[1] == 5,
+    ),
+    # Numbers that are constants of the program; `EACH_CALL` has the others.
+    ArgumentRule(
+        "linalg_lstsq",
+        "driver",
+        f"a driver of {', '.join(RANK_REVEALING)} or gels",
+        lambda driver: driver in (None, "gels", *RANK_REVEALING),
+    ),
+    ArgumentRule(
+        "pow",
+        "self exponent",
+        "an exponent that is not negative and that the dtype of self holds",
+        lambda x, e: not (_is_integral(x) and type(e) is int) or (e >= 0 and _integers_fit(x, e)),
+    ),
+    ArgumentRule("random.from", "self from to", "a range of integers that the dtype holds", _bounds_fit),
+    ArgumentRule(
+        "random.to", "self to", "a range of integers that the dtype holds", lambda x, end: _bounds_fit(x, 0, end)
     ),
 )
+"""Rows of one operation are checked in this order, those of its overload first."""
 
-RULES: Mapping[str, tuple[Rule, ...]] = {
-    "as_strided_scatter": (
-        Rule(
-            lambda a: _end(a) > _room(a.self),
-            "setStorage: sizes {size}, strides {stride} and storage offset {storage_offset} are out of bounds",
-        ),
-    ),
-    "bucketize": (Rule(lambda a: a.boundaries.dim() != 1, "boundaries tensor must be 1 dimension"),),
-    "cat": (Rule(lambda a: any(x.dim() == 0 for x in a.tensors), "zero-dimensional tensors cannot be concatenated"),),
-    "complex": (
-        Rule(
-            lambda a: not {a.real.dtype, a.imag.dtype} <= {torch.float16, torch.float32, torch.float64},
-            "Expected both inputs to be Half, Float or Double tensors",
-        ),
-        Rule(lambda a: a.real.dtype is not a.imag.dtype, "complex: expected real and imag to have the same dtype"),
-    ),
-    "embedding": (Rule(lambda a: a.weight.dim() != 2, "'weight' must be 2-D"),),
-    "heaviside": (
-        Rule(
-            lambda a: a.self.dtype is not a.values.dtype,
-            "heaviside is not yet implemented for tensors with different dtypes",
-        ),
-    ),
-    "index_add": (
-        Rule(_rows_differ, "source tensor shape must match self tensor shape, excluding the specified dimension"),
-    ),
-    "linalg_lstsq": (Rule(lambda a: a.self.dim() < 2, "torch.linalg.lstsq: input must have at least 2 dimensions."),),
-    "masked_scatter": (Rule(lambda a: a.mask.dtype is not torch.bool, "masked_scatter_ only supports boolean masks"),),
-    "multinomial": (
-        Rule(
-            lambda a: a.self.dim() > 0 and a.self.shape[-1] > _MOST_CATEGORIES,
-            "number of categories cannot exceed 2^24",
-        ),
-    ),
-    "nansum": (Rule(lambda a: a.self.is_complex(), "nansum on CPU does not support complex inputs"),),
-    "random": (
-        Rule(
-            lambda a: a.self.is_complex(),
-            "check_random_bounds handles only integral, floating-point and boolean types",
-        ),
-        Rule(_out_of_bounds, "from or to - 1 is out of bounds for the dtype"),
-    ),
-    "soft_margin_loss": (
-        Rule(lambda a: not a.self.is_floating_point(), "result type Float can't be cast to the dtype of the input"),
-    ),
-    "rsub": _NO_BOOLEANS,
-    "sub": _NO_BOOLEANS,
-}
-"""ATen name without overload -> rules."""
+_BY_OPERATION: dict[str, list[ArgumentRule]] = {}
+for _rule in RULES:
+    for _name in _rule.operations.split():
+        _BY_OPERATION.setdefault(_name, []).append(_rule)
+
+EACH_CALL = (
+    ArgumentRule("bernoulli.p bernoulli_.float", "p", "0 <= p <= 1", lambda p=0.5: 0 <= p <= 1),
+    ArgumentRule("cauchy_", "median sigma", "sigma > 0", lambda median=0.0, sigma=1.0: sigma > 0),
+    ArgumentRule("exponential_", "lambd", "lambd > 0", lambda rate=1.0: rate > 0),
+    ArgumentRule("geometric_", "p", "0 < p < 1", lambda p: 0 < p < 1),
+    ArgumentRule("log_normal_", "mean std", "std > 0", lambda mean=1.0, std=2.0: std > 0),
+    ArgumentRule("normal.Tensor_float", "std", "std >= 0", lambda std=1.0: std >= 0),
+    ArgumentRule("normal_", "mean std", "std >= 0", lambda mean=0.0, std=1.0: std >= 0),
+    ArgumentRule("uniform_", "from to", "from <= to", lambda low=0.0, high=1.0: low <= high),
+)
+"""Rules for numbers that follow the tensor and that are inputs of the program, so they are checked in each call."""
+
+_EXACT_OUT = (
+    "addbmm addmm addmv amax amin aminmax baddbmm bmm complex gather index_select kthvalue masked_select max min mm "
+    "mode multinomial nonzero sort take topk where"
+)
+"""Operations whose ``out=`` tensors must have the dtypes of the results; others convert."""
 
 
-def check(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raises what torch raises for these arguments.
+def _dtype_of_operands(operator: Any, arguments: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that decides whether a kernel of torch exists; None without tensors or if ``dtype`` is given.
+
+    That is the common dtype of the operands of a pointwise operation, and the first tensor's dtype of any other.
+    """
+    found = list(shape_inference.tensors(arguments.values()))
+    if not found or arguments.get("dtype") is not None:
+        return None
+    if torch.Tag.pointwise not in operator.tags and "other" not in arguments:  # floor_divide has no tag
+        return found[0].dtype
+    return shape_inference.common_dtype([*found, *(arguments.get(name) for name in _PROMOTED)])
+
+
+def check(operator: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises an error of the class that torch's CPU kernel raises for these arguments.
 
     Args:
-        name: of the functional form, without overload.
+        operator: the functional or in-place form.
+        arguments: by name, without ``out``.
 
     Raises:
-        RuntimeError: a rule refuses them.
+        IndexError, NotImplementedError, RuntimeError: they break a rule of `RULES`.
     """
-    for rule in RULES.get(name, ()):
-        if rule.refused(SimpleNamespace(**arguments)):
-            raise rule.error(f"{name}: {rule.message.format(**arguments)}")
+    name: str = operator._schema.name.removeprefix("aten::").removesuffix("_overrideable")
+    name = name if name.endswith("__") else name.removesuffix("_")
+    rules = [rule for key in (f"{name}.{operator._overloadname}", name) for rule in _BY_OPERATION.get(key, ())]
+    if rules:
+        scope = {**arguments, "operands": _dtype_of_operands(operator, arguments)}
+        for rule in rules:
+            names = rule.arguments.split()
+            if all(name in scope for name in names):
+                rule.check(name, [scope[name] for name in names])
+
+
+def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[torch.dtype]) -> None:
+    """Raises what torch raises for the dtypes of ``out=`` tensors.
+
+    Args:
+        operation: ATen name without overload.
+        results: dtypes of what the operation computes.
+        outs: dtypes of the tensors to store it in.
+
+    Raises:
+        RuntimeError: an operation of `_EXACT_OUT` gets another dtype, or a result cannot be stored in a lower category.
+        TypeError: the same for ``cat``.
+    """
+    for result, out in zip(results, outs, strict=True):
+        if not torch.can_cast(result, out) or (operation in _EXACT_OUT.split() and result is not out):
+            error = TypeError if operation == "cat" else RuntimeError
+            raise error(f"{operation}: the result is {result}, which an out tensor of {out} does not store")
+
+
+def check_inplace(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if the result of a pointwise operation cannot be stored in its first operand, as ``int.mul_(0.5)``.
+
+    Raises:
+        RuntimeError: the result's dtype is of a higher category.
+    """
+    schema = operator._schema
+    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].removesuffix("_"), None)
+    functional = getattr(packet, schema.overload_name or "default", None)
+    if functional is not None:
+        (result,) = shape_inference.results(functional, args, kwargs)
+        if result is not None:
+            check_out(str(packet), [result.dtype], [args[0].dtype])

@@ -44,12 +44,6 @@ def _lstsq(
 ) -> tuple[torch.Tensor, ...]:
     rows, columns = a.shape[-2:]
     vector = b.dim() == a.dim() - 1
-    if b.dtype is not a.dtype:
-        raise RuntimeError(f"torch.linalg.lstsq expects input and other of one dtype, got {a.dtype} and {b.dtype}")
-    if b.shape[a.dim() - 2 : a.dim() - 1] != (rows,):
-        raise RuntimeError(
-            f"torch.linalg.lstsq expects as many rows in other as in input, got {list(b.shape)} for {list(a.shape)}"
-        )
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1] if vector else b.shape[:-2])
     width = () if vector else b.shape[-1:]
     solution = b.new_empty((*batch, columns, *width))
@@ -143,11 +137,6 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    if query.dim() != 3 or query.shape[-1] != embed_dim or embed_dim % num_head:
-        raise RuntimeError(
-            f"multi-head attention expects [batch, rows, {embed_dim}] and an embed_dim that {num_head} heads divide, "
-            f"got {list(query.shape)}"
-        )
     heads = () if average_attn_weights else (num_head,)
     weights = query.new_empty((query.shape[0], *heads, query.shape[1], key.shape[1])) if need_weights else None
     return torch.empty_like(query), weights
@@ -221,8 +210,6 @@ def _histogram_of_equal_bins(x: torch.Tensor, bins: int = 100, **_: Any) -> tupl
 
 @_of("_histogramdd_bin_edges")
 def _edges_of_equal_bins(x: torch.Tensor, bins: list[int], **_: Any) -> list[torch.Tensor]:
-    if len(bins) != x.shape[-1]:
-        raise RuntimeError(f"histogramdd expects one number of bins for each of {x.shape[-1]} columns, got {bins}")
     return [x.new_empty((count + 1,)) for count in bins]
 
 
@@ -293,15 +280,6 @@ def _grouped_mm(
 ) -> torch.Tensor:
     # torch's meta kernel takes bfloat16 alone and rows of whole 16 bytes, which are rules of its CUDA kernel.
     dims = left.dim(), right.dim()
-    if not set(dims) <= {2, 3} or (offs is None) != (dims == (3, 3)):
-        raise RuntimeError(
-            "grouped_mm expects matrices (2-d) or one per group (3-d), with offs unless both are 3-d; got "
-            f"{list(left.shape)} and {list(right.shape)} {'without' if offs is None else 'with'} offs"
-        )
-    if left.shape[-1] != right.shape[-2] or (dims == (3, 3) and left.shape[0] != right.shape[0]):
-        raise RuntimeError(f"grouped_mm: {list(left.shape)} and {list(right.shape)} do not multiply")
-    if left.dtype is not right.dtype:
-        raise RuntimeError(f"grouped_mm expects operands of one dtype, got {left.dtype} and {right.dtype}")
     groups: tuple[int, ...] = () if offs is None or 3 in dims else (offs.shape[0],)
     batch = left.shape[:1] if dims == (3, 3) else groups
     return left.new_empty((*batch, left.shape[-2], right.shape[-1]), dtype=out_dtype)
@@ -310,26 +288,11 @@ def _grouped_mm(
 # -- torchvision: its meta kernel of nms has a size that depends on data, and those of older versions are missing ------
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RuntimeError(message)
-
-
 def _nms(dets: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-    given = f"got {list(dets.shape)} and {list(scores.shape)}"
-    _require(dets.dim() == 2 and dets.shape[1] == 4, f"nms expects boxes [N, 4] and scores [N], {given}")
-    _require(scores.shape == dets.shape[:1], f"nms expects boxes [N, 4] and scores [N], {given}")
-    dtypes = f"got {dets.dtype} and {scores.dtype}"
-    _require(dets.dtype is scores.dtype and dets.is_floating_point(), f"nms expects one floating dtype, {dtypes}")
     return scores.new_empty(scores.shape, dtype=torch.int64)
 
 
 def _roi_align(x: torch.Tensor, rois: torch.Tensor, scale: float, height: int, width: int, *_: Any) -> torch.Tensor:
-    given = f"got {list(x.shape)} and {list(rois.shape)}"
-    fits = x.dim() == 4 and rois.dim() == 2 and rois.shape[1] == 5
-    _require(fits, f"roi_align expects input [N, C, H, W] and rois [K, 5], {given}")
-    dtypes = f"got {x.dtype} and {rois.dtype}"
-    _require(x.dtype is rois.dtype and x.is_floating_point(), f"roi_align expects one floating dtype, {dtypes}")
     return x.new_empty((rois.shape[0], x.shape[1], height, width))
 
 
