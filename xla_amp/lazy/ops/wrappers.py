@@ -267,7 +267,7 @@ def _overwrite(kernel: Kernel) -> Kernel:
 
 
 def _checked_by(rule: ArgumentRule, name: str) -> Callable[[Kernel], Kernel]:
-    operation, defaults = name.partition(".")[0], rule.holds.__defaults__ or ()  # type: ignore[attr-defined]
+    operation, defaults = name.partition(".")[0], rule.holds.__defaults__ or ()
 
     def around(kernel: Kernel) -> Kernel:
         def checked(self: torch.Tensor, *numbers: Any, **options: Any) -> Any:
