@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "xla_amp.compiling",
         "xla_amp.config",
+        "xla_amp.costs",
         "xla_amp.events",
         "xla_amp.hardware",
         "xla_amp.interrupts",

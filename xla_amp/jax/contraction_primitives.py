@@ -32,6 +32,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from xla_amp import costs
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.decisions import F32
 from xla_amp.jax.primitives import info
@@ -221,16 +222,12 @@ def result_axes(primitive: Any, params: dict[str, Any], left: Any, right: Any) -
 
 def flops(primitive: Any, params: dict[str, Any], operands: Sequence[Any], outs: Sequence[Any]) -> int | None:
     """Multiplications and additions of a contraction; None for other primitives and sizes that are not known."""
-    shapes = [np.shape(each) for each in (*operands[:2], outs[0])]
-    if any(not isinstance(size, int) for shape in shapes for size in shape):
-        return None
-    left, right, result = shapes
+    left, right, result = (np.shape(each) for each in (*operands[:2], outs[0]))
     numbers: Any = params.get("dimension_numbers")
     if primitive is lax.dot_general_p:
-        (contracted, _), _ = numbers
-        return int(2 * math.prod(result) * math.prod(left[axis] for axis in contracted))
+        return costs.product(left, result, numbers[0][0])
     if primitive is lax.conv_general_dilated_p:
-        return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.rhs_spec[0]]))
+        return costs.convolution(right, result, numbers.rhs_spec[0])
     return None
 
 

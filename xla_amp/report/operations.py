@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from xla_amp import costs
 from xla_amp.events import DecisionRecord
 from xla_amp.report import paths, units
 from xla_amp.report.document import Cell, Column, Finding, Row, State, Table
@@ -75,7 +75,7 @@ def _cells(each: Operation) -> tuple[Cell, ...]:
         each.reference_error,
         each.nonfinite,
         record.flops,
-        moved(record),
+        costs.moved(record),
         record.cast if record.origin else "",
         record.layer if record.origin else "",
         record.origin,
@@ -95,16 +95,6 @@ def _dtypes(names: Iterable[str]) -> str:
 def shapes(each: Iterable[tuple[int, ...]]) -> str:
     """``4x8, 8x8``."""
     return ", ".join(map(units.shape, each))
-
-
-def moved(record: DecisionRecord) -> int | None:
-    """Bytes of operands and results; None where shapes are not known.  A size that is not known counts as 1."""
-    if record.bytes is not None:
-        return record.bytes
-    values = [*zip(record.shapes, record.used, strict=False), *zip(record.result_shapes, record.result, strict=False)]
-    if len(values) != len(record.used) + len(record.result) or not values:
-        return None
-    return sum(math.prod(max(size, 1) for size in shape) * units.bits(dtype) // 8 for shape, dtype in values)
 
 
 def state(*, floating: bool, cast: bool, low: bool, product: bool, ruled: bool, risky: bool) -> State:
@@ -192,7 +182,7 @@ def _largest(operations: Iterable[Operation], most: int) -> tuple[tuple[str, str
         record = each.record
         groups[record.operation, paths.pattern(record.module), record.location, record.why].append(each)
     ranked = sorted(
-        groups.items(), key=lambda item: -sum(each.record.flops or moved(each.record) or 0 for each in item[1])
+        groups.items(), key=lambda item: -sum(each.record.flops or costs.moved(each.record) or 0 for each in item[1])
     )
     items = []
     for (operation, _, where, why), alike in ranked[:most]:

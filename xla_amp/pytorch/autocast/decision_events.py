@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from xla_amp import events
+from xla_amp import costs, events
 from xla_amp.policy import Decision, Policy
-from xla_amp.pytorch.autocast import casting, costs
+from xla_amp.pytorch.autocast import casting
 from xla_amp.types import Cast
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from xla_amp import progress
 from xla_amp.stablehlo import constants, execution, ir, samples, surgery
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.op_table import Classifier
 from xla_amp.stablehlo.passes.propagation import Propagation
@@ -135,7 +135,7 @@ def _measure(
         shapes = tuple(array.shape for array in sample)
         if shapes not in executables:
             refined, device = execution.refined(copied, sample), execution.devices()[0]
-            executables[shapes] = execution.compile_module(refined, device, costs.quick_options(refined, device))
+            executables[shapes] = execution.compile_module(refined, device, sizes.quick_options(refined, device))
         executable = executables[shapes]
         vector = execution.execute(executable, sample)[0].reshape(len(numbers), _FIELDS)
         for number, row in zip(numbers, vector, strict=True):

@@ -15,7 +15,7 @@ from xla_amp.report import operations, units
 from xla_amp.report.document import Document, Finding
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import ir, locations
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Colour
@@ -175,7 +175,7 @@ def _decision(
     why = node.why or "the signature is kept"
     after: str = low if node.low and not node.of_first else "float32"
     kept = _kept(node, low)
-    given, made = ((), ()) if node.index is not None else costs.shapes(node.operation)
+    given, made = ((), ()) if node.index is not None else sizes.shapes(node.operation)
     return OperationDecision(
         operation=name if node.index is None else f"{name}#{node.index}",
         function=function,
@@ -195,8 +195,8 @@ def _decision(
         origin=decision.origin if decision else "",
         shapes=given,
         result_shapes=made,
-        flops=costs.flops(node.operation) if node.structure == "contraction" else None,
-        bytes=costs.bytes_moved(node.operation) if node.index is None else 0,
+        flops=sizes.flops(node.operation) if node.structure == "contraction" else None,
+        bytes=sizes.bytes_moved(node.operation) if node.index is None else 0,
     )
 
 

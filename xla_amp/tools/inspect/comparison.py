@@ -28,7 +28,7 @@ from xla_amp.report.document import Column, Document, Finding, Row, Table
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import execution, ir, samples
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.tools.inspect import inspection, names, segments, widen
 from xla_amp.tools.inspect.widen import Site
@@ -433,7 +433,7 @@ def _compiled(module: ir.MlirModule, wide: bool, *, as_it_is: bool = False) -> C
     kinds = [ir.numpy_dtype(kind.element) for kind in ir.signature(module).inputs if kind]
     device = execution.devices("cpu")[0]
     executable = execution.compile_module(
-        module if as_it_is else widen.for_cpu(module), device, costs.quick_options(module, device)
+        module if as_it_is else widen.for_cpu(module), device, sizes.quick_options(module, device)
     )
 
     def run(arrays: Sequence[Any]) -> list[Any]:

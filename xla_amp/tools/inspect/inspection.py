@@ -23,7 +23,7 @@ from xla_amp.report.document import Document, Edge
 from xla_amp.report.operations import Operation
 from xla_amp.report.shown import Shown
 from xla_amp.stablehlo import constants, ir, locations
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.autocast import as_program
 from xla_amp.stablehlo.passes.op_table import Structure, table, table_name
 from xla_amp.tools.inspect import listing, module_tables
@@ -158,8 +158,8 @@ def inspect(
     for operation, _ in walk(module):
         if not len(operation.results):
             continue
-        element, size = ir.element(operation.results[0]), sum(costs.size(each.type) for each in operation.results)
-        name, structure = costs.short_name(operation), structure_of(operation)
+        element, size = ir.element(operation.results[0]), sum(sizes.size(each.type) for each in operation.results)
+        name, structure = sizes.short_name(operation), structure_of(operation)
         dtypes[element] = _increased(dtypes.get(element), size)
         operations.setdefault(name, collections.Counter())[element] += 1
         if structure == "constant":
@@ -168,7 +168,7 @@ def inspect(
             pair = ir.element(operation.operands[0]), element
             casts[pair] = _increased(casts.get(pair), size)
         elif structure == "contraction":
-            left, right = costs.read_elements(operation)
+            left, right = sizes.read_elements(operation)
             contractions[left, right, element] += 1
     signature = ir.signature(module)
     rows, edges = listing.rows(module, walk(module))
@@ -180,8 +180,8 @@ def inspect(
         contractions=dict(contractions.most_common()),
         casts=_most_bytes_first(casts),
         largest=tuple(sorted(values(module), key=lambda value: -value.bytes)[:largest]),
-        arguments=sum(map(costs.size_of, signature.inputs)),
-        results=sum(map(costs.size_of, signature.outputs)),
+        arguments=sum(map(sizes.size_of, signature.inputs)),
+        results=sum(map(sizes.size_of, signature.outputs)),
         constants=constants,
         targets=_compiled(module, targets, compilers),
         rows=rows,
@@ -241,12 +241,12 @@ def walk(module: ir.MlirModule) -> Iterator[tuple[Any, str]]:
 def values(module: ir.MlirModule) -> Iterator[ModuleValue]:
     """The program's arguments, then every result of every operation."""
     for index, kind in enumerate(ir.signature(module).inputs):
-        yield ModuleValue(f"argument {index}", _text(kind), costs.size_of(kind), "main", "")
+        yield ModuleValue(f"argument {index}", _text(kind), sizes.size_of(kind), "main", "")
     for operation, function in walk(module):
-        name, location = costs.short_name(operation), locations.of(operation).first_name
+        name, location = sizes.short_name(operation), locations.of(operation).first_name
         for result in operation.results:
             kind = ir.tensor_type(result.type)
-            yield ModuleValue(name, _text(kind), costs.size_of(kind), function, location)
+            yield ModuleValue(name, _text(kind), sizes.size_of(kind), function, location)
 
 
 def device_count(module: ir.MlirModule) -> int:

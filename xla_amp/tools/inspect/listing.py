@@ -11,7 +11,7 @@ from xla_amp.report import operations, units
 from xla_amp.report.document import Edge
 from xla_amp.report.operations import Operation
 from xla_amp.stablehlo import ir, locations
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.module_paths import ModulePaths
 from xla_amp.stablehlo.passes.op_table import Classifier, OpClass
 
@@ -46,7 +46,7 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
             seen.add((value, scope))
             flow = flows.setdefault((source, scope, ir.element(value)), [0, 0])
             flow[0] += 1
-            flow[1] += costs.size(value.type)
+            flow[1] += sizes.size(value.type)
         if kind.structure != "constant":
             scopes.update((result, scope) for result in operation.results)
         found.append(_row(operation, kind, scope))
@@ -54,15 +54,15 @@ def rows(module: ir.MlirModule, walked: Iterator[tuple[Any, str]]) -> tuple[tupl
 
 
 def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
-    name = costs.short_name(operation)
+    name = sizes.short_name(operation)
     given, made = (list(map(ir.element, values)) for values in (operation.operands, operation.results))
     product, cast = kind.structure == "contraction", name in ("convert", "stablehlo.convert")
     if product:
-        given[:2] = costs.read_elements(operation)
+        given[:2] = sizes.read_elements(operation)
     computes = [each for each in given[: 2 if product else None] if units.is_floating(each)] or made
     moves = kind.structure in _CONTROL or (kind.colour == "clear" and name not in _COMPUTES)
     floating = any(map(units.is_floating, made)) and not moves
-    given_shapes, made_shapes = costs.shapes(operation)
+    given_shapes, made_shapes = sizes.shapes(operation)
     record = DecisionRecord(
         operation=name,
         cast="keep",
@@ -75,8 +75,8 @@ def _row(operation: Any, kind: OpClass, scope: str) -> Operation:
         shapes=given_shapes,
         result_shapes=made_shapes,
         module=scope,
-        flops=costs.flops(operation),
-        bytes=costs.bytes_moved(operation),
+        flops=sizes.flops(operation),
+        bytes=sizes.bytes_moved(operation),
         location=locations.of(operation).line,
         why=kind.why,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from xla_amp.stablehlo import ir, surgery
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.tools.inspect import inspection
 
 _LENGTH: Final = 400
@@ -68,7 +68,7 @@ def _cut(block: Any, index: dict[Any, int]) -> Iterator[list[Any]]:
     size, tokens = 0, 0
     for operation in surgery.body(block):
         part.append(operation)
-        size += sum(costs.size(value.type) for value in operation.results if value in index)
+        size += sum(sizes.size(value.type) for value in operation.results if value in index)
         tokens += any(ir.tensor_type(value.type) is None for value in operation.results)
         if (len(part) >= _LENGTH or size > _MAX_BYTES) and not tokens:
             yield part

@@ -18,7 +18,7 @@ from xla_amp import progress
 from xla_amp.errors import ModuleError
 from xla_amp.policy.policy import Policy
 from xla_amp.stablehlo import ir
-from xla_amp.stablehlo.passes import calibration, costs
+from xla_amp.stablehlo.passes import calibration, sizes
 from xla_amp.stablehlo.passes.autocast import Conversion, Converted, convert, warn_of_rules
 from xla_amp.stablehlo.passes.cast_graph import CastNode
 from xla_amp.stablehlo.passes.module_paths import own_path
@@ -238,7 +238,7 @@ class Planned(SearchProgram):
             if why := reasons(node):
                 self._flagged[number] = why
             elif node.low and node.colour == "allow" and node.index is None:
-                flops, moved = costs.flops(node.operation) or 0, costs.bytes_moved(node.operation)
+                flops, moved = sizes.flops(node.operation) or 0, sizes.bytes_moved(node.operation)
                 saved = machine.seconds(flops, moved, "float32") - machine.seconds(flops, moved / 2, self._low)
                 each = Candidate(
                     name=f"{number}",

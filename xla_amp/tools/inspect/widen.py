@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir, locations, surgery
-from xla_amp.stablehlo.passes import costs
+from xla_amp.stablehlo.passes import sizes
 from xla_amp.stablehlo.passes.module_paths import own_path
 from xla_amp.tools.inspect import inspection
 
@@ -88,7 +88,7 @@ def widened(module: ir.MlirModule) -> ir.MlirModule:
 def _keeps_types(operation: Any) -> bool:
     if not len(operation.results):
         return False  # the terminator of a block
-    return costs.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
+    return sizes.short_name(operation) in NOT_WIDENED or inspection.structure_of(operation) == "opaque"
 
 
 def _retype(operation: Any) -> None:
@@ -202,13 +202,13 @@ def _site(result: Any) -> Site:
     operation, kind = result.owner.operation, ir.tensor_type(result.type)
     shape, element = (kind.shape, kind.element) if kind else ((), "")
     return Site(
-        name=costs.short_name(operation),
+        name=sizes.short_name(operation),
         type=f"[{','.join(map(str, shape))}]",
         element=element,
-        attributes=costs.written(operation).partition(" ")[2],
+        attributes=sizes.written(operation).partition(" ")[2],
         sources=tuple(map(_source, operation.operands)) if inspection.structure_of(operation) == "contraction" else (),
         location=locations.of(operation).first_name,
-        bytes=costs.size(result.type),
+        bytes=sizes.size(result.type),
         module=own_path(operation) or "",
         where=locations.of(operation).line,
     )
@@ -222,4 +222,4 @@ def _source(value: Any) -> tuple[str, str]:
         operation = surgery.producer(value)
     if operation is None:
         return f"argument {ir.mlir().BlockArgument(value).arg_number}", ""
-    return costs.short_name(operation), locations.of(operation).first_name
+    return sizes.short_name(operation), locations.of(operation).first_name

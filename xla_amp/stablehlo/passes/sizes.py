@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-from xla_amp import compiling
+from xla_amp import compiling, costs
 from xla_amp.report import units
 from xla_amp.stablehlo import ir, surgery
 
@@ -60,16 +60,13 @@ def flops(operation: Any) -> int | None:
     if name not in ("dot", "dot_general", "convolution"):
         return None
     (left, right), (result,) = ([_sizes(each) for each in ends] for ends in _ends(operation))
-    if any(size < 0 for size in (*left, *right, *result)):
-        return None
     if name == "convolution":
         numbers = ir.dialect().ConvDimensionNumbers(operation.attributes["dimension_numbers"])
-        return int(2 * math.prod(result) * math.prod(right) // max(1, right[numbers.kernel_output_feature_dimension]))
-    contracted = [len(left) - 1]
-    if name == "dot_general":
-        numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
-        contracted = list(numbers.lhs_contracting_dimensions)
-    return int(2 * math.prod(result) * math.prod(left[axis] for axis in contracted))
+        return costs.convolution(right, result, numbers.kernel_output_feature_dimension)
+    if name == "dot":
+        return costs.product(left, result, [-1])
+    numbers = ir.dialect().DotDimensionNumbers(operation.attributes["dot_dimension_numbers"])
+    return costs.product(left, result, list(numbers.lhs_contracting_dimensions))
 
 
 def quick_options(module: ir.MlirModule, device: Any) -> dict[str, bool | int]:
