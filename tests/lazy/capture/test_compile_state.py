@@ -313,7 +313,7 @@ def test_what_modules_hold_is_compared(name):
     assert guarded.values() == before
     TOUCHES[name](model)
     assert guarded.values() != before
-    assert guarded.difference(before, guarded.values()) is not None
+    assert before.difference(guarded.values()) is not None
 
 
 def test_a_buffer_may_be_replaced_and_an_attribute_set_to_the_same_value():

@@ -219,14 +219,14 @@ class Compiled(Generic[_Arguments, _Result]):
         if self._limit_reported:
             return
         self._limit_reported = True
-        changed = self._guards.difference(entries[-1].values, values) if entries and self._guards else None
+        changed = entries[-1].values.difference(values) if entries else None
         what = f"Python changes {changed}" if changed else "its arguments differ again (shapes? plain numbers?)"
         self._report(f"it has been captured in {captures} forms, its limit; {what}")
 
     def _new_form(self, entries: list[CacheEntry], values: Any, signature: list[Any], arguments: int) -> str:
         """Why a call needs another entry than those that exist."""
-        if entries and self._guards is not None:
-            return f"Python changes {self._guards.difference(entries[-1].values, values)}"
+        if entries:
+            return f"Python changes {entries[-1].values.difference(values)}"
         if len(self._newest) != len(signature):
             return "the number of its arguments has changed"
         for index, (old, new) in enumerate(zip(self._newest, signature, strict=True)):
@@ -251,7 +251,7 @@ class Compiled(Generic[_Arguments, _Result]):
             execute.flush()
         try:
             after = guards.values()
-            changed = guards.difference(entry.values, after)
+            changed = entry.values.difference(after)
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
             result = entry.add(run, result, tensors, guards, after)

@@ -16,7 +16,7 @@
 
 A recorded call also fails its capture if the step itself changes one of the Python values, since a replay would not.
 
-`Guards` compares what `reach.Reach` lists, with types: every Python value that the step's code can reach by a name.  A
+`Guards` compares what `reach.Walk` lists, with types: every Python value that the step's code can reach by a name.  A
 step that can see a value that cannot be compared (an iterator, an open file), or too many values, is not captured.  A
 large model has hundreds of modules: what each has is compared by identity first, all at once, and read again only if an
 object was replaced (`module_tree`).
@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from xla_amp.lazy.capture.module_tree import hooks_of
-from xla_amp.lazy.capture.reach import Reach, Values, changed
+from xla_amp.lazy.capture.module_tree import ModuleTree, hooks_of
+from xla_amp.lazy.capture.reach import ALWAYS, Values, Walk
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -47,20 +47,26 @@ class Guards:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._reach = Reach(function)
-        self.optimizers, self.scalers = self._reach.optimizers, self._reach.scalers
-        spaces = [vars(module) for tree in self._reach.trees for module in tree.modules]
+        self._function = function
+        self._names, known = set(ALWAYS), 0
+        while known < len(self._names):  # the code that the last walk found names more
+            known, self._trees = len(self._names), dict[int, ModuleTree]()
+            walk = self._walk()
+        self.optimizers, self.scalers = walk.optimizers, walk.scalers
+        spaces = [vars(module) for tree in walk.trees for module in tree.modules]
         self._buffers = [space["_buffers"] for space in spaces]
         of_modules = [parameter for space in spaces for parameter in space["_parameters"].values()]
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         of_optimizers = [parameter for group in groups for parameter in group["params"]]
-        found = dict.fromkeys((*of_modules, *of_optimizers, *self._reach.leaves))
+        found = dict.fromkeys((*of_modules, *of_optimizers, *walk.leaves))
         self.parameters: list[torch.Tensor] = [parameter for parameter in found if parameter is not None]
-        self._members = [tree.members for tree in self._reach.trees]
-        self._objects = list(map(id, (*self.optimizers, *self.scalers, *self._reach.leaves)))
+        self._objects = walk.values.objects
         self._on_device = [parameter for parameter in self.parameters if _is_here(parameter)]
 
     # -- comparing -----------------------------------------------------------------------------------------------
+
+    def _walk(self) -> Walk:
+        return Walk(self._function, self._names, self._trees)
 
     def values(self) -> Values:
         """The current values, to compare with earlier ones by ``==``.
@@ -68,15 +74,16 @@ class Guards:
         Raises:
             NotReplayableError: a value cannot be compared, or there are too many.
         """
-        return self._reach.values()
+        return self._walk().values
 
     def hold(self, values: Values) -> bool:
         """Whether these guards have the modules, parameters, optimizers and scalers that the step can see now."""
-        return values.objects == self._objects and values.modules[::2] == self._members
+        return values.objects == self._objects
 
     def forget(self) -> None:
         """Keeps no object of modules alive, which a recorded call may replace."""
-        self._reach.forget()
+        for tree in self._trees.values():
+            tree.forget()
 
     def storages(self, values: Values) -> list[int]:
         """Which storages the tensors of the state have: those in `values`, of modules and of optimizers.
@@ -100,16 +107,6 @@ class Guards:
         return [
             weakref.ref(tensor_io.buffer_of(grad)) if grad is not None and _is_here(grad) else None for grad in grads
         ]
-
-    def difference(self, before: Values, after: Values) -> str | None:
-        """A description of the first value that differs between two results of `values`."""
-        if before.found != after.found:
-            return self._reach.difference(before, after)
-        entries = (chain.from_iterable(values.modules) for values in (before, after))
-        for (label, old), (other, new) in zip(*entries, strict=False):
-            if label != other or old != new:
-                return changed(label, old, new) if label == other else label
-        return None
 
 
 def _is_here(value: Any) -> bool:

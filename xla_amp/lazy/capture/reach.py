@@ -24,7 +24,8 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -42,11 +43,11 @@ LARGEST_ARRAY: Final = 64 * 1024
 """Bytes of an array or tensor on the host that a walk compares."""
 
 _PLAIN: Final = (bool, int, float, str, type(None))
-_CONTAINERS: Final = (list, tuple, dict, set, frozenset)
+_CONTAINERS: Final = (list, tuple, collections.deque, Mapping, set, frozenset)
 _BASES: Final = (bool, int, float, complex, str, bytes)
 _OPAQUE: Final = frozenset({"torch", "jax", "jaxlib", "numpy", "xla_amp", "logging", "optax", "flax"})
 """Packages whose objects are compared by identity."""
-_ALWAYS: Final = frozenset({"forward", "backward", "setup_context"})
+ALWAYS: Final = frozenset({"forward", "backward", "setup_context"})
 """Names of functions that torch calls."""
 _CONSTRUCTORS: Final = frozenset({"__init__", "__new__", "__post_init__"})
 _SILENT: Final = frozenset({"__init_subclass__", "__repr__", "__str__", "__reduce__", "__del__"})
@@ -73,188 +74,117 @@ class NotReplayableError(Exception):
     """A step cannot be replayed; the text is the reason for the user."""
 
 
-class Reach:
-    """What a function can reach, and how to list it again.
+@dataclasses.dataclass(eq=False)
+class Values:
+    """What a walk has found; equal to what another has if the code finds the same.
+
+    A step may bind a new tensor, so `storages` are no part of the comparison: a replay must find those that the
+    captured call left.
+    """
+
+    found: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    """(type, value) of each; of a tree of modules a list of (label, entry), shared while no object is replaced."""
+    labels: list[str] = dataclasses.field(default_factory=list)
+    """What each is called in messages."""
+    storages: list[int] = dataclasses.field(default_factory=list)
+    """The storages of the device's tensors."""
+    objects: list[Any] = dataclasses.field(default_factory=list)
+    """Which modules, optimizers, scalers and leaves were found; compared by `Guards.hold`."""
+    kept: list[Any] = dataclasses.field(default_factory=list)
+    """What is compared by identity, so that no other object gets its id."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Values) and self.found == other.found
+
+    def difference(self, after: Values) -> str | None:
+        """A description of the first value that differs from a later one; None if none does."""
+        if self == after:
+            return None
+        for (before, old), (label, new) in zip(self._entries(), after._entries(), strict=False):
+            if old != new:
+                return changed(label, old, new) if before == label else label
+        return "which values it can see"
+
+    def _entries(self) -> Iterator[tuple[str, Any]]:
+        for label, (kind, what) in zip(self.labels, self.found, strict=True):
+            if kind is ModuleTree:
+                yield from what
+            else:
+                yield label, (kind, what)
+
+
+class Walk:
+    """One walk from a function, and what it has found: `values`, and the objects in them that a step computes with.
 
     Args:
         function: the step.
+        names: attributes that are followed; gets the names in the code that is found.
+        trees: the trees of modules that were read before, by the id of their first module; gets those that are found.
 
     Raises:
         NotReplayableError: it reaches a value that cannot be compared, or too many.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        names = _ALWAYS
-        while True:
-            walk = _Walk(names, {}, learned := set(names), [])
-            self._start(walk)
-            if learned == names:
-                break
-            names = frozenset(learned)
-        self._names = names
-        self.trees = walk.trees
-        """The modules that it reaches, with those below each."""
-        self._known = {id(tree.root): tree for tree in walk.trees}
-        self.optimizers = walk.optimizers
-        self.scalers = walk.scalers
-        self.leaves = walk.leaves
-        """Tensors that get gradients, besides those of modules and optimizers."""
-
-    def values(self) -> Values:
-        """What the function finds now.
-
-        Raises:
-            NotReplayableError: a value cannot be compared, or there are too many.
-        """
-        return self._walk().result()
-
-    def difference(self, before: Values, after: Values) -> str:
-        """A description of the first value that differs between two results of `values`, the later one of now."""
-        labels: list[str] = []
-        walk = self._walk(labels)
-        for label, old, new in zip(labels[: len(walk.found)], before.found, after.found, strict=False):
-            if old != new:
-                return changed(label, old, new)
-        return "which values it can see"
-
-    def _start(self, walk: _Walk) -> None:
-        walk.value(self._function, "the step")
-        walk.modules_by_name()
-        for hook in private_api.hooks_of_all_modules():
-            if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
-                walk.value(hook, "a hook of all modules")
-
-    def forget(self) -> None:
-        """Keeps no object of modules alive, which a recorded call may replace."""
-        for tree in self._known.values():
-            tree.forget()
-
-    def _walk(self, labels: list[str] | None = None) -> _Walk:
-        walk = _Walk(self._names, self._known, None, labels)
-        try:
-            self._start(walk)
-        except NotReplayableError:
-            if labels is None:
-                return self._walk([])  # raises with the names of values
-            raise
-        return walk
-
-
-class Values:
-    """The entries of one walk; equal to those of another if the code finds the same.
-
-    Args:
-        found: the entries.
-        modules: for each tree of modules, (name, type and value) of what changes only when an object is replaced.
-        objects: which optimizers, scalers and leaves were found; compared by `Guards.hold`.
-        storages: the storages of the device's tensors.  They are no part of the comparison, since a step may bind a new
-            tensor: a replay must find those that the captured call left.
-        kept: objects that are compared by identity.
-    """
-
-    __slots__ = ("_kept", "found", "modules", "objects", "storages")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(
-        self,
-        found: list[Any],
-        modules: list[list[tuple[str, Any]]],
-        objects: list[int],
-        storages: list[int],
-        kept: list[Any],
-    ) -> None:
-        self.found, self.modules, self.objects, self.storages = found, modules, objects, storages
-        self._kept = kept  # so that no other object gets the id of one that is compared by it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Values) and self.found == other.found and self.modules == other.modules
-
-
-class _Walk:
-    """One walk.
-
-    Args:
-        names: attributes that are followed.
-        trees: the trees of modules that were read before, by the id of their first module; gets those that are found.
-        learned: gets the names in the code that is found; None to learn nothing.
-        labels: gets what each entry is; None for no labels.
-    """
-
-    def __init__(
-        self,
-        names: frozenset[str],
-        trees: dict[int, ModuleTree],
-        learned: set[str] | None,
-        labels: list[str] | None = None,
-    ) -> None:
-        self.names, self._trees, self._learned, self._labels = names, trees, learned, labels
+    def __init__(self, function: Callable[..., Any], names: set[str], trees: dict[int, ModuleTree]) -> None:
+        self._names, self._known = names, trees
         self._computed = not names.isdisjoint(_COMPUTED)
-        self.found: list[Any] = []
-        self._kept: list[Any] = []
-        self._storages: list[int] = []
-        self._largest = 0, "the attributes of objects"
-        self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []
-        """What was seen, whose ids no new object may get during the walk."""
+        self._seen: dict[int, tuple[int, Any]] = {}
+        """`id` of each object -> its number, and the object: no new one may get its id during the walk."""
+        self.values = Values()
         self.trees: list[ModuleTree] = []
+        """The modules, with those below each."""
         self.optimizers: list[Optimizer] = []
         self.scalers: list[torch.amp.GradScaler] = []
         self.leaves: list[torch.Tensor] = []
-
-    def result(self) -> Values:
-        """What the walk has found."""
-        modules = [part for tree in self.trees for part in (tree.members, tree.values)]
-        objects = list(map(id, (*self.optimizers, *self.scalers, *self.leaves)))
-        return Values(
-            self.found,
-            modules,
-            objects,
-            self._storages,
-            self._kept,
-        )
+        """Tensors that get gradients, besides those of modules and optimizers."""
+        self._value(function, "the step")
+        self._modules_by_name()
+        for hook in private_api.hooks_of_all_modules():
+            if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
+                self._value(hook, "a hook of all modules")
+        self.values.objects += [tree.members for tree in self.trees]
+        self.values.objects += map(id, (*self.optimizers, *self.scalers, *self.leaves))
 
     def _add(self, kind: Any, what: Any, label: str) -> None:
-        self.found.append((kind, what))
-        if self._labels is not None:
-            self._labels.append(label)
-        if len(self.found) > MOST:
+        self.values.found.append((kind, what))
+        self.values.labels.append(label)
+        if len(self.values.found) > MOST:
             raise NotReplayableError(
-                f"it can see more than {MOST:,} Python values, most of them in {self._largest[1]}; keep that in a "
+                f"it can see more than {MOST:,} Python values, most of them in {self._largest()}; keep that in a "
                 "tensor on the device, or where the step's code does not name it"
             )
 
-    def _container(self, value: Any, label: str) -> None:
-        self._add(type(value), len(value), label)
-        if len(value) > self._largest[0]:
-            self._largest = len(value), f"{label or 'a container'}, a {type(value).__name__} ({len(value):,} items)"
+    def _largest(self) -> str:
+        containers = [
+            (size, f"{label or 'a container'}, a {kind.__name__} ({size:,} items)")
+            for label, (kind, size) in zip(self.values.labels, self.values.found, strict=True)
+            if isinstance(kind, type) and issubclass(kind, _CONTAINERS) and type(size) is int
+        ]
+        return max(containers, default=(0, "the attributes of objects"))[1]
 
     def _same(self, value: Any, label: str) -> None:
         """Compares a value by identity."""
         self._add(type(value), id(value), label)
-        self._kept.append(value)
+        self.values.kept.append(value)
 
-    def value(self, value: Any, label: str) -> None:
+    def _value(self, value: Any, label: str) -> None:
         """Adds a value, and what it contains."""
         kind: Any = type(value)
         if kind in LEAVES:
             self._add(*plain(value), label)
-            return
-        if issubclass(kind, torch.Tensor):
+        elif issubclass(kind, torch.Tensor):
             self._tensor(value, label)
-            return
-        if (number := self._seen.get(id(value))) is not None:
-            self._add("again", number, label)
-            return
-        self._seen[id(value)] = len(self._seen)
-        self._alive.append(value)
-        for kinds, add in _NODES:
-            if issubclass(kind, kinds):
-                add(self, value, label)
-                return
-        if hasattr(kind, "__next__"):
-            self._refuse(label, value, "give the step its items as arguments")
-        self._instance(value, label)
+        elif (seen := self._seen.get(id(value))) is not None:
+            self._add("again", seen[0], label)
+        else:
+            self._seen[id(value)] = len(self._seen), value
+            if (children := _children(kind)) is not None:
+                for name, child in children(value, label):
+                    self._value(child, name)
+            else:
+                _handler(kind)(self, value, label)
 
     def _refuse(self, label: str, value: Any, remedy: str) -> None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
@@ -263,28 +193,27 @@ class _Walk:
     # -- containers and values ---------------------------------------------------------------------------------------
 
     def _mapping(self, value: Mapping[Any, Any], label: str) -> None:
-        self._container(value, label)
+        self._add(type(value), len(value), label)
         for key, item in list(value.items()):
-            self.value(key, f"a key of {label}")
-            self.value(item, f"{label}[{key!r}]" if self._labels is not None else label)
+            self._value(key, f"a key of {label}")
+            self._value(item, f"{label}[{key!r}]" if type(key) in LEAVES else f"an item of {label}")
 
     def _sequence(self, value: Any, label: str) -> None:
-        self._container(value, label)
+        self._add(type(value), len(value), label)
         for index, item in enumerate(tuple(value)):
-            self.value(item, f"{label}[{index}]" if self._labels is not None else label)
+            self._value(item, f"{label}[{index}]")
         if type(value) not in (list, tuple) and hasattr(value, "__dict__"):
             self._attributes(value, label)
 
     def _set(self, value: Any, label: str) -> None:
-        self._container(value, label)
+        self._add(type(value), len(value), label)
         leaves = frozenset((type(each), repr(each) if type(each) in LEAVES else id(each)) for each in value)
         self._add("items", leaves, label)
-        self._kept.extend(value)
+        self.values.kept.extend(value)
 
     def _names_in_c(self, value: Any, label: str) -> None:
         self._same(value, label)
-        if self._learned is not None:  # `operator.attrgetter("a.b")`
-            self._learned.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
+        self._names.update(part for name in value.__reduce__()[1] for part in str(name).split("."))  # "a.b"
 
     def _array(self, value: Any, label: str) -> None:
         if value.dtype.hasobject:
@@ -300,7 +229,7 @@ class _Walk:
                 (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad),
                 label,
             )
-            self._storages.append(id(tensor_io.buffer_of(value)))
+            self.values.storages.append(id(tensor_io.buffer_of(value)))
             if value.requires_grad and value.is_leaf:
                 self.leaves.append(value)
         elif value.device.type == "cpu" and value.layout is torch.strided:
@@ -309,29 +238,22 @@ class _Walk:
             memory = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             self._add((value.dtype, value.shape), memory.numpy().tobytes(), label)
         for hook in hooks_of(value):
-            self.value(hook, f"a hook of {label}")
+            self._value(hook, f"a hook of {label}")
 
     def _bytes(self, value: Any, label: str) -> None:
         self._add(type(value), bytes(value), label)
 
-    def _context_variable(self, value: contextvars.ContextVar[Any], label: str) -> None:
-        self.value(value.get(None), label)
-
-    def _reference(self, value: Any, label: str) -> None:
-        self.value(value(), label)
-
-    def _file(self, value: Any, label: str) -> None:
+    def _stream(self, value: Any, label: str) -> None:
         self._refuse(label, value, "read it outside of the step, and pass what was read")
 
     def _collect(self, value: Any, label: str) -> None:
         # What they compute with is compared by `cache_entry`.
         (self.optimizers if isinstance(value, Optimizer) else self.scalers).append(value)
         self._add(*identity(value), label)
-        if isinstance(value, Optimizer) and "param_groups" in self.names:  # the code reads them itself
+        if isinstance(value, Optimizer) and "param_groups" in self._names:  # the code reads them itself
             for number, group in enumerate(value.param_groups):
                 options = {name: item for name, item in group.items() if name != "params"}
-                self._alive.append(options)
-                self.value(options, f"{label}.param_groups[{number}]")
+                self._value(options, f"{label}.param_groups[{number}]")
 
     # -- functions ---------------------------------------------------------------------------------------------------
 
@@ -343,7 +265,7 @@ class _Walk:
             return
         self._same(code, label)
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            self.value(_content(cell), name)
+            self._value(_content(cell), name)
         scope = value.__globals__
         for name in _names(code):
             if name in _WHOLE_SCOPE and name not in scope:
@@ -351,89 +273,73 @@ class _Walk:
                     f"{label} calls {name}(), which can see every global; name what it reads, or pass it as an argument"
                 )
             if name in scope:
-                self.value(scope[name], name)
+                self._value(scope[name], name)
             elif isinstance(module := sys.modules.get(name), types.ModuleType):
-                self.value(module, name)  # imported inside
+                self._value(module, name)  # imported inside
         for text in _texts(code):
             self._module_of_name(text, not _FINDS_MODULES.isdisjoint(_names(code)))
         for item in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
-            self.value(item, f"a default of {label}")
+            self._value(item, f"a default of {label}")
         for name, item in value.__dict__.items():
-            self.value(item, f"{label}.{name}")
-        if self._learned is not None:
-            self._learned.update(_names(code), _texts(code))
-
-    def _method(self, value: types.MethodType, label: str) -> None:
-        self.value(value.__self__, "self")
-        self.value(value.__func__, label)
-
-    def _partial(self, value: functools.partial[Any], label: str) -> None:
-        self.value(value.func, label)
-        self.value(value.args, f"an argument of {label}")
-        self.value(value.keywords, f"an argument of {label}")
-
-    def _property(self, value: property, label: str) -> None:
-        self.value(value.fget, label)
-
-    def _static(self, value: Any, label: str) -> None:
-        self.value(value.__func__, label)
+            self._value(item, f"{label}.{name}")
+        self._names.update(_names(code), _texts(code))
 
     def _builtin(self, value: Any, label: str) -> None:
         self._same(value, label)
         owner: Any = getattr(value, "__self__", None)
         kind: Any = type(owner)
         if owner is not None and not isinstance(owner, types.ModuleType | type) and not _is_opaque(kind):
-            self.value(owner, label)
+            self._value(owner, label)
 
     def _scheduler(self, value: Any, label: str) -> None:
         self._add(*identity(value), label)
-        if not self.names.isdisjoint(("get_last_lr", "_last_lr", "get_lr")):
-            self.value(value._last_lr, f"{label}.get_last_lr()")
+        if not self._names.isdisjoint(("get_last_lr", "_last_lr", "get_lr")):
+            self._value(value._last_lr, f"{label}.get_last_lr()")
 
     def _wrapped(self, value: Any, label: str) -> None:
         inner = getattr(value, "__wrapped__", None)
         if inner is not None:
-            self.value(inner, label)
+            self._value(inner, label)
 
     # -- modules, classes, objects -----------------------------------------------------------------------------------
 
-    def modules_by_name(self) -> None:
+    def _modules_by_name(self) -> None:
         """Adds the modules whose names are values that were found, if the code finds modules by name."""
-        if not self.names.isdisjoint(_FINDS_MODULES):
-            for kind, text in self.found:  # it grows meanwhile
+        if not self._names.isdisjoint(_FINDS_MODULES):
+            for kind, text in self.values.found:  # it grows meanwhile
                 if kind is str:
                     self._module_of_name(text, False)
 
     def _module_of_name(self, name: str, libraries: bool) -> None:
         module = sys.modules.get(name)
         if isinstance(module, types.ModuleType) and (libraries or not _is_library_module(module)):
-            self.value(module, f"sys.modules[{name!r}]")
+            self._value(module, f"sys.modules[{name!r}]")
 
     def _python_module(self, value: types.ModuleType, label: str) -> None:
         self._same(value, label)
         library = _is_library_module(value)
-        if value.__name__ in _CHANGING and (called := self.names.intersection(vars(value))):
+        if value.__name__ in _CHANGING and (called := self._names.intersection(vars(value))):
             name = f"{value.__name__}.{min(called)}"
             self._refuse(name, getattr(value, min(called)), _CHANGING[value.__name__])
         if value is os:
-            self.value(os.environ, "os.environ")
+            self._value(os.environ, "os.environ")
             return
         space = vars(value)
-        for name in sorted(filter(space.__contains__, self.names)):
+        for name in sorted(filter(space.__contains__, self._names)):
             if not library or _is_plain(space[name]):
-                self.value(space[name], f"{label}.{name}")
+                self._value(space[name], f"{label}.{name}")
         if self._computed and not library:
             for name, item in list(space.items()):
-                if _is_plain(item) and name not in self.names and not name.startswith("__"):
-                    self.value(item, f"{label}.{name}")
+                if _is_plain(item) and name not in self._names and not name.startswith("__"):
+                    self._value(item, f"{label}.{name}")
 
     def _class(self, value: type, label: str) -> None:
         self._body(value, label, _SILENT)
 
     def _kind(self, value: type, label: str) -> None:
         """Adds the class of an object, whose constructor has run."""
-        number = self._seen.setdefault(~id(value), len(self._seen))
-        if number == len(self._seen) - 1:
+        if ~id(value) not in self._seen:  # which `value` has not
+            self._seen[~id(value)] = len(self._seen), value
             self._body(value, label, _SILENT | _CONSTRUCTORS)
 
     def _body(self, value: type, label: str, without: frozenset[str]) -> None:
@@ -445,8 +351,8 @@ class _Walk:
                 continue
             for name, item in list(base.__dict__.items()):
                 special = name.startswith("__") and isinstance(item, types.FunctionType)
-                if (special or name in self.names) and name not in without:
-                    self.value(item, f"{label}.{name}")
+                if (special or name in self._names) and name not in without:
+                    self._value(item, f"{label}.{name}")
         if type(value) is not type:
             self._kind(type(value), f"type({label})")
 
@@ -476,63 +382,77 @@ class _Walk:
             or kind.__module__ in _DATA
         )
         for name, item in list(space.items()):
-            if whole or name in self.names or (self._computed and type(item) in LEAVES):
-                self.value(item, f"{label}.{name}" if self._labels is not None else label)
+            if whole or name in self._names or (self._computed and type(item) in LEAVES):
+                self._value(item, f"{label}.{name}")
         for base in kind.__mro__:
             slots = base.__dict__.get("__slots__", ())
             for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                if name in ("__dict__", "__weakref__") or not (whole or name in self.names):
+                if name in ("__dict__", "__weakref__") or not (whole or name in self._names):
                     continue
                 try:
                     item = object.__getattribute__(value, name)
                 except AttributeError:
                     continue
-                self.value(item, f"{label}.{name}")
+                self._value(item, f"{label}.{name}")
 
     def _nn_module(self, value: torch.nn.Module, label: str) -> None:
-        self._add(*identity(value), label)
-        tree = self._trees.get(id(value))
+        tree = self._known.get(id(value))
         if tree is None:
-            tree = self._trees[id(value)] = ModuleTree(value, label)
-        tree.update(self.names)
+            tree = self._known[id(value)] = ModuleTree(value, label)
+        tree.update(self._names)
         self.trees.append(tree)
+        self._add(ModuleTree, tree.members, label)
+        self._add(ModuleTree, tree.values, label)
         for module in tree.modules:
-            self._seen.setdefault(id(module), len(self._seen))
+            self._seen.setdefault(id(module), (len(self._seen), module))
         for kind, name in tree.kinds.items():
-            if self._learned is not None:
-                self._learned.update(_names_of_class(kind))
+            self._names.update(_names_of_class(kind))
             self._kind(kind, name)
         for name, item in tree.open:
-            self.value(item, name)
+            self._value(item, name)
         for name, parameter in tree.hooked:
             self._tensor(parameter, name)
 
 
-_NODES: Final[tuple[tuple[Any, Callable[[_Walk, Any, str], None]], ...]] = (
-    ((list, tuple, collections.deque), _Walk._sequence),
-    ((dict, Mapping), _Walk._mapping),
-    ((set, frozenset), _Walk._set),
-    (torch.nn.Module, _Walk._nn_module),
-    (types.FunctionType, _Walk._function),
-    (types.MethodType, _Walk._method),
-    (functools.partial, _Walk._partial),
-    (property, _Walk._property),
-    ((staticmethod, classmethod), _Walk._static),
-    ((types.BuiltinFunctionType, np.ufunc), _Walk._builtin),
-    (types.ModuleType, _Walk._python_module),
-    (enum.Enum, _Walk._same),
-    ((operator.attrgetter, operator.methodcaller), _Walk._names_in_c),
-    (type(functools.lru_cache(len)), _Walk._wrapped),
-    (torch.optim.lr_scheduler.LRScheduler, _Walk._scheduler),
-    (type, _Walk._class),
-    ((np.ndarray, np.generic), _Walk._array),
-    ((bytearray, array.array), _Walk._bytes),
-    (contextvars.ContextVar, _Walk._context_variable),
-    (weakref.ref, _Walk._reference),
-    ((Optimizer, torch.amp.GradScaler), _Walk._collect),
-    ((io.IOBase, types.GeneratorType), _Walk._file),
+_CHILDREN: Final[tuple[tuple[Any, Callable[[Any, str], Iterable[tuple[str, Any]]]], ...]] = (
+    (types.MethodType, lambda value, label: (("self", value.__self__), (label, value.__func__))),
+    (functools.partial, lambda value, label: zip(repeat(label), (value.func, value.args, value.keywords))),
+    (property, lambda value, label: ((label, value.fget),)),
+    ((staticmethod, classmethod), lambda value, label: ((label, value.__func__),)),
+    (type(functools.lru_cache(len)), lambda value, label: ((label, value.__wrapped__),)),
+    (contextvars.ContextVar, lambda value, label: ((label, value.get(None)),)),
+    (weakref.ref, lambda value, label: ((label, value()),)),
 )
-"""Kinds of values -> how a walk adds them, the first that fits."""
+"""Kinds of values that are compared only by what is behind them -> that, with labels."""
+_HANDLERS: Final[tuple[tuple[Any, Callable[[Walk, Any, str], None]], ...]] = (
+    ((list, tuple, collections.deque), Walk._sequence),
+    ((dict, Mapping), Walk._mapping),
+    ((set, frozenset), Walk._set),
+    (torch.nn.Module, Walk._nn_module),
+    (types.FunctionType, Walk._function),
+    ((types.BuiltinFunctionType, np.ufunc), Walk._builtin),
+    (types.ModuleType, Walk._python_module),
+    (enum.Enum, Walk._same),
+    ((operator.attrgetter, operator.methodcaller), Walk._names_in_c),
+    (torch.optim.lr_scheduler.LRScheduler, Walk._scheduler),
+    (type, Walk._class),
+    ((np.ndarray, np.generic), Walk._array),
+    ((bytearray, array.array), Walk._bytes),
+    ((Optimizer, torch.amp.GradScaler), Walk._collect),
+    ((io.IOBase, types.GeneratorType), Walk._stream),
+)
+"""Other kinds of values -> how a walk adds them, the first that fits."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _children(kind: Any) -> Callable[[Any, str], Iterable[tuple[str, Any]]] | None:
+    return next((children for kinds, children in _CHILDREN if issubclass(kind, kinds)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _handler(kind: Any) -> Callable[[Walk, Any, str], None]:
+    other = Walk._stream if hasattr(kind, "__next__") else Walk._instance
+    return next((handler for kinds, handler in _HANDLERS if issubclass(kind, kinds)), other)
 
 
 def changed(label: str, old: tuple[Any, Any], new: tuple[Any, Any]) -> str:
