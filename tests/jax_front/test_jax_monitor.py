@@ -115,6 +115,18 @@ def test_activations_through_transformations(function, activations):
     assert_same(record.statistics[ValueKey("layer", "activation")], activations)
 
 
+def test_constants_of_a_layer_are_no_activations():
+    def function(x):
+        with jax.named_scope("layer"):
+            most = jnp.full((), 20.0)
+            y = jnp.minimum(2 * x, most)
+        return y + most
+
+    step = monitor(function, sample=1)
+    step(X)
+    assert_same(step.read().steps[0].statistics[ValueKey("layer", "activation")], by_hand(2 * X))
+
+
 def test_inf_nan_and_underflow_are_counted():
     values = np.array([1e-30, 1e-3, 0.0, np.inf, -np.inf, np.nan, 5.0, -70000.0], np.float32)
     step = monitor(lambda x: observe("activation", x, layer="x"), sample=1, low="float16")

@@ -1,7 +1,8 @@
 """Statistics of a program's layers as further results: a jaxpr is evaluated again, and its loops and calls return more.
 
-The activations of a layer are the floating-point values that its name scope computes and that code outside of the scope
-reads, in the forward pass.  Values that only the backward pass reads, and what it recomputes, do not count.
+The activations of a layer are the floating-point values that its name scope computes, not from constants alone, and
+that code outside of the scope reads, in the forward pass.  Values that only the backward pass reads, and what it
+recomputes, do not count.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class _Collector:
             values: its arguments.
             read: which results the forward pass, or the caller, reads.
         """
-        readers = _readers(closed.jaxpr, read)
+        readers, constant = _readers(closed.jaxpr, read), _constants(closed.jaxpr)
 
         def process(eqn: Any, operands: list[Any]) -> list[Any]:
             backward = _is_backward(eqn)
@@ -156,9 +157,10 @@ class _Collector:
             flags = [bool(readers.get(var)) for var in eqn.outvars]
             outs = self._results(eqn, operands, scopes, flags, backward)
             mark = None if backward else observations.mark_of(eqn)
+            computed = bool(scopes) and not backward and not constant.issuperset(_variables(eqn))
             for var, out in zip(eqn.outvars, outs, strict=True):
                 leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
-                if scopes and not backward and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
+                if computed and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
                     self.record(ValueKey(".".join((*self.path, *scopes)), "activation"), out)
                 if mark is not None:
                     self.observed(mark, out)
@@ -183,13 +185,25 @@ def _readers(jaxpr: Any, read: Sequence[bool]) -> dict[Any, list[tuple[str, ...]
     for eqn in jaxpr.eqns:
         if not _is_backward(eqn):
             scopes = compat.scopes(eqn)
-            for atom in eqn.invars:
-                if not isinstance(atom, compat.Literal):
-                    found.setdefault(atom, []).append(scopes)
+            for variable in _variables(eqn):
+                found.setdefault(variable, []).append(scopes)
     for atom, flag in zip(jaxpr.outvars, read, strict=True):
         if flag and not isinstance(atom, compat.Literal):
             found.setdefault(atom, []).append(())
     return found
+
+
+def _constants(jaxpr: Any) -> set[Any]:
+    """Variables that are computed from constants of the program alone."""
+    found: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if found.issuperset(_variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
 
 
 def _is_backward(eqn: Any) -> bool:
