@@ -69,6 +69,39 @@ def test_the_next_process_traces_and_compiles_nothing(tmp_path: Path) -> None:
     assert cold["programs_not_stored"] == 0
 
 
+def test_the_same_command_loads_its_programs_ahead(tmp_path: Path) -> None:
+    named = {"XLA_AMP_CACHE": str(tmp_path)}
+    cold = start(**named)
+    [listed] = tmp_path.glob("list-*")
+    names = (Folder(tmp_path).read(listed.stem) or b"").decode().split()
+    assert len(names) == min(8, cold["compilations"])
+    assert all((tmp_path / f"{name}.executable").exists() for name in names)
+    # A damaged one that this run does not use, loaded all the same.
+    Folder(tmp_path).write(listed.stem, "\n".join(["damaged", *names]).encode())
+    Folder(tmp_path).write("damaged", b"no pickle at all")
+    done = forked.run(PROGRAM, environment={**os.environ, **named}, warnings="always")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("damaged.executable' was removed: it cannot be loaded") == 1
+    warm = json.loads(done.stdout)
+    assert (warm["losses"], warm["compilations"]) == (cold["losses"], 0)
+    assert warm["programs_loaded"] == cold["compilations"]
+
+
+def test_a_command_that_ends_while_its_programs_are_loaded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import os, torch, xla_amp
+x = torch.ones(3).to(xla_amp.xla_device())
+if "EARLY" not in os.environ:
+    print([(x[:size] * x[:size].sin()).sum().item() for size in (1, 2, 3)])
+""")
+    named = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for environment in (named, {**named, "EARLY": "1"}):
+        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "cache").glob("list-*"))) == 1
+
+
 def test_platforms_that_jax_does_not_look_for_change_nothing(tmp_path: Path) -> None:
     platform = jax.devices()[0].platform
     start(XLA_AMP_CACHE=str(tmp_path), JAX_PLATFORMS="", XLA_AMP_PLATFORM=platform)
@@ -87,7 +120,7 @@ def test_programs_on_a_mesh_are_stored(tmp_path: Path) -> None:
 def test_the_default_folder_is_the_users_own(tmp_path: Path) -> None:
     found = start(XLA_AMP_CACHE="", XDG_CACHE_HOME=str(tmp_path))
     own = tmp_path / "xla_amp"
-    assert found["compilations"] == len(list(own.glob("*.executable")))
+    assert found["compilations"] == len(list(own.glob("*.executable"))) - len(list(own.glob("list-*")))
     assert own.stat().st_mode & 0o777 == 0o700
     assert not (own / "jax").exists()
 

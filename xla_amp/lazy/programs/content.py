@@ -133,6 +133,19 @@ def _sources() -> str:
     return found.hexdigest()
 
 
+@functools.cache
+def command() -> str:
+    """The name of a list of the programs that this command uses, here and with these libraries (`disk.Ahead`).
+
+    Empty for a session without a script, whose programs nothing foretells.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None or not source_files():
+        return ""
+    parts = _machine(), _sources(), os.path.abspath(script), sys.argv[1:]
+    return f"list-{hashlib.sha256(repr(parts).encode()).hexdigest()}"
+
+
 def _argument(value: Any) -> Any:
     """Shape, dtype, place and memory layout of an argument of a call."""
     if not isinstance(value, jax.Array):

@@ -13,9 +13,12 @@ import contextlib
 import hashlib
 import os
 import secrets
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from xla_amp import events
 
@@ -28,6 +31,8 @@ _ABANDONED: Final = 3600
 """Seconds after which a temporary file belongs to a process that was killed."""
 _AFTER: Final = 0.9
 """Share of the limit that is left after old files were removed."""
+_LISTED: Final = 8
+"""Programs of a command that are listed; a first step rarely needs more."""
 
 
 class Folder:
@@ -114,3 +119,55 @@ class Folder:
         if kind not in self._warned:
             self._warned.add(kind)
             events.warn(text)
+
+
+class Ahead:
+    """Loads the programs that the same command used last time, in a thread, while Python builds the model.
+
+    XLA loads an executable without Python's lock: that of a GPT-2 of 12 layers in 1.6 s of a core.  A file of the
+    folder lists the first programs that a command used; it is written again when a run uses one that is not listed.
+    At its exit Python waits for the program that is being loaded, and no other one is loaded.
+    """
+
+    def __init__(self, folder: Folder, command: Callable[[], str], load: Callable[[str], Any]) -> None:
+        """`command` gives the name of the list, empty for none, and `load` loads a program; the thread calls both."""
+        self.folder = folder
+        self._command, self._load = command, load
+        self._file = ""
+        self._listed: list[str] = []
+        self._used: list[str] = []
+        self._futures: dict[str, Future[Any]] = {}
+        self._ready = threading.Event()
+        """The list is read."""
+        threading.Thread(target=self._run, name="xla_amp loads programs").start()
+
+    def take(self, name: str) -> Any:
+        """A program that is loaded, or being loaded, which is waited for; otherwise None.  It is given once."""
+        self._ready.wait()
+        future = self._futures.pop(name, None)
+        return None if future is None or future.cancel() else future.result()
+
+    def note(self, name: str) -> None:
+        """Notes that this command uses a stored program."""
+        self._ready.wait()
+        if not self._file or name in self._used or len(self._used) == _LISTED:
+            return
+        self._used.append(name)
+        if name not in self._listed:
+            self._listed = list(self._used)
+            self.folder.write(self._file, "\n".join(self._used).encode())
+
+    def _run(self) -> None:
+        try:
+            self._file = self._command()
+            listed = self.folder.read(self._file) if self._file else None
+            self._listed = (listed or b"").decode().split()
+            self._futures = {name: Future() for name in self._listed}
+        finally:
+            self._ready.set()
+        for name, future in list(self._futures.items()):
+            if threading.main_thread().is_alive() and future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._load(name))
+                except BaseException as error:  # raised again where the program is taken
+                    future.set_exception(error)

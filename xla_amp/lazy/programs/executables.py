@@ -6,7 +6,9 @@ Programs that several processes run together are compiled by `jax.jit` in each: 
 
 from __future__ import annotations
 
+import functools
 import logging
+import pickle
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -24,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _LAPACK: Final = b"lapack_"
 """In executables that call LAPACK, whose functions JAX looks up while it lowers."""
+_ahead: disk.Ahead | None = None
 
 
 class _Launch:
@@ -49,6 +52,14 @@ class _Launch:
         return self._jitted(*arguments)
 
 
+def start() -> None:
+    """Begins to load what the same command used last time; call when the device starts."""
+    global _ahead
+    folder = compilation_cache.folder()
+    if folder is not None:
+        _ahead = disk.Ahead(folder, content.command, functools.partial(_load, folder, devices=[pjrt.jax_device()]))
+
+
 def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """Gives a new program its executable; call with 64-bit types enabled.
 
@@ -62,7 +73,11 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
     """
     folder = compilation_cache.folder()
     name = _name(program, arguments) if folder is not None else None
-    compiled = _load(folder, name, program, arguments) if folder is not None and name is not None else None
+    begun = _ahead if _ahead is not None and _ahead.folder is folder and mesh.active is None else None
+    compiled = None
+    if folder is not None and name is not None:
+        compiled = (begun and begun.take(name)) or _load(folder, name, _devices())
+        metrics.programs_loaded += compiled is not None
     program.loaded = compiled is not None
     if compiled is None:
         with progress.compiling(program.operations, events.user_location(), stores=name is not None):
@@ -72,6 +87,8 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
         metrics.compilations += 1
         if folder is not None and name is not None and seconds >= folder.least_seconds:
             _store(folder, name, compiled)
+    if begun is not None and name is not None:
+        begun.note(name)
     program.code_bytes = _code_bytes(compiled)
     program.call = _Launch(compiled, program.jitted)
 
@@ -85,23 +102,20 @@ def _name(program: XlaProgram, arguments: Sequence[Any]) -> str | None:
         return None
 
 
-def _load(folder: disk.Folder, name: str, program: XlaProgram, arguments: Sequence[Any]) -> jax.stages.Compiled | None:
+def _load(folder: disk.Folder, name: str, devices: list[jax.Device]) -> jax.stages.Compiled | None:
     data = folder.read(name)
     if data is None:
         return None
-    results = len({position for position in program.outputs if position >= 0})
-    trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure([0] * results)
-    devices = _devices()
     try:
         if _LAPACK in data:
             private_api.prepare_lapack()
-        compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-            data, *trees, backend=devices[0].client, execution_devices=devices
-        )
+        with private_api.x64():
+            compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+                *pickle.loads(data), backend=devices[0].client, execution_devices=devices
+            )
     except Exception as error:  # whatever the pickle, JAX or XLA raise for what they cannot read
         folder.remove(name, f"it cannot be loaded ({type(error).__name__}: {error})")
         return None
-    metrics.programs_loaded += 1
     return compiled
 
 
@@ -111,7 +125,7 @@ def _store(folder: disk.Folder, name: str, compiled: jax.stages.Compiled) -> Non
         metrics.programs_not_stored += 1  # it would be loaded for other devices
         return
     try:
-        data, _, _ = serialize_executable.serialize(compiled)
+        data = pickle.dumps(serialize_executable.serialize(compiled))
     except Exception as error:  # JAX has no common class for what a backend cannot serialize
         _log.info("a program is not stored on the disk, only in JAX's cache: %s: %s", type(error).__name__, error)
         metrics.programs_not_stored += 1
