@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from xla_amp.backends import devices
+from xla_amp.backends import devices, initial_state
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
@@ -21,17 +21,11 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any] | None:
 
     Only for torch's class itself or the class that `wrap` makes of it: a subclass may override `step`.
     """
-    kind = type(optimizer)
-    plain = kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
+    plain = initial_state.torchs_class(optimizer)
     step = _STEPS.get(plain.__name__)
-    if step is None or not is_torchs(plain) or not _is_on_device(optimizer):
+    if step is None or not initial_state.is_torchs(plain) or not _is_on_device(optimizer):
         return None
     return lambda: Optimizer.profile_hook_step(step)(optimizer)  # hooks, as torch's step has
-
-
-def is_torchs(optimizer: type) -> bool:
-    """Whether the class is one of torch.optim's own."""
-    return f"{optimizer.__module__}.".startswith("torch.optim.")
 
 
 def _is_on_device(optimizer: Optimizer) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from xla_amp import events
-from xla_amp.backends import capturable, devices
+from xla_amp.backends import capturable, devices, initial_state
 from xla_amp.backends.step_state import OptimizerState, Path
 
 INITIAL: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
@@ -97,7 +97,7 @@ def _initial(optimizer: Optimizer, path: Path, owners: Mapping[torch.Tensor, dic
     """The value that undoes the creation of a state tensor by the first step, or None if unknown."""
     parameter, name = path[0], path[1]
     row = next(
-        (INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and capturable.is_torchs(c)),
+        (INITIAL[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in INITIAL and initial_state.is_torchs(c)),
         None,
     )
     if row is None or isinstance(parameter, int) or len(path) > 2 or name not in row:
@@ -116,13 +116,6 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
     """
     options = [(group, option) for group in optimizer.param_groups if (option := _device_option(optimizer, group))]
     replaced = capturable.step_of(optimizer) is not None
-    for group in optimizer.param_groups if replaced else [group for group, _ in options]:
-        for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
-                    optimizer.state[parameter][name] = value.to(parameter.device)
-                elif replaced and name == "step" and isinstance(value, int):
-                    optimizer.state[parameter][name] = torch.tensor(float(value), device=parameter.device)
     before = [group[option] for group, option in options]
 
     def on(*_: Any) -> None:
@@ -133,6 +126,16 @@ def _counting_on_device(optimizer: Optimizer, parameters: Sequence[torch.Tensor]
         for (group, option), value in zip(options, before, strict=True):
             group[option] = value
 
+    on()
+    initial_state.create(optimizer)
+    off()
+    for group in optimizer.param_groups if replaced else [group for group, _ in options]:
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0 and value.device != parameter.device:
+                    optimizer.state[parameter][name] = value.to(parameter.device)
+                elif replaced and name == "step" and isinstance(value, int):
+                    optimizer.state[parameter][name] = torch.tensor(float(value), device=parameter.device)
     # Set in hooks, so that global optimizer hooks, which run around these, see the original options.
     hooks = optimizer.register_step_pre_hook(on), optimizer.register_step_post_hook(off)
     try:
@@ -152,7 +155,7 @@ def _device_option(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None
         supported = _capturable_devices()
         return "capturable" if all(parameter.device.type in supported for parameter in parameters) else None
     # Adagrad has no `capturable`, but its fused kernel takes the count as a tensor.
-    adagrad = any(c.__name__ == "Adagrad" and capturable.is_torchs(c) for c in type(optimizer).__mro__)
+    adagrad = any(c.__name__ == "Adagrad" and initial_state.is_torchs(c) for c in type(optimizer).__mro__)
     if adagrad and not group["fused"] and all(_fits_fused_kernels(parameter) for parameter in parameters):
         return "fused"
     return None

@@ -104,6 +104,59 @@ def test_twenty_steps_with_two_overflows(name):
         torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), rtol=1e-4, atol=atol)
 
 
+PROGRAMS = {"Adagrad": 2, "Rprop": 2}
+"""Optimizers whose state does not begin with zeros: their first step is another program."""
+ON_HOST = ("ASGD", "Adafactor", "SparseAdam")
+"""Optimizers that compute with numbers on the host in each step without a scaler."""
+
+
+@pytest.mark.parametrize(
+    ("name", "closure"), [*((name, False) for name in OPTIONS if name not in ON_HOST), ("AdamW", True), ("SGD", True)]
+)
+def test_the_first_step_is_the_program_of_the_next_ones(name, closure):
+    rows = 2 + 2 * [*OPTIONS].index(name) + closure  # of no other test, whose programs exist
+
+    def train(device):
+        model, x, y = networks(device)
+        x, y = (part.cpu()[:1].repeat(rows, 1).to(device) for part in (x, y))
+        options = {"lr": 0.01, **OPTIONS[name]}
+        optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+
+        def loss():
+            found = nn.functional.mse_loss(model(x), y)
+            found.backward()
+            return found
+
+        for _ in range(4):
+            optimizer.zero_grad()
+            if closure:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+            if device != "cpu":
+                xla_amp.sync()
+        return model, optimizer
+
+    xla_amp.sync(wait=True)
+    xla_amp.metrics.reset()
+    model, optimizer = train(xla_amp.xla_device())
+    assert xla_amp.metrics()["compilations"] == PROGRAMS.get(name, 1)
+    expected, theirs = train("cpu")
+    states = [list(made.state_dict()["state"].values()) for made in (optimizer, theirs)]
+    assert [list(state) for state in states[0]] == [list(state) for state in states[1]]
+    torch.testing.assert_close([p.cpu() for p in model.parameters()], list(expected.parameters()), atol=1e-5, rtol=1e-4)
+
+
+def test_a_parameter_without_a_gradient_gets_no_state():
+    model, x, y = networks(xla_amp.xla_device())
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert list(optimizer.state) == [model[0].weight]
+
+
 @pytest.mark.parametrize("name", ["Adafactor", "Adagrad"])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_those_that_torch_steps_on_the_host_in_double(name, maximize):

@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim
 
-from xla_amp.backends import dynamo
+from xla_amp.backends import dynamo, initial_state
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute
 from xla_amp.lazy.programs.execute import flush
@@ -123,11 +123,13 @@ def _on_device(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if _on_device(optimizer):
-        if _armed == trace.generation and optimizer in _stepped:
-            step_begins()
-        trace.nodes = None  # what the optimizer records is part of a training step
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    if not _on_device(optimizer):
+        return None
+    if _armed == trace.generation and optimizer in _stepped:
+        step_begins()
+    trace.nodes = None  # what the optimizer records is part of a training step
+    return initial_state.before_step(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -338,6 +338,18 @@ def _replace_scaler_step() -> None:
     torch.amp.GradScaler._maybe_opt_step = maybe_opt_step  # type: ignore[assignment,method-assign]
 
 
+def _replace_scaler_state() -> None:
+    original = torch.amp.GradScaler._lazy_init_scale_growth_tracker
+
+    @functools.wraps(original)
+    def make_state(self: Any, dev: torch.device) -> None:
+        original(self, torch.device("cpu") if dev.type == DEVICE_TYPE else dev)
+        if dev.type == DEVICE_TYPE:
+            self._scale, self._growth_tracker = self._scale.to(dev), self._growth_tracker.to(dev)
+
+    torch.amp.GradScaler._lazy_init_scale_growth_tracker = make_state  # type: ignore[method-assign]
+
+
 PATCHES = (
     PatchGroup(
         names=("torch.UntypedStorage._xla_amp",),
@@ -428,6 +440,11 @@ PATCHES = (
         reason="torch's scaler reads whether a gradient overflowed before each step of an optimizer that is not fused: "
         "a wait for the device and a second executable. Selecting old or new values needs neither.",
         install=_replace_scaler_step,
+    ),
+    PatchGroup(
+        names=("torch.amp.GradScaler._lazy_init_scale_growth_tracker",),
+        reason="Created inside the step, scale and growth tracker would make the first step a different program.",
+        install=_replace_scaler_state,
     ),
     PatchGroup(
         names=("torch.nn.parallel.DistributedDataParallel.__init__",),

@@ -112,12 +112,6 @@ class GradScaler(torch.amp.GradScaler):
         return tree_map(lambda value: super(GradScaler, self).scale(value) if _is_tensor(value) else value, outputs)
 
     @interrupts.deferred
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(torch.device("cpu") if dev.type == "jax" else dev)
-        if dev.type == "jax":  # created inside the step, they would make the first step a different program
-            to_device, state = devices.engine().to_device, (self._scale, self._growth_tracker)
-            self._scale, self._growth_tracker = [to_device(tensor) for tensor in state if tensor is not None]
-
     @interrupts.deferred
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients unless `unscale_` did, and steps `optimizer` where they are finite.

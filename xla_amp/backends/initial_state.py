@@ -1,0 +1,98 @@
+"""Optimizer state before the first step, so that the first step is the same program as the next ones.
+
+torch's optimizers make their state in the first step.  Recorded there, its creation would be a part of that step's
+program, and the next step another program, as long to compile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from xla_amp.backends import devices
+
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that have their state, or make it in a step."""
+
+
+def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """`create` in a hook before a step; where the step gets a closure, after that, which computes the gradients."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None or optimizer in _seen or not _makes_state(optimizer):
+        return create(optimizer)
+
+    def then_create() -> Any:
+        loss = closure()
+        create(optimizer)
+        return loss
+
+    return (optimizer, then_create), {}
+
+
+def create(optimizer: Optimizer) -> None:
+    """Makes the state that the optimizer's first step would make for parameters with a gradient, outside the step.
+
+    Only for steps of torch.optim's own classes.  SGD's momentum begins as zeros, where torch begins with a copy of the
+    gradient: the first step leaves the same momentum.
+    """
+    if optimizer in _seen:
+        return
+    _seen.add(optimizer)
+    if not _makes_state(optimizer):
+        return
+    init_group: Callable[..., Any] = optimizer._init_group  # type: ignore[attr-defined]
+    lists = len(inspect.signature(init_group).parameters) - 1
+    with torch.no_grad(), _OutsideStep():
+        for group in optimizer.param_groups:
+            init_group(group, *([] for _ in range(lists)))
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _makes_state(optimizer: Optimizer) -> bool:
+    plain = torchs_class(optimizer)
+    owner = next((c for c in plain.__mro__ if "_init_group" in vars(c)), None)
+    if optimizer.state or owner is None or not is_torchs(owner):
+        return False
+    return inspect.unwrap(plain.step) is inspect.unwrap(owner.step)  # type: ignore[attr-defined]
+
+
+def torchs_class(optimizer: Optimizer) -> type:
+    """The optimizer's class, without the one that `xla_amp.syncfree.wrap` makes of it."""
+    kind = type(optimizer)
+    return kind.__mro__[2] if getattr(kind, "wraps_next_class", False) else kind
+
+
+def is_torchs(optimizer: type) -> bool:
+    """Whether the class is one of torch.optim's own."""
+    return f"{optimizer.__module__}.".startswith("torch.optim.")
+
+
+class _OutsideStep(TorchDispatchMode):
+    """Makes zeros on the XLA device, and ones of NAdam and ASGD, without recording them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, engine = func.overloadpacket.__name__, devices.engine()
+        device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
+        if device is not None and device.type == engine.DEVICE_TYPE and name in ("zeros", "zeros_like", "new_zeros"):
+            shape = func(*tree_map_only(torch.Tensor, _on_meta, args), **{**kwargs, "device": "meta"})
+            made = engine.zeros([(shape.shape, shape.dtype)])
+            if made is not None:
+                return made[0]
+        elif device is not None and device.type == engine.DEVICE_TYPE and name == "ones":
+            return engine.to_device(func(*args, **{**kwargs, "device": "cpu"}))
+        return func(*args, **kwargs)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
