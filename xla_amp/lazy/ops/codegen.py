@@ -22,6 +22,7 @@ from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
+from xla_amp.lazy.ops.operators import functional_form
 from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
@@ -97,7 +98,7 @@ class _Operation:
     def specialize(self, values: Sequence[Any]) -> Instruction:
         """The instruction for these argument values."""
         named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        argument_rules.check(_functional(self.operator) if self.form == "out" else self.operator, named)
+        argument_rules.check(functional_form(self.operator), named)
         new_results = self._new_results(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
@@ -175,14 +176,14 @@ class _Operation:
         positional = [v for a, v in zip(self.inputs, values, strict=True) if not a.keyword]
         keywords = {a.name: v for a, v in zip(self.inputs, values, strict=True) if a.keyword}
         if self.form == "out":
-            return shape_inference.results(_functional(self.operator), positional, keywords)
+            return shape_inference.results(functional_form(self.operator), positional, keywords)
         if self.mutated and not any(r.alias_info is None for r in self.returns):
             if not any(a.kind == "tensors" for a in self.mutated) and shape_inference.has_meta_kernel(self.operator):
                 shape_inference.results(
                     self.operator, positional, keywords
                 )  # raises torch's error for a bad shape or dtype
             if self.form == "inplace" and torch.Tag.pointwise in self.operator.tags:
-                argument_rules.check_inplace(self.operator, positional, keywords)
+                argument_rules.check_inplace(functional_form(self.operator), positional, keywords)
             return ()
         return shape_inference.results(self.operator, positional, keywords)
 
@@ -294,17 +295,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _functional(operator: Any) -> Any:
-    """The functional overload behind an ``out=`` overload."""
-    packet = operator.overloadpacket
-    wanted = shape_inference.functional_arguments(operator)
-    for overload in packet.overloads():
-        candidate = getattr(packet, overload)
-        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == wanted:
-            return candidate
-    raise LookupError(f"{operator} has no functional form")
 
 
 class _Plan:

@@ -13,21 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors.tensor_io import PLAIN
 
 aten = torch.ops.aten
 _TRACED = (FakeTensor, FunctionalTensor)
 """What torch.compile traces with."""
-KERNELS: dict[str, Callable[..., Any]] = {}
+KERNELS = KernelTable()
 """ATen name -> function for tensors of the device, with or without gradients."""
-
-
-def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        KERNELS[name] = function
-        return function
-
-    return decorate
 
 
 def is_transformed(*tensors: torch.Tensor) -> bool:
@@ -74,7 +67,7 @@ def _fits(
     )
 
 
-@_kernel("scaled_dot_product_attention")
+@KERNELS.implements("scaled_dot_product_attention")
 def _scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -92,7 +85,7 @@ def _scaled_dot_product_attention(
     return _composite_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-@_kernel("_scaled_dot_product_fused_attention_overrideable_backward")
+@KERNELS.implements("_scaled_dot_product_fused_attention_overrideable_backward")
 def _differentiable_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,

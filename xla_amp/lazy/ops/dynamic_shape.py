@@ -15,11 +15,12 @@ import torch
 
 from xla_amp import events
 from xla_amp.lazy.ops import host_eval
+from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
-KERNELS: dict[str, Callable[..., Any]] = {}
+KERNELS = KernelTable()
 """ATen name -> kernel."""
 
 ON_HOST = (
@@ -73,15 +74,7 @@ def _on_host(name: str, *args: Any, **kwargs: Any) -> Any:
 KERNELS.update({name: functools.partial(_on_host, name) for name in ON_HOST})
 
 
-def _kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        KERNELS[name] = function
-        return function
-
-    return decorate
-
-
-@_kernel("masked_select")
+@KERNELS.implements("masked_select")
 def _masked_select(self: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     self, mask = torch.broadcast_tensors(self, mask)
     return self.reshape(-1).index_select(0, positions(mask.reshape(-1), "masked_select").view(-1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,14 +17,14 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.checks import shape_inference
+from xla_amp.lazy.ops.operators import KernelTable
 from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import forks
 
 aten = torch.ops.aten
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
-KERNELS: dict[str, Callable[..., Any]] = {}
+KERNELS = KernelTable()
 """ATen name -> kernel."""
 
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
@@ -36,18 +36,10 @@ _view_as_real: Callable[..., torch.Tensor] = aten.view_as_real.default._handle.r
 _view_as_complex: Callable[..., torch.Tensor] = aten.view_as_complex.default._handle.redispatch_boxed
 
 
-def _kernel(*names: str) -> Callable[[_Kernel], _Kernel]:
-    def decorate(function: _Kernel) -> _Kernel:
-        KERNELS.update(dict.fromkeys(names, function))
-        return function
-
-    return decorate
-
-
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-@_kernel("empty.memory_format")
+@KERNELS.implements("empty.memory_format")
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     tensor_io.require_here(device)
     forks.check()
@@ -58,25 +50,25 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> tor
     return tensor
 
 
-@_kernel("_efficientzerotensor")
+@KERNELS.implements("_efficientzerotensor")
 def _efficient_zeros(size: Any, **options: Any) -> torch.Tensor:
     zeros: torch.Tensor = aten.full(size, 0, **options)
     return zeros  # XLA folds zeros, so the device needs no ZeroTensor
 
 
-@_kernel("empty_strided")
+@KERNELS.implements("empty_strided")
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
     # New tensors are row-major whatever was asked, as in torch_xla: XLA chooses physical layouts.
     return _empty(size, dtype=dtype, device=device)
 
 
-@_kernel("resize_")
+@KERNELS.implements("resize_")
 def _resize(self: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
     with trace.lock:
         return self if tuple(self.shape) == tuple(size) else tensor_io.resize(self, size)
 
 
-@_kernel("set_.source_Storage_storage_offset")
+@KERNELS.implements("set_.source_Storage_storage_offset")
 def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any, stride: Any = ()) -> torch.Tensor:
     stride = stride or shape_inference.contiguous_strides(size)
     buffer = source._xla_amp
@@ -93,18 +85,18 @@ def _set_storage(self: torch.Tensor, source: Any, storage_offset: int, size: Any
     return tensor_io.set_geometry(self, source, storage_offset, size, stride)
 
 
-@_kernel("set_.source_Storage")
+@KERNELS.implements("set_.source_Storage")
 def _set_whole_storage(self: torch.Tensor, source: Any) -> torch.Tensor:
     return _set_storage(self, source, 0, [source.nbytes() // self.dtype.itemsize], [1])
 
 
-@_kernel("set_.source_Tensor")
+@KERNELS.implements("set_.source_Tensor")
 def _set_tensor(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     store = source.untyped_storage()
     return tensor_io.set_geometry(self, store, source.storage_offset(), source.shape, source.stride())
 
 
-@_kernel("set_")
+@KERNELS.implements("set_")
 def _set_empty(self: torch.Tensor) -> torch.Tensor:
     return _set_tensor(self, _empty((0,), dtype=self.dtype))
 
@@ -112,51 +104,51 @@ def _set_empty(self: torch.Tensor) -> torch.Tensor:
 # -- views ------------------------------------------------------------------------------------------------------------
 
 
-@_kernel("as_strided")
+@KERNELS.implements("as_strided")
 def _as_strided_view(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
     return _as_strided(_META, self, size, stride, storage_offset)
 
 
-@_kernel("_reshape_alias")
+@KERNELS.implements("_reshape_alias")
 def _reshape_alias(self: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
     return _as_strided(_META, self, size, stride, self.storage_offset())
 
 
-@_kernel("view")
+@KERNELS.implements("view")
 def _view_as(self: torch.Tensor, size: Any) -> torch.Tensor:
     return _view(_META, self, size)
 
 
-@_kernel("view_as_real")
+@KERNELS.implements("view_as_real")
 def _real_view(self: torch.Tensor) -> torch.Tensor:
     return _view_as_real(_META, self)
 
 
-@_kernel("view_as_complex")
+@KERNELS.implements("view_as_complex")
 def _complex_view(self: torch.Tensor) -> torch.Tensor:
     return _view_as_complex(_META, self)
 
 
-@_kernel("_conj")
+@KERNELS.implements("_conj")
 def _conj(self: torch.Tensor) -> torch.Tensor:
     # Lazy conjugation would be a bit that matrix products and copies must check; XLA fuses the operation anyway.
     result: torch.Tensor = aten._conj_physical(self)
     return result
 
 
-@_kernel("_neg_view")
+@KERNELS.implements("_neg_view")
 def _neg_view(self: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = aten.neg(self)
     return result
 
 
-@_kernel("as_strided_")
+@KERNELS.implements("as_strided_")
 def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
     offset = self.storage_offset() if storage_offset is None else storage_offset
     return tensor_io.set_geometry(self, self.untyped_storage(), offset, size, stride)
 
 
-@_kernel("unfold")
+@KERNELS.implements("unfold")
 def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
     return _unfolded(_META, self, dimension, size, step)
 
@@ -164,7 +156,7 @@ def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.T
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-@_kernel("clone")
+@KERNELS.implements("clone")
 def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
     with trace.lock:
         flush_if_full()
@@ -172,7 +164,7 @@ def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
         return tensor_io.new_tensor(value_spec, number)  # values in the trace never change: sharing one is copying it
 
 
-@_kernel("_to_copy")
+@KERNELS.implements("_to_copy")
 def _to_copy(
     self: torch.Tensor,
     *,
@@ -215,7 +207,7 @@ def _copied(self: torch.Tensor, dtype: torch.dtype, device: Any) -> torch.Tensor
         return tensor_io.new_tensor(value_spec, number)
 
 
-@_kernel("copy_")
+@KERNELS.implements("copy_")
 def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Tensor:
     if not isinstance(src, torch.Tensor):  # ``copy_(2.0)``: torch gives kernels in Python the number
         number = src.real if isinstance(src, complex) and not self.is_complex() else src
@@ -228,12 +220,12 @@ def _copy_(self: torch.Tensor, src: Any, non_blocking: bool = False) -> torch.Te
     return self
 
 
-@_kernel("_copy_from")
+@KERNELS.implements("_copy_from")
 def _copy_from(self: torch.Tensor, dst: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return _copy_(dst, self)
 
 
-@_kernel("_copy_from_and_resize")
+@KERNELS.implements("_copy_from_and_resize")
 def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
     if dst.shape != self.shape:
         dst.resize_(self.shape)
@@ -243,14 +235,14 @@ def _copy_from_and_resize(self: torch.Tensor, dst: torch.Tensor) -> torch.Tensor
 # -- compositions of other operations ---------------------------------------------------------------------------------
 
 
-@_kernel("_weight_norm_interface")
+@KERNELS.implements("_weight_norm_interface")
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float32 if g.dtype is torch.bfloat16 else None
     norm = v.norm(2, [d for d in range(v.dim()) if d != dim], keepdim=True, dtype=wide)
     return v * (g / norm.to(g.dtype)), norm
 
 
-@_kernel("_weight_norm_interface_backward")
+@KERNELS.implements("_weight_norm_interface_backward")
 def _weight_norm_backward(
     grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,24 +255,24 @@ def _weight_norm_backward(
 # -- reads -------------------------------------------------------------------------------------------------------------
 
 
-@_kernel("_local_scalar_dense")
+@KERNELS.implements("_local_scalar_dense")
 def _item(self: torch.Tensor) -> Any:
     found = host_eval.value(self)
     return (tensor_io.to_host(self) if found is None else found).item()
 
 
-@_kernel("equal")
+@KERNELS.implements("equal")
 def _equal(self: torch.Tensor, other: torch.Tensor) -> bool:
     if self.device != other.device:
         raise DeviceError(f"torch.equal expects both tensors on one device, got {self.device} and {other.device}")
     return self.shape == other.shape and bool((self == other).all().item())
 
 
-@_kernel("is_pinned")
+@KERNELS.implements("is_pinned")
 def _is_pinned(self: torch.Tensor, device: Any = None) -> bool:
     return False
 
 
-@_kernel("record_stream")
+@KERNELS.implements("record_stream")
 def _record_stream(self: torch.Tensor, s: Any) -> None:
     return None

@@ -23,6 +23,7 @@ import torch
 
 from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy.graph.trace import Instruction, Spec, instruction_cache, record, spec, trace
+from xla_amp.lazy.ops import operators
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
@@ -337,8 +338,7 @@ def _unsupported(what: str) -> MissingLoweringError:
 
 
 def _from_torch(name: str) -> Callable[..., Any]:
-    base, _, overload = name.partition(".")
-    redispatch = getattr(getattr(aten, base), overload or "default")._handle.redispatch_boxed
+    redispatch = operators.find(name)._handle.redispatch_boxed  # type: ignore[union-attr]
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         return redispatch(_CPU, *args, **kwargs)

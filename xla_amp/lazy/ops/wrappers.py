@@ -22,6 +22,7 @@ from xla_amp.lazy.ops.checks.argument_rules import EACH_CALL, ArgumentRule
 from xla_amp.lazy.ops.checks.meta_results import RANK_REVEALING
 from xla_amp.lazy.ops.codegen import make_kernel
 from xla_amp.lazy.ops.index_checks import CHECKED, check_several
+from xla_amp.lazy.ops.operators import KernelTable, functional_arguments
 from xla_amp.lazy.steps import step_marker
 from xla_amp.lazy.tensors import tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -30,22 +31,14 @@ from xla_amp.lowering import Lowering
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
 Wrapper = Callable[[Kernel, Lowering, Any], Kernel]
-KERNELS: dict[str, Kernel] = {}
+KERNELS = KernelTable()
 """ATen name -> kernel, for operations that are composed of other operations."""
-
-
-def _kernel(name: str) -> Callable[[Kernel], Kernel]:
-    def decorate(function: Kernel) -> Kernel:
-        KERNELS[name] = function
-        return function
-
-    return decorate
 
 
 # -- errors of factorizations -----------------------------------------------------------------------------------------
 
 
-@_kernel("_linalg_check_errors")
+@KERNELS.implements("_linalg_check_errors")
 def _check_errors(info: torch.Tensor, api_name: str, *, is_matrix: bool) -> None:
     aten._linalg_check_errors(tensor_io.to_host(info), api_name, is_matrix=is_matrix)
 
@@ -170,7 +163,7 @@ def _ctc_operands(
     return targets, *lengths
 
 
-@_kernel("_ctc_loss")
+@KERNELS.implements("_ctc_loss")
 def _ctc_loss(
     log_probs: torch.Tensor,
     targets: torch.Tensor,
@@ -183,7 +176,7 @@ def _ctc_loss(
     return aten._ctc_loss.Tensor(log_probs, *operands, blank, zero_infinity)
 
 
-@_kernel("_ctc_loss_backward")
+@KERNELS.implements("_ctc_loss_backward")
 def _ctc_loss_backward(
     grad: torch.Tensor,
     log_probs: torch.Tensor,
@@ -204,7 +197,7 @@ def _ctc_loss_backward(
 # -- forward-mode differentiation -------------------------------------------------------------------------------------
 
 
-@_kernel("_new_zeros_with_same_feature_meta")
+@KERNELS.implements("_new_zeros_with_same_feature_meta")
 def _tangent_for(self: torch.Tensor, other: torch.Tensor, *, self_num_batch_dims: int = 0) -> torch.Tensor:
     """Zeros laid out as `other` is, behind the batch dimensions of `self`; torch would size them by its bytes."""
     batch = self.shape[:self_num_batch_dims]
@@ -228,7 +221,7 @@ for _name in ("", ".sparse_dim", "_bsc", "_bsr", "_csc", "_csr"):
     KERNELS[f"_to_sparse{_name}"] = _no_conversion_to_sparse
 
 
-@_kernel("_nested_tensor_from_mask_left_aligned")
+@KERNELS.implements("_nested_tensor_from_mask_left_aligned")
 def _is_left_aligned(t: torch.Tensor, mask: torch.Tensor) -> bool:
     # nn.TransformerEncoder asks before it makes a nested tensor, which the device does not have: it then masks instead.
     return False
@@ -324,14 +317,14 @@ def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
 
     For overloads without a kernel: those of factories (`arange`), and of sizes that depend on data (`nonzero`).
     """
-    wanted = shape_inference.functional_arguments(operator)
+    wanted = functional_arguments(operator)
     outs = [argument.name for argument in operator._schema.arguments if argument.is_out]
     if len(outs) != 1:
         return NotImplemented
     packet = operator.overloadpacket
     for candidate in (getattr(packet, overload) for overload in packet.overloads()):
-        extra = [name for name, _ in shape_inference.functional_arguments(candidate)[len(wanted) :]]
-        same = shape_inference.functional_arguments(candidate)[: len(wanted)] == wanted
+        extra = [name for name, _ in functional_arguments(candidate)[len(wanted) :]]
+        same = functional_arguments(candidate)[: len(wanted)] == wanted
         ours = torch._C._dispatch_has_kernel_for_dispatch_key(candidate.name(), "PrivateUse1")
         if not ours or not same or extra not in ([], _FACTORY):
             continue  # torch's own functional form may call this one

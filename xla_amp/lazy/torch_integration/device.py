@@ -18,8 +18,7 @@ from xla_amp.errors import MissingLoweringError
 from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
-from xla_amp.lazy.ops import composites, dynamic_shape, memory, rnn, sparse, torchvision, wrappers
-from xla_amp.lazy.ops.checks import shape_inference
+from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, torchvision, wrappers
 from xla_amp.lazy.ops.codegen import Form, make_kernel
 from xla_amp.lazy.programs import executables, execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
@@ -303,8 +302,7 @@ def _install(lowering: Lowering) -> None:
     namespace, _, name = lowering.name.rpartition("::")
     namespace = namespace or "aten"
     base, _, overload = name.partition(".")
-    packet = getattr(getattr(torch.ops, namespace), base, None)
-    operator = getattr(packet, overload or "default", None) if packet is not None else None
+    operator = operators.find(lowering.name)
     if operator is None:
         if namespace != "aten":  # else an operation of another torch version
             _implement(namespace, name, _later(lowering))
@@ -315,9 +313,7 @@ def _install(lowering: Lowering) -> None:
         for form, derived in _derived(namespace, base, overload, operator):
             key = f"{namespace}::{derived}"
             if derived not in table() and derived not in memory.KERNELS and key not in _installed:
-                target_base, _, target_overload = derived.partition(".")
-                target = getattr(getattr(getattr(torch.ops, namespace), target_base), target_overload or "default")
-                _implement(namespace, derived, make_kernel(lowering, target, form))
+                _implement(namespace, derived, make_kernel(lowering, operators.find(key), form))
 
 
 def _later(lowering: Lowering) -> Any:
@@ -326,9 +322,7 @@ def _later(lowering: Lowering) -> Any:
     def first(*args: Any, **kwargs: Any) -> Any:
         nonlocal kernel
         if kernel is None:
-            namespace, _, name = lowering.name.rpartition("::")
-            base, _, overload = name.partition(".")
-            operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+            operator = operators.find(lowering.name)
             kernel = wrappers.wrap(make_kernel(lowering, operator, "functional"), lowering, operator)
         return kernel(*args, **kwargs)
 
@@ -337,17 +331,16 @@ def _later(lowering: Lowering) -> Any:
 
 def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Form, str]]:
     """(form, name) of the in-place and ``out=`` overloads that take the same arguments as `operator`."""
-    arguments = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+    arguments = operators.functional_arguments(operator)
     found: list[tuple[Form, str]] = []
-    inplace = getattr(getattr(torch.ops, namespace), f"{base}_", None)
-    if inplace is not None and (overload or "default") in inplace.overloads():
-        candidate = getattr(inplace, overload or "default")
-        if [(argument.name, str(argument.type)) for argument in candidate._schema.arguments] == arguments:
-            found.append(("inplace", f"{base}_" + (f".{overload}" if overload else "")))
+    inplace = f"{base}_" + (f".{overload}" if overload else "")
+    candidate = operators.find(f"{namespace}::{inplace}")
+    if candidate is not None and operators.functional_arguments(candidate) == arguments:
+        found.append(("inplace", inplace))
     packet = operator.overloadpacket
     for other in packet.overloads():
         candidate = getattr(packet, other)
-        if shape_inference.functional_arguments(candidate) == arguments and any(
+        if operators.functional_arguments(candidate) == arguments and any(
             a.is_out for a in candidate._schema.arguments
         ):
             # The overload's name does not tell: add.Tensor's form is add.out, sum.dim_IntList's is sum.IntList_out.
@@ -381,24 +374,11 @@ def _registered_name(operator: Any) -> str:
 
     The in-place and ``out=`` forms are derived from it (`_derived`).
     """
-    schema = _functional_form(operator)._schema
+    schema = operators.functional_form(operator)._schema
     name: str
     library, _, name = schema.name.partition("::")
     overload: str = schema.overload_name
     return ("" if library == "aten" else f"{library}::") + name + (f".{overload}" if overload else "")
-
-
-def _functional_form(operator: Any) -> Any:
-    """The overload of the same arguments that writes none of them; the operator itself where there is none."""
-    library, _, name = operator._schema.name.partition("::")
-    wanted = shape_inference.functional_arguments(operator)
-    for base in (name, name.removesuffix("_")):
-        packet = getattr(getattr(torch.ops, library), base, None)
-        for overload in packet.overloads() if operator._schema.is_mutable and packet is not None else ():
-            candidate = getattr(packet, overload)
-            if not candidate._schema.is_mutable and shape_inference.functional_arguments(candidate) == wanted:
-                return candidate
-    return operator
 
 
 def _decompositions() -> Any:

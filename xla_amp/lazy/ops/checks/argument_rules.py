@@ -453,16 +453,12 @@ def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[tor
             raise error(f"{operation}: the result is {result}, which an out tensor of {out} does not store")
 
 
-def check_inplace(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_inplace(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises if the result of a pointwise operation cannot be stored in its first operand, as ``int.mul_(0.5)``.
 
     Raises:
         RuntimeError: the result's dtype is of a higher category.
     """
-    schema = operator._schema
-    packet = getattr(torch.ops.aten, schema.name.partition("::")[2].removesuffix("_"), None)
-    functional = getattr(packet, schema.overload_name or "default", None)
-    if functional is not None:
-        (result,) = shape_inference.results(functional, args, kwargs)
-        if result is not None:
-            check_out(str(packet), [result.dtype], [args[0].dtype])
+    (result,) = shape_inference.results(functional, args, kwargs)
+    if result is not None:
+        check_out(str(functional), [result.dtype], [args[0].dtype])

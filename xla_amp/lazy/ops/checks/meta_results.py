@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from xla_amp.lazy.ops import operators
+
 aten = torch.ops.aten
 SHAPES: dict[Any, Callable[..., Any]] = {}
 """Operator -> its meta function; `shape_inference.results` looks here first."""
@@ -18,9 +20,7 @@ OTHER_LIBRARIES: dict[str, Callable[..., Any]] = {}
 
 
 def _of(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    base, _, overload = name.partition(".")
-    packet = getattr(aten, base, None)  # private operations come and go with torch's versions
-    operator = getattr(packet, overload or "default", None)
+    operator = operators.find(name)  # private operations come and go with torch's versions
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if operator is not None:

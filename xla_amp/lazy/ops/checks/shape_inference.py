@@ -30,11 +30,6 @@ def has_meta_kernel(operator: Any) -> bool:
     )
 
 
-def functional_arguments(operator: Any) -> list[tuple[str, str]]:
-    """(name, type) of the operator's arguments without its ``out=`` ones."""
-    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments if not argument.is_out]
-
-
 def results(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Spec | None, ...]:
     """Specs of what `operator` returns; raises what torch raises for arguments that do not fit."""
     shapes = SHAPES.get(operator) or OTHER_LIBRARIES.get(operator.name(), operator)

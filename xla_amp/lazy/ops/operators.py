@@ -1,0 +1,50 @@
+"""Find operators of torch by name and by form, and collect kernels for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+class KernelTable(dict[str, Callable[..., Any]]):
+    """ATen name -> kernel."""
+
+    def implements(self, *names: str) -> Callable[[_Kernel], _Kernel]:
+        """A decorator that adds the kernel of `names`."""
+
+        def decorate(function: _Kernel) -> _Kernel:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return decorate
+
+
+def find(name: str) -> Any | None:
+    """The operator of a name such as ``add.Tensor`` or ``torchvision::nms``; None if this torch lacks it."""
+    library, _, name = name.rpartition("::")
+    base, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, library or "aten"), base, None), overload or "default", None)
+
+
+def functional_arguments(operator: Any) -> list[tuple[str, str]]:
+    """(name, type) of the operator's arguments without its ``out=`` ones."""
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments if not argument.is_out]
+
+
+@functools.cache
+def functional_form(operator: Any) -> Any:
+    """The overload of the same arguments that writes none of them; the operator itself if there is none."""
+    library, _, name = operator._schema.name.partition("::")
+    wanted = functional_arguments(operator)
+    for base in (name, name.removesuffix("_")):
+        packet = getattr(getattr(torch.ops, library), base, None)
+        for overload in packet.overloads() if operator._schema.is_mutable and packet is not None else ():
+            candidate = getattr(packet, overload)
+            if not candidate._schema.is_mutable and functional_arguments(candidate) == wanted:
+                return candidate
+    return operator
