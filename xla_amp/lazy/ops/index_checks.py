@@ -28,86 +28,57 @@ def on_host(index: Any) -> torch.Tensor | None:
     return host_eval.copy_of(index) if mesh.active is None else None
 
 
-Extent = Callable[..., int]
+def _size(x: torch.Tensor, dim: int) -> int:
+    return x.size(dim) if x.dim() else 1
 
 
-def _along(self: torch.Tensor, dim: int, *_: Any, **__: Any) -> int:
-    return self.size(dim) if self.dim() else 1
+def _along(self: torch.Tensor, dim: int, *_: Any) -> int:
+    return _size(self, dim)
 
 
-def _classes(self: torch.Tensor, *_: Any, **__: Any) -> int:
-    return self.shape[1] if self.dim() > 1 else self.shape[0]
-
-
-def _elements(self: torch.Tensor, *_: Any, **__: Any) -> int:
+def _elements(self: torch.Tensor, *_: Any) -> int:
     return self.numel()
 
 
-def _last(self: torch.Tensor, *_: Any, **__: Any) -> int:
-    return self.shape[-1] if self.dim() else 1
+class IndexRule(NamedTuple):
+    """How the indices of operations are checked."""
 
-
-def _rows(weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    return weight.shape[0] if weight.dim() else 1
-
-
-def _ignored(
-    self: torch.Tensor, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, **_: Any
-) -> int:
-    return ignore_index
-
-
-class Check(NamedTuple):
-    """How the indices of an operation are checked."""
-
-    names: tuple[str, ...]
-    """ATen names, with overload."""
+    operations: str
+    """ATen names of the functional forms, with overload."""
     argument: str
     position: int
-    extent: Extent
+    extent: Callable[..., int]
     error: type[Exception] = IndexError
     """What torch raises."""
     negative: bool = False
     """Whether negative indices count from the end."""
-    ignored: Callable[..., int | None] = lambda *_, **__: None
+    ignored: int | None = None
+    """Position of the argument whose value is no index."""
 
 
-def _forms(*names: str) -> tuple[str, ...]:
-    """The names with those of the in-place forms."""
-    return (*names, *(f"{base}_" + dot + overload for base, dot, overload in (n.partition(".") for n in names)))
-
-
-CHECKS = (
-    Check(("embedding",), "indices", 1, _rows),
-    Check(("_embedding_bag", "_embedding_bag_forward_only"), "indices", 1, _rows, RuntimeError),
-    Check(("gather",), "index", 2, _along, RuntimeError),
-    Check(_forms("index_add"), "index", 2, _along, RuntimeError),
-    Check(_forms("index_copy", "index_reduce"), "index", 2, _along),
-    Check(_forms("index_fill.int_Scalar", "index_fill.int_Tensor"), "index", 2, _along, negative=True),
-    Check(("index_select",), "index", 2, _along),
-    Check(("multi_margin_loss",), "target", 1, _last, RuntimeError),
-    Check(("nll_loss2d_forward", "nll_loss_forward"), "target", 1, _classes, ignored=_ignored),
-    Check(_forms("put"), "index", 1, _elements, negative=True),
-    Check(
-        _forms(
-            "scatter.reduce",
-            "scatter.src",
-            "scatter.value",
-            "scatter.value_reduce",
-            "scatter_add",
-            "scatter_reduce.two",
-        ),
+RULES = (
+    IndexRule("embedding", "indices", 1, lambda weight, *_: _size(weight, 0)),
+    IndexRule("_embedding_bag _embedding_bag_forward_only", "indices", 1, lambda x, *_: _size(x, 0), RuntimeError),
+    IndexRule("gather index_add", "index", 2, _along, RuntimeError),
+    IndexRule("index_copy index_reduce index_select", "index", 2, _along),
+    IndexRule("index_fill.int_Scalar index_fill.int_Tensor", "index", 2, _along, negative=True),
+    IndexRule("multi_margin_loss", "target", 1, lambda x, *_: _size(x, -1), RuntimeError),
+    IndexRule(
+        "nll_loss2d_forward nll_loss_forward", "target", 1, lambda x, *_: _size(x, min(1, x.dim() - 1)), ignored=4
+    ),
+    IndexRule("put take", "index", 1, _elements, negative=True),
+    IndexRule(
+        "scatter.reduce scatter.src scatter.value scatter.value_reduce scatter_add scatter_reduce.two",
         "index",
         2,
         _along,
         RuntimeError,
     ),
-    Check(("take",), "index", 1, _elements, negative=True),
 )
 
 
-def _compare(operation: str, check: Check, values: torch.Tensor, extent: int, ignored: int | None) -> None:
-    start = -extent if check.negative else 0
+def _compare(operation: str, rule: IndexRule, values: torch.Tensor, extent: int, ignored: int | None) -> None:
+    start = -extent if rule.negative else 0
     least, greatest = (int(value) for value in values.aminmax())
     if least >= start and greatest < extent:
         return
@@ -115,21 +86,21 @@ def _compare(operation: str, check: Check, values: torch.Tensor, extent: int, ig
     if ignored is not None:
         wrong &= values != ignored
     if bool(wrong.any()):
-        raise check.error(
-            f"{operation}: expected {check.argument} from {start} to {extent - 1}, but got {int(values[wrong][0])}"
+        raise rule.error(
+            f"{operation}: expected {rule.argument} from {start} to {extent - 1}, but got {int(values[wrong][0])}"
             + ("" if ignored is None else f" (and it is not ignore_index, which is {ignored})")
         )
 
 
-def _checked(name: str, check: Check) -> Callable[[Kernel], Kernel]:
+def _checked(name: str, rule: IndexRule) -> Callable[[Kernel], Kernel]:
     operation = name.partition(".")[0].removesuffix("_forward")
 
     def around(kernel: Kernel) -> Kernel:
         def checked(*args: Any, **kwargs: Any) -> Any:
-            index = args[check.position] if check.position < len(args) else kwargs.get(check.argument)
-            values = on_host(index)
+            values = on_host(args[rule.position])
             if values is not None:
-                _compare(operation, check, values, check.extent(*args, **kwargs), check.ignored(*args, **kwargs))
+                ignored = None if rule.ignored is None else args[rule.ignored]
+                _compare(operation, rule, values, rule.extent(*args), ignored)
             return kernel(*args, **kwargs)
 
         return checked
@@ -137,7 +108,7 @@ def _checked(name: str, check: Check) -> Callable[[Kernel], Kernel]:
     return around
 
 
-_OF_SEVERAL = Check(("index.Tensor",), "indices", 1, _along, negative=True)
+_OF_SEVERAL = IndexRule("index.Tensor", "indices", 1, _along, negative=True)
 
 
 def check_several(kernel: Kernel) -> Kernel:
@@ -156,8 +127,13 @@ def check_several(kernel: Kernel) -> Kernel:
     return checked
 
 
+def _inplace(name: str) -> str:
+    base, dot, overload = name.partition(".")
+    return f"{base}_{dot}{overload}"
+
+
 CHECKED: dict[str, Callable[[Kernel], Kernel]] = {
     "index.Tensor": check_several,
-    **{name: _checked(name, check) for check in CHECKS for name in check.names},
+    **{form: _checked(n, rule) for rule in RULES for n in rule.operations.split() for form in (n, _inplace(n))},
 }
-"""ATen name -> wrapper of its kernel."""
+"""ATen name -> wrapper of its kernel; some have no in-place form."""
