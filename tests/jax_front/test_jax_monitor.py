@@ -118,7 +118,7 @@ def test_activations_through_transformations(function, activations):
 def test_constants_of_a_layer_are_no_activations():
     def function(x):
         with jax.named_scope("layer"):
-            most = jnp.full((), 20.0)
+            most = jnp.full(8, 20.0)
             y = jnp.minimum(2 * x, most)
         return y + most
 
