@@ -319,12 +319,6 @@ def test_linear_solvers_stay_float32_and_are_reported():
     assert any("residuals" in row["why"] for row in report.rows() if row["operation"] == "custom_linear_solve")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float16, "bfloat16", jnp.dtype("bfloat16")])
-def test_a_dtype_is_no_function(dtype):
-    with pytest.raises(TypeError, match=r"autocast\(f, dtype=jnp\.bfloat16\)"):
-        autocast(dtype)
-
-
 def test_weak_types_are_kept():
     def scaled(s, x):
         return s * 2.0, x * s, jnp.sin(1.0)

@@ -105,20 +105,6 @@ def test_malformed_rules_of_the_command(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({}, "override() without rules would change nothing"),
-        (["mm"], "override() expects a mapping such as"),
-        ({"mm": None}, "rules map names to casts"),
-        ({"mm": "low", "m[m]": "fp32"}, "operation 'mm' is reached by rules of one layer that disagree"),
-    ],
-)
-def test_malformed_overrides_of_python(rules: Any, message: str) -> None:
-    with pytest.raises(PolicyError, match=re.escape(message)):
-        policy.override(rules)
-
-
 def in_jax(rules: Any) -> None:
     with policy.override(rules):
         jax.make_jaxpr(autocast(step))(X, W)
