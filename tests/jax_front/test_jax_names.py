@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 import xla_amp
-from xla_amp.jax import autocast, compat
+from xla_amp.jax import autocast, compat, rebind
 from xla_amp.jax.contraction_primitives import sums_nothing
+from xla_amp.jax.higher_order.handlers import HIGHER_ORDER_RULES
 from xla_amp.jax.precision_request import request
+from xla_amp.jax.primitives import PrimitiveKind
 
 MATRIX = jnp.eye(4) * 6 + jnp.outer(jnp.arange(4.0), jnp.arange(4.0)) / 4 + 0.37
 
@@ -128,3 +131,7 @@ def test_files_of_the_lowerings_of_torch_operations():
     package = pathlib.Path(xla_amp.__file__).parent
     missing = [path for path in compat.LOWERINGS if not (package.parent / path).is_file()]
     assert not missing, f"change compat.LOWERINGS, or torch's default precision counts as a request; moved: {missing}"
+
+
+def test_a_kind_of_primitive_with_jaxprs_has_a_form_and_a_rule():
+    assert rebind.FORMS.keys() == HIGHER_ORDER_RULES.keys() <= set(get_args(PrimitiveKind))

@@ -368,7 +368,7 @@ class _Program:
 
         jaxpr = compat.trace(saved, self._avals, self._debug_info).jaxpr
         computed = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-        kept = {var for var in jaxpr.outvars if not isinstance(var, compat.Literal)} & computed
+        kept = computed.intersection(compat.variables(jaxpr.outvars))
         return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
 
     def run(self, settings: Settings) -> Any:

@@ -39,9 +39,13 @@ REMATTED = "rematted_computation"
 """JAX's name scope around a forward pass that `jax.checkpoint` computes again."""
 
 
-def typeof(value: Any) -> Any:
-    """Abstract value of an array, tracer or scalar."""
-    return jax.typeof(value)
+typeof = jax.typeof
+"""Abstract value of an array, tracer or scalar."""
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those of the operands or results in a jaxpr that are no constants."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def trace(function: Callable[..., Sequence[Any]], avals: Sequence[Any], debug_info: Any = None) -> ClosedJaxpr:
@@ -65,9 +69,10 @@ def debug_info(function: Callable[..., Any]) -> Any:
 def without_constants(closed: ClosedJaxpr) -> Jaxpr:
     """The jaxpr with its constants as leading arguments."""
     jaxpr = closed.jaxpr
-    return jaxpr.replace(
+    replaced: Jaxpr = jaxpr.replace(
         constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info.with_unknown_names()
     )
+    return replaced
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:

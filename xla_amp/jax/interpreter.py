@@ -141,9 +141,8 @@ class Interpreter:
         """The float32 island that starts with an equation; None if it reads no low value, or JAX does not trace."""
         low = [
             atom
-            for atom in jaxpr.eqns[index].invars
-            if not isinstance(atom, compat.Literal)
-            and dtype_of(environment[atom].array) == self.settings.low
+            for atom in compat.variables(jaxpr.eqns[index].invars)
+            if dtype_of(environment[atom].array) == self.settings.low
             and not compat.is_concrete(environment[atom].array)
             and np.ndim(environment[atom].array)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ def follows_gradients(jaxpr: Any, after: bool) -> frozenset[int]:
 
 
 def _variables(eqn: Any) -> set[Any]:
-    return {atom for atom in eqn.invars if not isinstance(atom, compat.Literal)}
+    return set(compat.variables(eqn.invars))
 
 
 def _size(variable: Any) -> int:
@@ -120,7 +121,7 @@ def gradient_outputs(jaxpr: Any, backward: bool, f32_outputs: Sequence[bool] | N
     if not any(inside):
         return frozenset()
     flags = [True] * len(jaxpr.outvars) if f32_outputs is None else f32_outputs
-    found = {v for v, flag in zip(jaxpr.outvars, flags, strict=True) if flag and not isinstance(v, compat.Literal)}
+    found = set(compat.variables(itertools.compress(jaxpr.outvars, flags)))
     for eqn, is_inside in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
         if not is_inside or (info(eqn.primitive.name).passes_gradient and not found.isdisjoint(eqn.outvars)):
             found.update(_variables(eqn))
@@ -134,7 +135,7 @@ def residual_outputs(jaxpr: Any) -> frozenset[Any]:
     if not sharded:
         return frozenset()
     found = {var for eqn in sharded for var in eqn.outvars}
-    found.difference_update(v for v in jaxpr.outvars if not isinstance(v, compat.Literal))
+    found.difference_update(compat.variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         if not _is_backward(eqn):
             found.difference_update(_variables(eqn))
@@ -155,13 +156,12 @@ def contracted_arguments(jaxpr: Any, policy: Policy) -> tuple[bool, ...]:
             decision.from_user or not sums_nothing(eqn.primitive, eqn.params, *(v.aval for v in eqn.invars[:2]))
         )
         if summed and decision.cast == "low" and not asked_precision(eqn):
-            reads.update(atom for atom in eqn.invars[:2] if not isinstance(atom, compat.Literal))
-        elif kind == "data_movement" and eqn.outvars[0] in reads and not isinstance(eqn.invars[0], compat.Literal):
-            reads.add(eqn.invars[0])
+            reads.update(compat.variables(eqn.invars[:2]))
+        elif kind == "data_movement" and eqn.outvars[0] in reads:
+            reads.update(compat.variables(eqn.invars[:1]))
         elif kind in ("call", "checkpoint"):
             (inner,) = compat.sub_jaxprs(eqn.params)
-            flags = zip(eqn.invars, contracted_arguments(inner, policy), strict=True)
-            reads.update(atom for atom, flag in flags if flag and not isinstance(atom, compat.Literal))
+            reads.update(compat.variables(itertools.compress(eqn.invars, contracted_arguments(inner, policy))))
     return tuple(var in reads for var in jaxpr.invars)
 
 
@@ -194,7 +194,7 @@ def residual_additions(jaxpr: Any) -> frozenset[Any]:
 
 
 def _of_one_shape(eqn: Any) -> bool:
-    variables = [atom for atom in eqn.invars if not isinstance(atom, compat.Literal) and atom.aval.ndim]
+    variables = [variable for variable in compat.variables(eqn.invars) if variable.aval.ndim]
     return len(variables) == 2 and variables[0].aval == variables[1].aval
 
 

@@ -87,10 +87,10 @@ def evaluate(inner: Any, values: Sequence[Any], process: Callable[[Any, list[Any
 
 def _last_reads(jaxpr: compat.Jaxpr) -> list[set[Any]]:
     """For each equation the variables that it is the last to read."""
-    read = {atom for atom in jaxpr.outvars if not isinstance(atom, compat.Literal)}
+    read = set(compat.variables(jaxpr.outvars))
     found = []
     for eqn in reversed(jaxpr.eqns):
-        found.append({atom for atom in eqn.invars if not isinstance(atom, compat.Literal)} - read)
+        found.append(set(compat.variables(eqn.invars)) - read)
         read |= found[-1]
     return found[::-1]
 

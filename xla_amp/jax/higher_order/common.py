@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from xla_amp.jax import compat, override_scope
-from xla_amp.jax.decisions import dtype_of, is_castable
+from xla_amp.jax.contraction_primitives import low_copy
+from xla_amp.jax.decisions import F32, dtype_of, is_castable
 from xla_amp.jax.interpreter import HigherOrderCall, Interpreter
+from xla_amp.jax.jaxpr_analysis import contracted_arguments
 from xla_amp.jax.value_info import Facts, Value, arguments, arrays_of, inside
 from xla_amp.policy import effects
 from xla_amp.policy.effects import Effects
@@ -55,14 +57,11 @@ def retrace(
     interpreter = call.inner_interpreter(saves=saves)
     numbers = enumerate(map(inside, values if keep_constants else ()))
     adopting = tuple(index for index, number in numbers if interpreter.casts.adopts_dtype(number, False))
-    settings_key = (
+    key = (
         interpreter.settings,
         interpreter.settings.current_policy(),
         interpreter.backward,
         interpreter.saves,
-    )
-    key = (
-        *settings_key,
         interpreter.scopes,
         tuple(avals),
         weights,
@@ -87,6 +86,28 @@ def retrace(
 
     traced, _ = effects.remembered(_retraced.setdefault(closed.jaxpr, {}), key, trace)
     return traced
+
+
+def low_copies(
+    call: HigherOrderCall, values: Sequence[Value], jaxpr: Any, *, hoist: bool = False
+) -> tuple[tuple[int, ...], list[Any]]:
+    """Indices of float32 operands that a jaxpr contracts, and their low copies.
+
+    Args:
+        call: the primitive that contains the jaxpr.
+        values: the first operands of the jaxpr.
+        jaxpr: see above.
+        hoist: make copies outside of the jaxpr, which is a loop's body; otherwise those count that weights have.
+    """
+    settings, casts = call.interpreter.settings, call.interpreter.casts
+    found: dict[int, Any] = {}
+    contracted = contracted_arguments(jaxpr, settings.current_policy())
+    for index, (value, used) in enumerate(zip(values, contracted, strict=False)):
+        if used and value.is_weight() and value.has_low_copy():
+            found[index] = casts.low_copy(value)
+        elif used and hoist and dtype_of(value.array) == F32:
+            found[index] = low_copy(value.array, settings.low)
+    return tuple(found), list(found.values())
 
 
 def with_low_copies(values: list[Value], copied: Sequence[int], copies: Sequence[Any]) -> list[Value]:

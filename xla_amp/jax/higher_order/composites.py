@@ -8,7 +8,6 @@ computed as they were written, in float32, and the results get the dtype that th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xla_amp.jax import compat
@@ -57,10 +56,6 @@ def outside(jaxpr: Any, run: Run) -> tuple[list[Any], frozenset[Any]]:
     """The variables that a run reads, and those of its results that are read after it."""
     inside = jaxpr.eqns[run.start : run.stop]
     made = {var for eqn in inside for var in eqn.outvars}
-    reads = dict.fromkeys(atom for eqn in inside for atom in _variables(eqn.invars) if atom not in made)
-    after = {atom for eqn in jaxpr.eqns[run.stop :] for atom in _variables(eqn.invars)}
-    return list(reads), frozenset(made & (after | set(_variables(jaxpr.outvars))))
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
+    reads = dict.fromkeys(atom for eqn in inside for atom in compat.variables(eqn.invars) if atom not in made)
+    after = {atom for eqn in jaxpr.eqns[run.stop :] for atom in compat.variables(eqn.invars)}
+    return list(reads), frozenset(made & (after | set(compat.variables(jaxpr.outvars))))

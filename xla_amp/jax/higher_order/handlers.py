@@ -15,17 +15,17 @@ import jax
 from xla_amp.jax import compat, rebind
 from xla_amp.jax.contraction_primitives import original_call
 from xla_amp.jax.decisions import F32, is_castable
-from xla_amp.jax.higher_order.common import cast, evaluate_rule, retrace
+from xla_amp.jax.higher_order.common import cast, evaluate_rule, low_copies, retrace
 from xla_amp.jax.higher_order.loops import scan, while_loop
 from xla_amp.jax.interpreter import HigherOrderCall, HigherOrderRules
-from xla_amp.jax.jaxpr_analysis import contracted_arguments, selecting_outputs
+from xla_amp.jax.jaxpr_analysis import selecting_outputs
 from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 
 def _call(call: HigherOrderCall, *, saves: bool | None = None, **changed: Any) -> list[Value]:
     closed = rebind.inner(call.params)
     f32_outputs = tuple(call.f32_outputs) if call.f32_outputs else None
-    copied, copies = _low_copies(call, closed.jaxpr)
+    copied, copies = low_copies(call, call.values, closed.jaxpr)
     traced = retrace(
         call, closed, call.operands, call.weight_flags(), copied=copied, f32_outputs=f32_outputs, saves=saves
     )
@@ -35,13 +35,6 @@ def _call(call: HigherOrderCall, *, saves: bool | None = None, **changed: Any) -
 def _named_call(call: HigherOrderCall) -> list[Value]:
     flags = zip(_call(call), selecting_outputs(rebind.inner(call.params).jaxpr), strict=True)
     return [Value(out.array, out.facts._replace(selects=True)) if selects else out for out, selects in flags]
-
-
-def _low_copies(call: HigherOrderCall, jaxpr: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """Indices of weights that a jaxpr contracts and whose low copy exists outside of it, and these copies."""
-    used = contracted_arguments(jaxpr, call.interpreter.settings.current_policy())
-    indices = [i for i, v in enumerate(call.values) if used[i] and v.is_weight() and v.has_low_copy()]
-    return tuple(indices), [call.interpreter.casts.low_copy(call.values[index]) for index in indices]
 
 
 def _checkpoint(call: HigherOrderCall) -> list[Value]:

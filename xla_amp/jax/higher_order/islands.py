@@ -59,8 +59,8 @@ def candidates(jaxpr: Any, policy: Policy) -> Candidates:
             stops[index] = stop
     readers: dict[Any, set[int]] = {}
     if stops:
-        read = [*((-1, v) for v in _variables(jaxpr.outvars))]
-        read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars))
+        read = [*((-1, v) for v in compat.variables(jaxpr.outvars))]
+        read += ((number, v) for number, eqn in enumerate(jaxpr.eqns) for v in compat.variables(eqn.invars))
         for number, variable in read:
             readers.setdefault(variable, set()).add(number)
     return Candidates(stops, readers)
@@ -117,7 +117,7 @@ def find(jaxpr: Any, readers: dict[Any, set[int]], numbers: Sequence[int], low: 
     members: list[int] = []
     for number in numbers:
         eqn = jaxpr.eqns[number]
-        if not inside.isdisjoint(_variables(eqn.invars)):
+        if not inside.isdisjoint(compat.variables(eqn.invars)):
             members.append(number)
             inside.update(eqn.outvars)
     chosen = set(members)
@@ -181,10 +181,6 @@ def _make(evaluate: Callable[..., list[Any]], avals: Sequence[Any]) -> Callable[
 
     # XLA sees both computations, and may keep a value after all where that is faster; a loop saves the arguments.
     return jax.jit(jax.checkpoint(float32_island, prevent_cse=False))
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [atom for atom in atoms if not isinstance(atom, compat.Literal)]
 
 
 def _values(atoms: Sequence[Any]) -> list[Any]:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xla_amp.jax import compat, rebind
-from xla_amp.jax.contraction_primitives import low_copy
 from xla_amp.jax.decisions import F32, dtype_of, is_castable
-from xla_amp.jax.higher_order.common import avals_of, cast, retrace, with_low_copies
+from xla_amp.jax.higher_order.common import avals_of, cast, low_copies, retrace, with_low_copies
 from xla_amp.jax.interpreter import HigherOrderCall
-from xla_amp.jax.jaxpr_analysis import contracted_arguments, residual_carries
+from xla_amp.jax.jaxpr_analysis import residual_carries
 from xla_amp.jax.value_info import Value, arguments, arrays_of
 
 
@@ -66,7 +65,7 @@ def _traced_body(
         x_weights: which of these come from outside the program.
         f32_outputs: as for `Interpreter.eval_jaxpr`.
     """
-    copies, copied = _hoist_low_copies(call, consts, body.jaxpr)
+    copied, copies = low_copies(call, consts, body.jaxpr, hoist=True)
     hoisted = [*arrays_of(consts), *copies]
     weights = (*(dtype_of(value.array) == F32 for value in consts), *(False,) * len(start), *x_weights)
 
@@ -118,16 +117,3 @@ def _low_carry(
         if settled == tried:
             return carry
         tried = settled
-
-
-def _hoist_low_copies(call: HigherOrderCall, consts: Sequence[Value], jaxpr: Any) -> tuple[list[Any], list[int]]:
-    """Low copies, made before the loop, of the constants that its body contracts; and the indices of these."""
-    settings, casts = call.interpreter.settings, call.interpreter.casts
-    used = contracted_arguments(jaxpr, settings.current_policy())
-    indices = [i for i, const in enumerate(consts) if dtype_of(const.array) == F32 and used[i]]
-    copies = []
-    for index in indices:
-        value = consts[index]
-        reuse = value.has_low_copy() and value.is_weight()
-        copies.append(casts.low_copy(value) if reuse else low_copy(value.array, settings.low))
-    return copies, indices

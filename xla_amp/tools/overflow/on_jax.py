@@ -127,14 +127,12 @@ class _WatchTrace(compat.Trace):
     def process_custom_jvp_call(
         self, primitive: Any, function: Any, rule: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        with compat.set_current_trace(self):
-            return function.call_wrapped(*tracers)
+        return self.process_call(primitive, function, tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Any, function: Any, forward: Any, backward: Any, tracers: Sequence[Any], /, **params: Any
     ) -> Any:
-        with compat.set_current_trace(self):
-            return function.call_wrapped(*tracers)
+        return self.process_call(primitive, function, tracers, params)
 
     def process_shard_map(
         self, primitive: Any, function: Callable[..., Any], tracers: Sequence[Any], /, **params: Any

@@ -8,6 +8,7 @@ recomputes, do not count.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -157,7 +158,7 @@ class _Collector:
             flags = [bool(readers.get(var)) for var in eqn.outvars]
             outs = self._results(eqn, operands, scopes, flags, backward)
             mark = None if backward else observations.mark_of(eqn)
-            computed = bool(scopes) and not backward and not constant.issuperset(_variables(eqn))
+            computed = bool(scopes) and not backward and not constant.issuperset(compat.variables(eqn.invars))
             for var, out in zip(eqn.outvars, outs, strict=True):
                 leaves = any(reader[: len(scopes)] != scopes for reader in readers.get(var, ()))
                 if computed and leaves and jnp.issubdtype(var.aval.dtype, jnp.floating):
@@ -185,11 +186,10 @@ def _readers(jaxpr: Any, read: Sequence[bool]) -> dict[Any, list[tuple[str, ...]
     for eqn in jaxpr.eqns:
         if not _is_backward(eqn):
             scopes = compat.scopes(eqn)
-            for variable in _variables(eqn):
+            for variable in compat.variables(eqn.invars):
                 found.setdefault(variable, []).append(scopes)
-    for atom, flag in zip(jaxpr.outvars, read, strict=True):
-        if flag and not isinstance(atom, compat.Literal):
-            found.setdefault(atom, []).append(())
+    for variable in compat.variables(itertools.compress(jaxpr.outvars, read)):
+        found.setdefault(variable, []).append(())
     return found
 
 
@@ -197,13 +197,9 @@ def _constants(jaxpr: Any) -> set[Any]:
     """Variables that are computed from constants of the program alone."""
     found: set[Any] = set()
     for eqn in jaxpr.eqns:
-        if found.issuperset(_variables(eqn)):
+        if found.issuperset(compat.variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [atom for atom in eqn.invars if not isinstance(atom, compat.Literal)]
 
 
 def _is_backward(eqn: Any) -> bool:
