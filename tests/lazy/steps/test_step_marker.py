@@ -38,30 +38,63 @@ def loop(executables: float) -> Callable[[Any], Any]:
     return decorate
 
 
-@loop(1)
-def zero_grad_before() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+Body = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
-    def body() -> None:
-        optimizer.zero_grad()
+
+def training(executables: float, kind: type[torch.optim.Optimizer], **options: Any) -> Callable[[Body], Body]:
+    """A loop whose body gets a network, its optimizer and a batch on the host."""
+
+    def decorate(body: Body) -> Body:
+        def make() -> Callable[[], Any]:
+            model, x = network(), batch()
+            optimizer = kind(model.parameters(), lr=0.01, **options)
+            return lambda: body(model, optimizer, x)
+
+        LOOPS[body.__name__] = make, executables
+        return body
+
+    return decorate
+
+
+@training(1, torch.optim.Adam)
+def zero_grad_before(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x.to("jax")).square().mean().backward()
+    optimizer.step()
+
+
+@training(1, torch.optim.SGD, momentum=0.9)
+def zero_grad_after(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x.to("jax")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@training(1, torch.optim.AdamW)
+def loss_read_every_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = model(x.to("jax")).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@training(2, torch.optim.AdamW)
+def loss_read_before_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+    optimizer.zero_grad()
+    loss = model(x.to("jax")).square().mean()
+    loss.backward()
+    value = loss.item()
+    optimizer.step()
+    return value
+
+
+@training(1, torch.optim.SGD)
+def gradients_accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    for _ in range(3):
         model(x.to("jax")).square().mean().backward()
-        optimizer.step()
-
-    return body
-
-
-@loop(1)
-def zero_grad_after() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def body() -> None:
-        model(x.to("jax")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return body
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @loop(1)
@@ -86,51 +119,6 @@ def no_module_and_no_upload() -> Callable[[], Any]:
         optimizer.zero_grad()
         (x @ weight).square().mean().backward()
         optimizer.step()
-
-    return body
-
-
-@loop(1)
-def loss_read_every_step() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def body() -> float:
-        optimizer.zero_grad()
-        loss = model(x.to("jax")).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return body
-
-
-@loop(2)
-def loss_read_before_the_step() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def body() -> float:
-        optimizer.zero_grad()
-        loss = model(x.to("jax")).square().mean()
-        loss.backward()
-        value = loss.item()
-        optimizer.step()
-        return value
-
-    return body
-
-
-@loop(1)
-def gradients_accumulated() -> Callable[[], Any]:
-    model, x = network(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def body() -> None:
-        for _ in range(3):
-            model(x.to("jax")).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     return body
 
