@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forked
 import pytest
 from source_tree import ROOT
 
@@ -17,12 +15,8 @@ ARGPARSE = ("gpt_ddp.py",)
 @pytest.mark.exhaustive
 def test_help_is_no_error() -> None:
     paths = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in MODULES]
-    commands = [[sys.executable, path, "--help"] for path in paths]
-    runs = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
-    ]
-    assert len(runs) >= 6
-    for path, run in zip(paths, runs, strict=True):
-        out, error = run.communicate(timeout=280)
-        assert run.returncode == 0, (path, error)
-        assert "--[no]json" in out or path.name in ARGPARSE, path
+    assert len(paths) >= 6
+    for path in paths:
+        run = forked.run(path, "--help")
+        assert run.returncode == 0, (path, run.stderr)
+        assert "--[no]json" in run.stdout or path.name in ARGPARSE, path

@@ -1,4 +1,8 @@
-"""One process of a job: cluster_program.py MODE RESULT; what it sees of the others, and where it listens."""
+"""Processes of jobs: ``cluster_program.py FOLDER STARTED``; what each sees of the others, and where it listens.
+
+STARTED is JSON: for each process its mode, its variables, and for the mode "initialized" what JAX is told.  All run at
+a time, as copies of this one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import torch
 
@@ -29,7 +34,7 @@ def _is_open(name):
     return os.path.lexists(f"/proc/self/fd/{name}")
 
 
-def main(rank, mode, result):
+def main(result):
     before = xm.xrt_world_size(), xm.get_ordinal()
     device = xla_amp.xla_device()
     mine = xm.get_ordinal()
@@ -52,12 +57,20 @@ def main(rank, mode, result):
     xm.rendezvous("end")
 
 
-if __name__ == "__main__":
-    mode, result = sys.argv[1:3]
-    if mode == "initialized":
-        import jax
+def start(result, variables, address=None, rank=0):
+    os.environ |= variables
+    if address is not None:
+        jax.distributed.initialize(address, 2, rank, initialization_timeout=60)
+    main(result)
 
-        jax.distributed.initialize(sys.argv[3], 2, int(sys.argv[4]), initialization_timeout=60)
-        main(int(sys.argv[4]), mode, result)
+
+if __name__ == "__main__":
+    folder, children = sys.argv[1], []
+    for mode, variables, told in json.loads(sys.argv[2]):
+        child = os.fork()
+        if not child:
+            start(f"{folder}/{mode}", variables, *told)
+            break
+        children.append(child)
     else:
-        main(0, mode, result)
+        sys.exit(sum(os.waitpid(child, 0)[1] != 0 for child in children))

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -43,7 +44,7 @@ def device():
 
 def ended(folder, end):
     program = Path(__file__).with_name("checkpoint_program.py")
-    return subprocess.run([sys.executable, program, folder, end], capture_output=True, text=True, timeout=200)
+    return forked.run(program, folder, end)
 
 
 def test_a_save_goes_on_to_its_end_after_an_exception(device, tmp_path):

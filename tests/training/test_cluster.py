@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -107,30 +106,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def together(tmp_path, mode, arguments, variables):
-    """What two processes of a mode found."""
-    result = tmp_path / mode
-    base = {**os.environ, "XLA_AMP_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), mode, str(result)]
-    started = [
-        subprocess.Popen([*command, *more], env={**base, **each}, stderr=subprocess.PIPE, text=True)
-        for more, each in zip(arguments, variables, strict=True)
-    ]
-    said = [process.communicate(timeout=200)[1] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), said
-    return [json.loads(Path(f"{result}-{rank}").read_text()) for rank in range(2)]
-
-
 def test_processes_find_each_other_and_agree(tmp_path):
     address = f"127.0.0.1:{free_port()}"
     job = {**SLURM, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": str(free_port())}
-    ranks = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    runs = {
-        "initialized": ([[address, "0"], [address, "1"]], [{}, {}]),
-        "slurm": ([[], []], [{**job, **rank} for rank in ranks]),
-    }
-    for mode, (arguments, variables) in runs.items():
-        for rank, found in enumerate(together(tmp_path, mode, arguments, variables)):
+    started = [["initialized", {}, [address, rank]] for rank in range(2)]
+    started += [["slurm", {**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}, []] for rank in "01"]
+    environment = {**os.environ, "XLA_AMP_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+    done = forked.run(PROGRAM, tmp_path, json.dumps(started), environment=environment)
+    assert done.returncode == 0, done.stderr
+    for mode in ("initialized", "slurm"):
+        for rank in range(2):
+            found = json.loads((tmp_path / f"{mode}-{rank}").read_text())
             assert found["before"] == [2, rank], mode
             assert found["place"] == [2, rank, rank], mode
             assert found["reduced"] == 3.0

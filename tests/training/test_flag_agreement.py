@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 PROGRAM = Path(__file__).with_name("flag_program.py")
@@ -15,14 +14,8 @@ PROGRAM = Path(__file__).with_name("flag_program.py")
 
 @pytest.mark.exhaustive
 def test_a_flag_of_one_process_skips_the_step_in_all(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "60"},
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "60"}
+    done = forked.run(PROGRAM, tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from test_spmd_targets import collectives
 
@@ -24,8 +22,7 @@ WEIGHTS = 2 * 64 * 96
 def written(tmp_path_factory):
     """The folder with the programs, and how far the results of eight devices are from those of one."""
     folder = tmp_path_factory.mktemp("programs")
-    command = [sys.executable, str(PROGRAM), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    done = forked.run(PROGRAM, folder)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.splitlines()[-1])
 

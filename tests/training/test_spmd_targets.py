@@ -6,10 +6,9 @@ import collections
 import functools
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from xla_amp.tools.inspect import targets
@@ -33,8 +32,7 @@ def compiled(tmp_path_factory):
     @functools.cache
     def written():
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(PROGRAM), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = forked.run(PROGRAM, folder, environment=environment, timeout=800)
         assert done.returncode == 0, done.stderr
 
     with targets.Compilers() as compilers:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import forked
 import pytest
 
 from xla_amp import config
@@ -112,8 +112,6 @@ print("all well")
 @pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
 def test_forked_children() -> None:
     environment = config.child_environment({"JAX_PLATFORMS": "cpu"})
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300, env=environment
-    )
+    run = forked.run(program=PROGRAM, environment=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "all well" in run.stdout

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from monitor_program import BAD, BAD_RANK, ELEMENT
 
@@ -19,8 +18,7 @@ PROGRAM = Path(__file__).with_name("monitor_program.py")
 def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XLA_AMP_TIMEOUT": "120"}
-    command = [sys.executable, str(PROGRAM), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    done = forked.run(PROGRAM, folder, environment=environment)
     assert done.returncode == 0, done.stderr
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("0", "1", "alone")}
 
