@@ -325,7 +325,7 @@ class Walk:
             self._value(os.environ, "os.environ")
             return
         space = vars(value)
-        for name in sorted(filter(space.__contains__, self._names)):
+        for name in sorted(self._names.intersection(space)):
             if not library or _is_plain(space[name]):
                 self._value(space[name], f"{label}.{name}")
         if self._computed and not library:

@@ -8,7 +8,8 @@ modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -29,40 +30,8 @@ from xla_amp.lazy.torch_integration import generator
 Reference: TypeAlias = "weakref.ref[Buffer]"
 
 
-class Argument(NamedTuple):
-    """An input that is a tensor argument."""
-
-    position: int
-    """Among the tensor arguments."""
-
-
-class State(NamedTuple):
-    """An input that is the same buffer in each call."""
-
-    buffer: Reference
-
-
-class Carried(NamedTuple):
-    """An input that the call before computed; what this call computes takes its place."""
-
-    target: int
-    """Among the values that a call leaves."""
-
-
-class Constant(NamedTuple):
-    """An input from the host, with the same bytes in each call."""
-
-    spec: Spec
-    array: jax.Array
-
-
-class Unknown(NamedTuple):
-    """An input that prevents a replay."""
-
-    reason: str
-
-
-Source: TypeAlias = Argument | State | Carried | Constant | Unknown
+Source: TypeAlias = "Callable[[Sequence[Buffer]], Buffer | None] | str"
+"""Gives an input of a replay from the buffers of its tensor arguments, None if it no longer exists; or why none can."""
 
 
 class Target(NamedTuple):
@@ -102,8 +71,6 @@ class Recording:
     """Of each parameter."""
     host_arrays: dict[int, jax.Array]
     """Arrays of parameters that no tensor holds after the call and that were neither arguments nor carried."""
-    targets: list[Target]
-    """Parameters that the call overwrites come first."""
     overwritten: int
     """How many they are."""
     program: weakref.ref[XlaProgram]
@@ -128,6 +95,8 @@ class Recording:
         self._locations: list[str] = []
         """Where the user's code ended each program."""
         self._generators = False
+        self.targets: list[Target] = []
+        """Parameters that the call overwrites come first."""
 
     def __enter__(self) -> Recording:
         self.begin = generator.state()
@@ -157,24 +126,26 @@ class Recording:
 
     def _source(self, slot: int, buffer: Buffer, carried: int | None, held: bool) -> Source:
         if (index := self._argument_of.get(id(buffer))) is not None:
-            return Argument(index)
-        earlier = self._previous
+            return itemgetter(index)
+        earlier, reference = self._previous, weakref.ref(buffer)
         if earlier is not None and slot < len(earlier.parameters) and earlier.parameters[slot]() is buffer:
-            return State(weakref.ref(buffer))
-        if carried is not None:
-            return Carried(carried)
+            return lambda _: reference()  # the same in each call
+        if carried is not None:  # the call before computed it, so a replay reads what this call leaves
+            targets = self.targets
+            return lambda _: _with_value_of(targets[carried].buffer())
         if held or not isinstance(buffer.array, jax.Array):
-            return Unknown(
+            return (
                 f"it reads a tensor, {buffer.spec}, that is another one in each call and no argument; pass it as an "
                 "argument"
             )
-        self.host_arrays[slot] = buffer.array
+        spec = buffer.spec
+        array = self.host_arrays[slot] = buffer.array
         old = None if earlier is None else earlier.host_arrays.get(slot)
-        if old is not None and _same(old, buffer.array):
-            return Constant(buffer.spec, buffer.array)
-        return Unknown(
-            f"it brings a value from the host, {buffer.spec}, that is another in each call; make it a tensor on the "
-            "device outside and pass it as an argument"
+        if old is not None and _same(old, array):
+            return lambda _: Buffer(spec, array=array)
+        return (
+            f"it brings a value from the host, {spec}, that is another in each call; make it a tensor on the device "
+            "outside and pass it as an argument"
         )
 
     def after(self, program: XlaProgram, code: tuple[int, ...], targets: list[Buffer]) -> None:
@@ -186,7 +157,7 @@ class Recording:
         self.parameters = [weakref.ref(buffer) for buffer in trace.parameters]
         self.parameter_numbers = list(trace.parameter_numbers)
         self.final_numbers = [buffer.number for buffer in trace.parameters]
-        self.targets = [
+        self.targets[:] = [
             Target(weakref.ref(each), each.spec, each.number, self._argument_of.get(id(each)), each.array is None)
             for each in targets
         ]
@@ -259,6 +230,11 @@ def first_difference(one: Recording, other: Recording) -> str | None:
             "the same operations keep other values alive from call to call (a list that grows? gradients not dropped?)"
         )
     return None
+
+
+def _with_value_of(buffer: Buffer | None) -> Buffer | None:
+    """A new buffer with the value that `buffer` has now, since the call binds another and does not overwrite it."""
+    return None if buffer is None else Buffer(buffer.spec, array=buffer.array)
 
 
 def _same(one: jax.Array, other: jax.Array) -> bool:

@@ -7,35 +7,26 @@ and everything that a flush does (meshes, memory, failures, waiting) is as after
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
-import jax
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xla_amp.errors import StepFailedError
 from xla_amp.lazy.capture.reach import NotReplayableError
-from xla_amp.lazy.capture.recording import (
-    Argument,
-    Carried,
-    Constant,
-    Recording,
-    Source,
-    State,
-    Target,
-    Unknown,
-    first_difference,
-)
+from xla_amp.lazy.capture.recording import Recording, Target, first_difference
 from xla_amp.lazy.graph.buffer import Buffer, Poisoned
-from xla_amp.lazy.graph.trace import Spec, trace
+from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import execute, memory_layout
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 from xla_amp.lazy.torch_integration import generator
+
+Result: TypeAlias = Callable[[Sequence[torch.Tensor], Mapping[int, torch.Tensor]], Any]
+"""Gives an item that a call returns from its tensor arguments and the values that it computed."""
 
 
 class Replay:
@@ -55,40 +46,24 @@ class Replay:
         if difference is not None:
             raise NotReplayableError(f"its calls differ: {difference}")
         self._recorded = later
-        self._references: list[Callable[[], Buffer | None]] = [_nothing] * len(later.sources)
-        """The buffers of state, by slot."""
-        self._arguments: list[tuple[int, int]] = []
-        """(slot, argument) pairs."""
-        self._constants: list[tuple[int, Spec, jax.Array]] = []
-        self._dropped: list[int] = []
-        """Slots whose buffer gets a value of this call, which does not overwrite the old one."""
-        for slot, source in enumerate(later.sources):
-            self._add_source(slot, source)
+        self._sources: list[Callable[[Sequence[Buffer]], Buffer | None]] = []
+        for source in later.sources:
+            if isinstance(source, str):
+                raise NotReplayableError(source)
+            self._sources.append(source)
         self._computed = later.targets[later.overwritten :]
         seed, offset = later.begin
         self._streams = [(None if s == seed else s, at - offset if s == seed else at) for s, at in later.streams]
         self._draws = later.end[1] - offset
         items, structure = tree_flatten(result)
         self._structure = None if len(items) == 1 and items[0] is result else structure
+        self._returned: set[int] = set()
+        """Which of the computed values it returns."""
         self._results = [self._result(item, tensors) for item in items]
 
-    def _add_source(self, slot: int, source: Source) -> None:
-        match source:
-            case Argument(position):
-                self._arguments.append((slot, position))
-            case State(buffer):
-                self._references[slot] = buffer
-            case Carried(target):  # what the next call reads is what this one has left
-                self._references[slot] = self._recorded.targets[target].buffer
-                self._dropped.append(slot)
-            case Constant(spec, array):
-                self._constants.append((slot, spec, array))
-            case Unknown(reason):
-                raise NotReplayableError(reason)
-
-    def _result(self, item: Any, tensors: list[torch.Tensor]) -> _Result:
+    def _result(self, item: Any, tensors: list[torch.Tensor]) -> Result:
         if not isinstance(item, torch.Tensor):
-            return _Result(value=item)
+            return lambda *_: item
         if item.device.type != DEVICE_TYPE or item.layout is not torch.strided:
             raise NotReplayableError(
                 f"it returns a tensor on {item.device} ({item.layout}), which a replay would not compute; return a "
@@ -100,14 +75,17 @@ class Replay:
         geometry = item.dtype, tuple(item.shape), item.stride(), offset
         for index, tensor in enumerate(tensors):
             if tensor is item:
-                return _Result(argument=index)
+                return lambda arguments, _: arguments[index]
         for index, tensor in enumerate(tensors):
             if tensor_io.buffer_of(tensor) is buffer:
-                return _Result(argument=index, geometry=geometry)
+                return lambda arguments, _: tensor_io.new_view(arguments[index], *geometry)
         for position, target in enumerate(self._computed):
             if target.buffer() is buffer:
-                return _Result(computed=position, geometry=None if tensor_io.is_whole(item) else geometry)
-        return _Result(value=item)  # of the state
+                self._returned.add(position)
+                if tensor_io.is_whole(item):
+                    return lambda _, computed: computed[position]
+                return lambda _, computed: tensor_io.new_view(computed[position], *geometry)
+        return lambda *_: item  # of the state
 
     # -- replaying -----------------------------------------------------------------------------------------------
 
@@ -138,16 +116,10 @@ class Replay:
 
         A separate function: a variable that holds a parameter at the flush would count as a tensor that does.
         """
-        recorded, found = self._recorded, [reference() for reference in self._references]
-        for slot, index in self._arguments:
-            found[slot] = arguments[index]
-        for slot, spec, array in self._constants:
-            found[slot] = Buffer(spec, array=array)
+        recorded, found = self._recorded, [source(arguments) for source in self._sources]
         parameters = [buffer for buffer in found if buffer is not None]
         if len(parameters) < len(found) or not _all_written(parameters):
             return None
-        for slot in self._dropped:
-            parameters[slot] = Buffer(parameters[slot].spec, array=parameters[slot].array)
         computed = [_buffer(target, arguments) for target in self._computed]
         for buffer, target in zip(computed, self._computed, strict=True):
             buffer.number = target.number
@@ -176,43 +148,15 @@ class Replay:
         """
         if computed is None:
             computed = [_buffer(target, ()) for target in self._computed]
-        bases: dict[int, torch.Tensor] = {}
-        items = [self._item(each, tensors, computed, bases) for each in self._results]
+        returned = {position: self._tensor(position, computed[position]) for position in self._returned}
+        items = [result(tensors, returned) for result in self._results]
         return items[0] if self._structure is None else tree_unflatten(items, self._structure)
 
-    def _item(
-        self, result: _Result, tensors: list[torch.Tensor], computed: list[Buffer], bases: dict[int, torch.Tensor]
-    ) -> Any:
-        position = result.computed
-        if result.argument is not None:
-            base = tensors[result.argument]
-        elif position is None:
-            return result.value
-        elif position in bases:
-            base = bases[position]
-        else:
-            buffer = computed[position]
-            if self._computed[position].buffer() is buffer:  # an attribute has it, too
-                buffer = Buffer(buffer.spec, array=buffer.array)
-            base = bases[position] = tensor_io.tensor_over(buffer)
-        return base if result.geometry is None else tensor_io.new_view(base, *result.geometry)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Result:
-    """An item that a call returns: a Python value or a tensor of the state, an argument, or what the call computes."""
-
-    value: Any = None
-    argument: int | None = None
-    """Index among the tensor arguments."""
-    computed: int | None = None
-    """Index among the values that the call computes."""
-    geometry: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], Any] | None = None
-    """dtype, shape, strides and offset of a view; None for the whole value."""
-
-
-def _nothing() -> None:
-    """In place of a reference, for an input that is no state."""
+    def _tensor(self, position: int, buffer: Buffer) -> torch.Tensor:
+        """A new tensor with a computed value."""
+        if self._computed[position].buffer() is buffer:  # an attribute has it, too
+            buffer = Buffer(buffer.spec, array=buffer.array)
+        return tensor_io.tensor_over(buffer)
 
 
 def _buffer(target: Target, arguments: Sequence[Buffer]) -> Buffer:
