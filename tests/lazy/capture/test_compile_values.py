@@ -29,7 +29,7 @@ import pytest
 import torch
 
 import xla_amp
-from xla_amp.errors import XlaAmpWarning
+from xla_amp.errors import CaptureError, XlaAmpWarning
 
 DEVICE = "jax:0"
 settings = types.ModuleType("settings")
@@ -968,6 +968,41 @@ def test_what_only_other_methods_use_is_not_compared(device):
     trainer.train()
     assert [float(each[0]) for each in trainer.history] == [2.0, 4.0] * 3 + [3.0, 6.0] * 3
     assert trainer.step.replays == 8
+
+
+ARGUMENTS = {
+    "zero": (lambda x, a: 1 / (x * a), lambda: (0.0, -0.0)),
+    "array": (lambda x, a: x * float(a[0]), lambda: (np.ones(2), np.full(2, 3.0))),
+    "object": (lambda x, a: x * a.value, lambda: (Holder(2.0), Holder(3.0))),
+    "function": (lambda x, a: a(x), lambda: (lambda x: x + 1, lambda x: x + 2)),
+    "module": (lambda x, a: a(x), lambda: (Scale(2.0), Shift(2.0))),
+    "dictionary of a library": (
+        lambda x, a: x * a["b"],
+        lambda: (collections.UserDict(b=2.0), collections.UserDict(b=3.0)),
+    ),
+}
+"""Steps, and two values of their argument by turns."""
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_compared_as_other_values_are(name, device):
+    step, values = ARGUMENTS[name]
+    compiled, x, pair = xla_amp.compile(step, strict=True), torch.ones(3, device=device), values()
+    for number in range(16):
+        value = pair[number // 4 % 2]
+        assert is_same(compiled(x, value), step(x, value))
+    assert compiled.replays == 12
+
+
+def test_an_argument_that_changes_in_place_or_cannot_be_compared(device):
+    holder, x = Holder(2.0), torch.ones(3, device=device)
+    compiled = xla_amp.compile(lambda x, holder: x * holder.value, strict=True)
+    for count, value in enumerate((2.0, 2.0, 2.0, 3.0, 3.0, 3.0)):
+        holder.value, holder.count = value, count  # the step does not read the latter
+        assert compiled(x, holder).tolist() == [value] * 3
+    assert compiled.replays == 2
+    with pytest.raises(CaptureError, match="argument 1, a list_iterator, which cannot be compared"):
+        xla_amp.compile(lambda x, a: x * next(a), strict=True)(x, iter([1.0]))
 
 
 # ---- random values at random places ----------------------------------------------------------------------------------

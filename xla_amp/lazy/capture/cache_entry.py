@@ -27,11 +27,12 @@ class CacheEntry:
     """The recorded calls of a step for one set of guarded values, and their replay.
 
     Args:
-        values: the Python values of the calls that it serves.
+        call: the arguments and modes of the calls that it serves, each with words for messages.
+        values: the Python values of these calls.
     """
 
-    def __init__(self, values: Values) -> None:
-        self.values = values
+    def __init__(self, call: list[tuple[str, Any]], values: Values) -> None:
+        self.call, self.values = call, values
         self.calls = self.replays = 0
         self.last: Recording | None = None
         """The last recorded call, if the next one can be compared with it."""

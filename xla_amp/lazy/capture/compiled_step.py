@@ -55,8 +55,8 @@ def compile(step: Callable[..., Any] | None = None, *, strict: bool = False, lim
     """Captures `step` once two calls in a row have recorded the same program; later calls replay it.
 
     Args:
-        step: a function of tensors on the lazy device, and of anything hashable: a whole training step (forward pass,
-            backward pass, optimizer, scaler) or an inference step.  None returns a decorator.
+        step: a function of tensors on the lazy device and of Python values, which are compared: a whole training step
+            (forward pass, backward pass, optimizer, scaler) or an inference step.  None returns a decorator.
         strict: raise instead of warning when the step cannot be replayed.
         limit: captures kept, one per combination of shapes, dtypes, other arguments, ``training`` flags and open
             regions; least recently made first.
@@ -100,10 +100,7 @@ class Compiled(Generic[_Arguments, _Result]):
     def __init__(self, step: Callable[_Arguments, _Result], strict: bool, limit: int) -> None:
         functools.update_wrapper(self, step)
         self._step, self._strict, self._limit = step, strict, limit
-        self._cache: dict[Any, list[CacheEntry]] = {}
-        """Signature of arguments and modes -> an entry for each set of guarded values."""
-        self._newest: list[Any] = []
-        """Signature of the newest entry."""
+        self._cache: list[CacheEntry] = []
         self._guards: Guards | None = None
         self.replays = 0
         """Calls that were not recorded."""
@@ -144,8 +141,9 @@ class Compiled(Generic[_Arguments, _Result]):
         flat_args, _ = tree_flatten((args, kwargs))
         trial, before = Compiled(self._step, True, 1), metrics()["compilations"]
         try:
-            trial._guards = guards = Guards(self._step)
-            entry = CacheEntry(guards.values())
+            others = _others(flat_args)
+            trial._guards = guards = Guards(self._step, others)
+            entry = CacheEntry([], guards.values(others))
         except NotReplayableError as reason:
             raise CaptureError(f"{self!r} cannot be replayed: {reason}") from None
         with restored_state(guards):
@@ -193,49 +191,36 @@ class Compiled(Generic[_Arguments, _Result]):
         """The cache entry of a call; a new one if there is none; None beyond the limit."""
         if self._guards is None:
             _require_the_lazy_device()
-        guards, fresh = self._guards or Guards(self._step), self._guards is None
-        values, signature = guards.values(), _signature(flat_args, guards)
-        entries = self._cache.get((tree, *signature), [])
-        found, captures = _match(entries, values), sum(map(len, self._cache.values()))
-        if not fresh and (not guards.hold(values) or (found is None and (entries or captures < self._limit))):
-            guards = Guards(self._step)  # closures and attributes may hold other objects now
-            values, signature = guards.values(), _signature(flat_args, guards)
-            entries = self._cache.get((tree, *signature), [])
-            found = _match(entries, values)
+        others = _others(flat_args)
+        for known in (None,) if self._guards is None else (self._guards, None):
+            guards = known or Guards(self._step, others)  # closures and attributes may hold other objects now
+            call, values = _call(flat_args, tree, guards), guards.values(others)
+            found = next((entry for entry in self._cache if entry.call == call and entry.values == values), None)
+            if found is not None and guards.hold(values):
+                break
         self._guards = guards
         if found is not None:
+            found.values = values  # shares the list of modules' values, so that comparing them is fast
             return found
-        if captures >= self._limit:
-            self._report_the_limit(captures, entries, values)
+        if len(self._cache) >= self._limit:
+            if not self._limit_reported:
+                self._limit_reported = True
+                forms = f"it has been captured in {len(self._cache)} forms, its limit"
+                self._report(f"{forms}; {self._difference(call, values)}")
             return None
-        if captures:
-            causes.captured_again(events.user_location(), self._new_form(entries, values, signature, len(flat_args)))
-        self._newest = signature
-        entry = CacheEntry(values)
-        self._cache.setdefault((tree, *signature), []).append(entry)
-        return entry
+        if self._cache:
+            causes.captured_again(events.user_location(), self._difference(call, values))
+        self._cache.append(CacheEntry(call, values))
+        return self._cache[-1]
 
-    def _report_the_limit(self, captures: int, entries: list[CacheEntry], values: Values) -> None:
-        if self._limit_reported:
-            return
-        self._limit_reported = True
-        changed = entries[-1].values.difference(values) if entries else None
-        what = f"Python changes {changed}" if changed else "its arguments differ again (shapes? plain numbers?)"
-        self._report(f"it has been captured in {captures} forms, its limit; {what}")
-
-    def _new_form(self, entries: list[CacheEntry], values: Any, signature: list[Any], arguments: int) -> str:
+    def _difference(self, call: list[tuple[str, Any]], values: Values) -> str:
         """Why a call needs another entry than those that exist."""
-        if entries:
-            return f"Python changes {entries[-1].values.difference(values)}"
-        if len(self._newest) != len(signature):
-            return "the number of its arguments has changed"
-        for index, (old, new) in enumerate(zip(self._newest, signature, strict=True)):
-            if old != new:
-                if index == len(signature) - 1:
-                    return "other parameters have a gradient, require one, or have hooks"
-                name = f"argument {index}" if index < arguments else "a mode (grad, autocast, default dtype, policy)"
-                return f"{name} is {_described(new)}, {_described(old)} before"
-        return "the structure of its arguments has changed"
+        alike = [entry for entry in self._cache if entry.call == call]
+        if alike:
+            return f"Python changes {alike[-1].values.difference(values)}"
+        pairs = zip(self._cache[-1].call, call, strict=False)
+        old, new, text = next((old, new, text) for (_, old), (text, new) in pairs if old != new)
+        return text.format(_described(new), _described(old))
 
     @interrupts.deferred
     def _record(self, entry: CacheEntry, flat_args: list[Any], args: Any, kwargs: Any) -> Any:
@@ -250,7 +235,7 @@ class Compiled(Generic[_Arguments, _Result]):
             result = self._step(*args, **kwargs)
             execute.flush()
         try:
-            after = guards.values()
+            after = guards.values(_others(flat_args))
             changed = entry.values.difference(after)
             if changed is not None:
                 raise NotReplayableError(f"it changes {changed}, which a replay would not; do that outside")
@@ -304,25 +289,27 @@ def _tensors(flat_args: list[Any]) -> list[torch.Tensor]:
     return [item for item in flat_args if isinstance(item, torch.Tensor)]
 
 
-def _match(entries: list[CacheEntry], values: Values) -> CacheEntry | None:
-    for entry in entries:
-        if entry.values == values:
-            entry.values = values  # shares the list of modules' values, so that comparing them is fast
-            return entry
-    return None
+def _others(flat_args: list[Any]) -> dict[str, Any]:
+    """The arguments that are no tensors, by the names that messages give them."""
+    return {f"argument {index}": arg for index, arg in enumerate(flat_args) if not isinstance(arg, torch.Tensor)}
 
 
-def _signature(flat_args: list[Any], guards: Guards) -> list[Any]:
-    """The properties of a call, besides Python values, that shape its program."""
-    return [*_described_arguments(flat_args), *_modes(), guards.gradient_states()]
+def _call(flat_args: list[Any], tree: Any, guards: Guards) -> list[tuple[str, Any]]:
+    """The properties of a call, besides Python values, that shape its program, each with words for its change."""
+    return [
+        ("the structure of its arguments has changed", tree),
+        *((f"argument {index} is {{}}, {{}} before", each) for index, each in enumerate(_arguments(flat_args))),
+        *(("a mode (grad, autocast, default dtype, policy) is {}, {} before", mode) for mode in _modes()),
+        ("other parameters have a gradient, require one, or have hooks", guards.gradient_states()),
+    ]
 
 
-def _described_arguments(flat_args: list[Any]) -> Iterator[Any]:
-    """The properties of the arguments that shape the program."""
+def _arguments(flat_args: list[Any]) -> Iterator[Any]:
+    """The properties of the arguments that shape the program; of what is no tensor its type."""
     first_uses: dict[int, int] = {}
     for index, arg in enumerate(flat_args):
         if not isinstance(arg, torch.Tensor):
-            yield type(arg), arg
+            yield type(arg)
             continue
         try:
             buffer = tensor_io.buffer_of(arg)
@@ -339,11 +326,9 @@ def _described_arguments(flat_args: list[Any]) -> Iterator[Any]:
 
 
 def _described(item: Any) -> str:
-    """An item of a signature for messages."""
+    """A property of a call for messages."""
     if not isinstance(item, tuple):
         return repr(item)
-    if len(item) == 2:  # type and value of what is no tensor
-        return repr(item[1])
     return ", ".join(str(list(part) if isinstance(part, torch.Size) else part) for part in item[1:6])
 
 

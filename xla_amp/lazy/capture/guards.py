@@ -1,9 +1,9 @@
 """Guards of a captured step: what must be unchanged for a replay, when it is compared, and what happens then.
 
-1. Each call compares its arguments (shape, dtype, strides, aliasing, mesh layout; the value of what is no tensor), the
-   modes of the thread (grad mode, default dtype, autocast region and policy) and which parameters have or require a
-   gradient, as the cache key (`compiled_step`), and the Python values that the step can see (`Guards`, below).  If they
-   differ from those of all cache entries, another entry is made, at most `limit`.
+1. Each call compares its tensor arguments (shape, dtype, strides, aliasing, mesh layout), the modes of the thread (grad
+   mode, default dtype, autocast region and policy), which parameters have or require a gradient (`compiled_step`), and
+   the Python values that the step can see, other arguments included (`Guards`, below).  If they differ from those of
+   all cache entries, another entry is made, at most `limit`.
 2. A replay compares the options of optimizers and the growth parameters of scalers (`numbers`), whether the
    step still has the storages that the captured call left (`Guards.storages`), and whether each tensor of the state is
    still alive and written (`replay`).  If they differ, the entry drops its capture and captures again.
@@ -25,10 +25,11 @@ object was replaced (`module_tree`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 
@@ -38,20 +39,26 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
+EMPTY: Final[Mapping[str, Any]] = MappingProxyType({})
+
 
 class Guards:
-    """What of the state of Python `function` can see: modules, parameters, optimizers, scalers, values.
+    """What of the state of Python a call can see: modules, parameters, optimizers, scalers, values.
+
+    Args:
+        function: the step.
+        arguments: those that are no tensors, with their names for messages.
 
     Raises:
         NotReplayableError: it can see a value that cannot be compared, or too many.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any] = EMPTY) -> None:
         self._function = function
         self._names, known = set(ALWAYS), 0
         while known < len(self._names):  # the code that the last walk found names more
             known, self._trees = len(self._names), dict[int, ModuleTree]()
-            walk = self._walk()
+            walk = self._walk(arguments)
         self.optimizers, self.scalers = walk.optimizers, walk.scalers
         spaces = [vars(module) for tree in walk.trees for module in tree.modules]
         self._buffers = [space["_buffers"] for space in spaces]
@@ -65,16 +72,19 @@ class Guards:
 
     # -- comparing -----------------------------------------------------------------------------------------------
 
-    def _walk(self) -> Walk:
-        return Walk(self._function, self._names, self._trees)
+    def _walk(self, arguments: Mapping[str, Any]) -> Walk:
+        return Walk({**arguments, "the step": self._function}, self._names, self._trees)
 
-    def values(self) -> Values:
+    def values(self, arguments: Mapping[str, Any] = EMPTY) -> Values:
         """The current values, to compare with earlier ones by ``==``.
+
+        Args:
+            arguments: as above.
 
         Raises:
             NotReplayableError: a value cannot be compared, or there are too many.
         """
-        return self._walk().values
+        return self._walk(arguments).values
 
     def hold(self, values: Values) -> bool:
         """Whether these guards have the modules, parameters, optimizers and scalers that the step can see now."""

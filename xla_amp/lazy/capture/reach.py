@@ -1,9 +1,10 @@
 """Walk the Python values that a step can reach by the names in its code.
 
-A walk starts at the step's function.  It follows closures, globals, defaults and bound arguments of functions of the
-user; attributes of objects, classes and modules whose name occurs in that code; and the items of containers.  It gives
-a flat list with an entry for each value: type and value of numbers, texts and the like, type and length of containers,
-identity of what has no value to compare.  Two equal lists mean that the code finds the same values.
+A walk starts at the step's arguments and its function.  It follows closures, globals, defaults and bound arguments of
+functions of the user; attributes of objects, classes and modules whose name occurs in that code; and the items of
+containers.  It gives a flat list with an entry for each value: type and value of numbers, texts and the like, type and
+length of containers, identity of what has no value to compare.  Two equal lists mean that the code finds the same
+values.
 
 Code of libraries (the standard library and installed packages) is not followed.  Objects of other packages than torch,
 JAX and NumPy are, as the configuration of a model of transformers is.
@@ -116,10 +117,10 @@ class Values:
 
 
 class Walk:
-    """One walk from a function, and what it has found: `values`, and the objects in them that a step computes with.
+    """One walk, and what it has found: `values`, and the objects in them that a step computes with.
 
     Args:
-        function: the step.
+        roots: where it starts: arguments and the step, with their names for messages.
         names: attributes that are followed; gets the names in the code that is found.
         trees: the trees of modules that were read before, by the id of their first module; gets those that are found.
 
@@ -127,7 +128,7 @@ class Walk:
         NotReplayableError: it reaches a value that cannot be compared, or too many.
     """
 
-    def __init__(self, function: Callable[..., Any], names: set[str], trees: dict[int, ModuleTree]) -> None:
+    def __init__(self, roots: Mapping[str, Any], names: set[str], trees: dict[int, ModuleTree]) -> None:
         self._names, self._known = names, trees
         self._computed = not names.isdisjoint(_COMPUTED)
         self._seen: dict[int, tuple[int, Any]] = {}
@@ -139,7 +140,8 @@ class Walk:
         self.scalers: list[torch.amp.GradScaler] = []
         self.leaves: list[torch.Tensor] = []
         """Tensors that get gradients, besides those of modules and optimizers."""
-        self._value(function, "the step")
+        for label, root in roots.items():
+            self._value(root, label)
         self._modules_by_name()
         for hook in private_api.hooks_of_all_modules():
             if not str(getattr(hook, "__module__", "")).startswith("xla_amp."):  # ours come and go with each step
