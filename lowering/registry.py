@@ -1,6 +1,6 @@
 """The table of lowerings: ATen operation name -> pure JAX function.
 
-A lowering is written once, for the functional form of an operation.  It does not use torch, traces or devices::
+A lowering is written once, for the functional variant of an operation.  It does not use torch, traces or devices::
 
     @register("lerp.Scalar", "lerp.Tensor")
     def lerp(start, end, weight, *, common): ...
@@ -99,7 +99,7 @@ def register(
 ) -> Callable[[_Function], _Function]:
     """Decorator that makes a JAX function the lowering of the operations `names`.
 
-    The engine derives the in-place form (``add_`` of ``add``) and the ``out=`` form.
+    The engine derives the in-place variant (``add_`` of ``add``) and the ``out=`` variant.
 
     Args:
         names: ATen names with overload (``"add.Tensor"``) or ``"library::name.overload"``.

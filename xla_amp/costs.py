@@ -22,9 +22,9 @@ def product(left: Sequence[Any], result: Sequence[Any], contracted: Collection[i
     return None if _unknown(left, result) else 2 * math.prod(result) * math.prod(left[axis] for axis in contracted)
 
 
-def convolution(kernel: Sequence[Any], result: Sequence[Any], features: int) -> int | None:
-    """Operations of a convolution; `features` is the dimension of the kernel that counts output features."""
-    return None if _unknown(kernel, result) else 2 * math.prod(result) * math.prod(kernel) // max(1, kernel[features])
+def convolution(weight: Sequence[Any], result: Sequence[Any], features: int) -> int | None:
+    """Operations of a convolution; `features` is the dimension of the weight that counts output features."""
+    return None if _unknown(weight, result) else 2 * math.prod(result) * math.prod(weight) // max(1, weight[features])
 
 
 def moved(record: DecisionRecord) -> int | None:

@@ -1,6 +1,6 @@
 """Progress of a long call on standard error: a bar on a terminal, otherwise a line every 15 seconds.
 
-What computes calls `step`; who shows it wraps the call in `shown`.  ``XLA_AMP_PROGRESS=off`` shows nothing.
+What computes calls `tell`; who shows it wraps the call in `shown`.  ``XLA_AMP_PROGRESS=off`` shows nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _State:
 _shown: contextvars.ContextVar[_State | None] = contextvars.ContextVar("xla_amp_progress", default=None)
 
 
-def step(what: str, done: int = 0, total: int = 0) -> None:
+def tell(what: str, done: int = 0, total: int = 0) -> None:
     """Tells what begins now, how many of its parts are done, and how many there are (0: unknown)."""
     state = _shown.get()
     if state is not None:
@@ -51,7 +51,7 @@ def wanted(stream: TextIO | None) -> bool:
 
 @contextlib.contextmanager
 def shown(title: str, *, lines: bool = False) -> Iterator[None]:
-    """Shows what `step` tells while the body runs.
+    """Shows what is told while the body runs.
 
     Args:
         title: opens each line.

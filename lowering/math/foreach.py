@@ -1,6 +1,6 @@
 """Operations on lists of tensors (``_foreach_*``): the operation on single tensors, applied to each entry.
 
-List arguments are taken entry by entry, all others are shared.  Each row has a functional and an in-place form
+List arguments are taken entry by entry, all others are shared.  Each row has a functional and an in-place variant
 (``_foreach_add.List``, ``_foreach_add_.List``); numbers are data in both.
 """
 

@@ -115,7 +115,7 @@ def _up(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return lambda first, second, *rest: function(up(first), up(second), *rest)
 
 
-def _taps(name: taps.Form, why: str, supports: Callable[[Convolution], str | None]) -> ConvolutionForm:
+def _taps(name: taps.Taps, why: str, supports: Callable[[Convolution], str | None]) -> ConvolutionForm:
     return ConvolutionForm(
         name=name,
         why=why,

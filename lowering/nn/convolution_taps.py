@@ -1,7 +1,7 @@
 """Convolution as a sum over the kernel's elements (taps), for shapes where XLA:CPU's convolution is slow.
 
 For each tap, the part of the padded input that it reads is multiplied with the tap's slice of the weight, and the
-products are added in float32.  The `Form` is the way of computing a product:
+products are added in float32.  The `Taps` is the way of computing a product:
 
 ===============  ==============================================  =========================================
 form             layout and product                              used for
@@ -29,7 +29,7 @@ from jax import lax
 from xla_amp.lowering.linalg.contraction import contract
 from xla_amp.lowering.operand import opmath, up
 
-Form = Literal["depthwise", "channels_first", "channels_last"]
+Taps = Literal["depthwise", "channels_first", "channels_last"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,25 +68,25 @@ def _offsets(kernel: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return itertools.product(*map(range, kernel))
 
 
-def _to_layout(x: jax.Array, form: Form) -> jax.Array:
+def _to_layout(x: jax.Array, form: Taps) -> jax.Array:
     """`x`, of shape ``(N, C, *)``, in the layout of `form`."""
     if form == "depthwise":
         return x
     return jnp.swapaxes(x, 0, 1) if form == "channels_first" else jnp.moveaxis(x, 1, -1)
 
 
-def _from_layout(x: jax.Array, form: Form) -> jax.Array:
+def _from_layout(x: jax.Array, form: Taps) -> jax.Array:
     """The inverse of `_to_layout`."""
     if form == "depthwise":
         return x
     return jnp.swapaxes(x, 0, 1) if form == "channels_first" else jnp.moveaxis(x, -1, 1)
 
 
-def _first_spatial(form: Form) -> int:
+def _first_spatial(form: Taps) -> int:
     return 1 if form == "channels_last" else 2
 
 
-def _window(padded: jax.Array, tap: Sequence[int], extents: Sequence[int], geometry: Geometry, form: Form) -> jax.Array:
+def _window(padded: jax.Array, tap: Sequence[int], extents: Sequence[int], geometry: Geometry, form: Taps) -> jax.Array:
     """The elements of the padded input that `tap` reads, one for each element of the result."""
     start, limit, step = [0] * padded.ndim, list(padded.shape), [1] * padded.ndim
     for axis, (t, n, stride, dilation) in enumerate(
@@ -97,7 +97,7 @@ def _window(padded: jax.Array, tap: Sequence[int], extents: Sequence[int], geome
     return lax.slice(padded, start, limit, step)
 
 
-def _pad(x: jax.Array, geometry: Geometry, form: Form) -> jax.Array:
+def _pad(x: jax.Array, geometry: Geometry, form: Taps) -> jax.Array:
     width = [(0, 0)] * x.ndim
     for axis, amount in enumerate(geometry.padding, _first_spatial(form)):
         width[axis] = (amount, amount)
@@ -113,7 +113,7 @@ def _per_channel(tap_weight: jax.Array, rank: int) -> jax.Array:
     return up(tap_weight).reshape(-1, *(1,) * rank)
 
 
-def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, form: Form) -> jax.Array:
+def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, form: Taps) -> jax.Array:
     """The convolution; float32 for half operands."""
     rank, groups = x.ndim - 2, geometry.groups
     extents = geometry.extents(x.shape[2:], weight.shape[2:])
@@ -136,7 +136,7 @@ def forward(x: jax.Array, weight: jax.Array, geometry: Geometry, form: Form) -> 
 
 
 def data_gradient(
-    grad: jax.Array, weight: jax.Array, spatial: Sequence[int], geometry: Geometry, form: Form
+    grad: jax.Array, weight: jax.Array, spatial: Sequence[int], geometry: Geometry, form: Taps
 ) -> jax.Array:
     """The transpose of `forward` in its input, which has spatial extents `spatial`; float32 for half operands."""
     rank, groups = grad.ndim - 2, geometry.groups
@@ -167,7 +167,7 @@ def data_gradient(
 
 
 def _pad_window(
-    part: jax.Array, tap: Sequence[int], spatial: Sequence[int], geometry: Geometry, form: Form
+    part: jax.Array, tap: Sequence[int], spatial: Sequence[int], geometry: Geometry, form: Taps
 ) -> jax.Array:
     """The transpose of `_window`, with the padding of the input cropped."""
     config = [(0, 0, 0)] * part.ndim
@@ -180,7 +180,7 @@ def _pad_window(
 
 
 def weight_gradient(
-    grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, form: Form
+    grad: jax.Array, x: jax.Array, weight_shape: Sequence[int], geometry: Geometry, form: Taps
 ) -> jax.Array:
     """The transpose of `forward` in its weight; float32 for half operands."""
     groups = geometry.groups

@@ -113,7 +113,7 @@ def test_help_has_examples_that_are_valid_and_the_exit_statuses(run, command):
 def test_a_long_command_says_what_it_does(capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY", 0.05)
     with progress.shown("xla-amp compare", lines=True):
-        progress.step("measuring operations", 3, 8)
+        progress.tell("measuring operations", 3, 8)
         time.sleep(0.3)
     assert "xla-amp compare: measuring operations, 3 of 8 (0 s)\n" in capsys.readouterr().err
     monkeypatch.setenv("XLA_AMP_PROGRESS", "off")
@@ -128,6 +128,6 @@ def test_a_terminal_gets_a_bar_that_leaves_it(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with progress.shown("convert"):
-        progress.step("searching", 1, 2)
+        progress.tell("searching", 1, 2)
         time.sleep(0.5)
     assert "convert: searching" in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_what_is_no_stablehlo_says_which_form_to_give(lowered):
 
 @pytest.mark.parametrize("data", [b"\nmodule {}", b"", b"\n\n", b"ML\xefR\n\x01"])
 def test_what_is_no_hlo(data):
-    assert hlo.form(data) is None
+    assert hlo.format_of(data) is None
 
 
 # Errors.

@@ -1,4 +1,4 @@
-"""HLO, the form in which XLA keeps and dumps programs, converted to StableHLO by jaxlib.
+"""HLO, the format in which XLA keeps and dumps programs, converted to StableHLO by jaxlib.
 
 An XLA dump (``XLA_FLAGS=--xla_dump_to=DIRECTORY``) has it as text and, with ``--xla_dump_hlo_as_proto``, as protocol
 buffers: an ``HloModuleProto``, or an ``HloProto`` around one.  Optimized programs have operations that StableHLO lacks
@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias
 from xla_amp.errors import ModuleError
 from xla_amp.stablehlo import ir
 
-Form: TypeAlias = Literal["HLO text", "HLO proto"]
+HloFormat: TypeAlias = Literal["HLO text", "HLO proto"]
 
 _HEAD: Final = 4096
 """Bytes that tell a protocol buffer from text."""
@@ -22,8 +22,8 @@ _ENTRY_NAME: Final = b"\x12"
 """Tag of the second field of an ``HloModuleProto``, always there; an ``HloProto`` has no such field."""
 
 
-def form(data: bytes) -> Form | None:
-    """Which form of HLO the bytes are; None for others."""
+def format_of(data: bytes) -> HloFormat | None:
+    """Which format of HLO the bytes are; None for others."""
     if data[:_HEAD].lstrip().startswith(b"HloModule"):
         return "HLO text"
     # A protocol buffer begins with the tag of its first field, a line feed, and has bytes that text has not.
@@ -32,7 +32,7 @@ def form(data: bytes) -> Form | None:
     return None
 
 
-def parse(data: bytes, form: Form, name: str) -> ir.MlirModule:
+def parse(data: bytes, kind: HloFormat, name: str) -> ir.MlirModule:
     """The StableHLO module of an HLO program.
 
     Raises:
@@ -42,23 +42,23 @@ def parse(data: bytes, form: Form, name: str) -> ir.MlirModule:
     from jaxlib import _hlo  # type: ignore[attr-defined]
 
     try:
-        if form == "HLO text":
+        if kind == "HLO text":
             proto = _hlo.hlo_module_from_text(data.decode()).as_serialized_hlo_module_proto()
         else:
             proto = _module_proto(data)
         converted = mlir.hlo_to_stablehlo(proto)
         module = ir.parse(converted, name)
     except Exception as error:  # jaxlib raises errors of several classes
-        raise _refused(name, form, next(filter(str.strip, str(error).splitlines()), type(error).__name__)) from None
+        raise _refused(name, kind, next(filter(str.strip, str(error).splitlines()), type(error).__name__)) from None
     foreign = sorted({each.name for each in ir.operations(module.operation) if each.name.startswith("mhlo.")})
     if foreign:
-        raise _refused(name, form, f"StableHLO has no {', '.join(foreign)}")
+        raise _refused(name, kind, f"StableHLO has no {', '.join(foreign)}")
     return module
 
 
-def _refused(name: str, form: Form, reason: str) -> ModuleError:
+def _refused(name: str, kind: HloFormat, reason: str) -> ModuleError:
     return ModuleError(
-        f"{name}: {form} that jaxlib cannot convert to StableHLO: {reason}; give the program before optimizations "
+        f"{name}: {kind} that jaxlib cannot convert to StableHLO: {reason}; give the program before optimizations "
         "(*.before_optimizations.txt or .hlo.pb of an XLA dump), or StableHLO from the framework"
     )
 

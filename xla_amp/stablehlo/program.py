@@ -1,6 +1,6 @@
 """A StableHLO program in memory: parse it from bytes and serialize it, in every format.
 
-The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's own form of a program,
+The formats are MLIR text, MLIR bytecode, portable artifacts and ``jax.export`` blobs; HLO, XLA's format of a program,
 can be read.  The content of the bytes decides the format.  MLIR's parsers can abort the process on damaged bytecode;
 `xla_amp.stablehlo.io` guards against that.
 """
@@ -76,8 +76,10 @@ def parse(data: bytes, name: str, function: str | None = None) -> Program:
     Raises:
         ModuleError: the bytes do not hold a program; `name` opens the message.
     """
-    if (form := hlo.form(data)) is not None:
-        return _entered(Program(module=hlo.parse(data, form, name), format="text", hlo=form), name, function)
+    if (hlo_format := hlo.format_of(data)) is not None:
+        return _entered(
+            Program(module=hlo.parse(data, hlo_format, name), format="text", hlo=hlo_format), name, function
+        )
     kind = detect(data)
     if kind == "export":
         exported = _deserialized(data, name)

@@ -105,9 +105,9 @@ def test_random_integers_are_the_same_as_with_constants(device: torch.device) ->
     from xla_amp.lazy.programs import dynamic_ints, execute
 
     execute.clear_programs()
-    dynamic_ints._forms.clear()
+    dynamic_ints._seen.clear()
     for high in (2**40, 5):
-        dynamic_ints._forms.clear()  # each is a constant
+        dynamic_ints._seen.clear()  # each is a constant
         assert draw(high) == drawn[high]
     assert min(drawn[77]) >= -3
     assert max(drawn[77]) < 77

@@ -98,14 +98,14 @@ def rows_or_columns(ranks: tuple[int, ...], world: int) -> collectives.Groups:
         >>> rows_or_columns((1, 3), 4)
         ((0, 2), (1, 3))
     """
-    step = ranks[1] - ranks[0]
-    block = len(ranks) * step
-    if step < 1 or world % block:
+    stride = ranks[1] - ranks[0]
+    block = len(ranks) * stride
+    if stride < 1 or world % block:
         return None
     groups = tuple(
-        tuple(range(first + offset, first + offset + block, step))
+        tuple(range(first + offset, first + offset + block, stride))
         for first in range(0, world, block)
-        for offset in range(step)
+        for offset in range(stride)
     )
     return groups if ranks in groups else None
 

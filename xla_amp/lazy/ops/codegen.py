@@ -22,7 +22,7 @@ from xla_amp.lazy.dtypes import TO_NUMPY
 from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import Family, Instruction, Spec, add_parameter, instruction_cache, spec, trace
 from xla_amp.lazy.ops.checks import argument_rules, shape_inference
-from xla_amp.lazy.ops.operators import functional_form
+from xla_amp.lazy.ops.operators import functional_variant
 from xla_amp.lazy.programs import mesh, pjrt
 from xla_amp.lazy.programs.compile import Context
 from xla_amp.lazy.steps.loops import look
@@ -30,8 +30,8 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.torch_integration import generator
 from xla_amp.lowering import Lowering
 
-Form = Literal["functional", "inplace", "out"]
-"""Form of the operator: as registered, in-place (writes the first argument), or with ``out=`` arguments."""
+Variant = Literal["functional", "inplace", "out"]
+"""Variant of the operator: as registered, in-place (writes the first argument), or with ``out=`` arguments."""
 
 DROPPED = frozenset(("Device", "Layout", "Generator", "MemoryFormat"))
 _CHECKS = {"Device": "_require_here"}
@@ -77,10 +77,10 @@ class SchemaArgument:
 class _Operation:
     """A lowering bound to one torch operator; creates its instructions and its kernel."""
 
-    def __init__(self, lowering: Lowering, operator: Any, form: Form) -> None:
+    def __init__(self, lowering: Lowering, operator: Any, variant: Variant) -> None:
         self.lowering = lowering
         self.operator = operator
-        self.form = form
+        self.variant = variant
         self.name = str(operator).removeprefix("aten.").removesuffix(".default")
         schema = operator._schema
         self.arguments = [SchemaArgument(i, argument, lowering) for i, argument in enumerate(schema.arguments)]
@@ -89,7 +89,7 @@ class _Operation:
         self.mutated = tuple(
             argument for name in lowering.mutates for argument in self.arguments if argument.name == name
         )
-        if form == "inplace":
+        if variant == "inplace":
             self.mutated = (self.arguments[0],)
         self.families: weakref.WeakValueDictionary[str, Family] = weakref.WeakValueDictionary()
 
@@ -98,7 +98,7 @@ class _Operation:
     def specialize(self, values: Sequence[Any]) -> Instruction:
         """The instruction for these argument values."""
         named = {argument.name: value for argument, value in zip(self.inputs, values, strict=True)}
-        argument_rules.check(functional_form(self.operator), named)
+        argument_rules.check(functional_variant(self.operator), named)
         new_results = self._new_results(values)
         written = tuple(
             spec(tuple(tensor.shape), tensor.dtype)
@@ -175,15 +175,15 @@ class _Operation:
         """Specs of the results that are new tensors; torch's meta kernel, if there is one, checks the arguments."""
         positional = [v for a, v in zip(self.inputs, values, strict=True) if not a.keyword]
         keywords = {a.name: v for a, v in zip(self.inputs, values, strict=True) if a.keyword}
-        if self.form == "out":
-            return shape_inference.results(functional_form(self.operator), positional, keywords)
+        if self.variant == "out":
+            return shape_inference.results(functional_variant(self.operator), positional, keywords)
         if self.mutated and not any(r.alias_info is None for r in self.returns):
             if not any(a.kind == "tensors" for a in self.mutated) and shape_inference.has_meta_kernel(self.operator):
                 shape_inference.results(
                     self.operator, positional, keywords
                 )  # raises torch's error for a bad shape or dtype
-            if self.form == "inplace" and torch.Tag.pointwise in self.operator.tags:
-                argument_rules.check_inplace(functional_form(self.operator), positional, keywords)
+            if self.variant == "inplace" and torch.Tag.pointwise in self.operator.tags:
+                argument_rules.check_inplace(functional_variant(self.operator), positional, keywords)
             return ()
         return shape_inference.results(self.operator, positional, keywords)
 
@@ -468,7 +468,7 @@ class _Source:
             "_i = _cache.get(_key)",
             f"if _i is None: _i = _cache[_key] = _operation.specialize(({values},))",
         ]
-        outs = [a.variable for a in self.operation.arguments if a.is_out] if self.operation.form == "out" else []
+        outs = [a.variable for a in self.operation.arguments if a.is_out] if self.operation.variant == "out" else []
         if outs:
             differ = " or ".join(f"{name}.dtype is not _i.outs[{i}].dtype" for i, name in enumerate(outs))
             self.lines.append(f"if {differ}: _operation.check_out(_i, ({', '.join(outs)},))")
@@ -488,8 +488,10 @@ class _Source:
 
     def _results(self) -> None:
         operation = self.operation
-        new_results = [r for r in operation.returns if r.alias_info is None] if operation.form == "functional" else []
-        single = len(operation.returns) == 1 and not operation.mutated and operation.form == "functional"
+        new_results = (
+            [r for r in operation.returns if r.alias_info is None] if operation.variant == "functional" else []
+        )
+        single = len(operation.returns) == 1 and not operation.mutated and operation.variant == "functional"
         self.lines.append("_n = _tape.count")
         if single and str(operation.returns[0].type) == "Tensor":
             self.lines += [
@@ -500,7 +502,7 @@ class _Source:
             ]
             return
         self.lines.append("_tape.count = _n + len(_i.outs)")
-        if operation.form == "out":
+        if operation.variant == "out":
             outs = [argument for argument in operation.arguments if argument.is_out]
             self.lines += [f"_write_out({a.variable}, _i.outs[{i}], _n + {i})" for i, a in enumerate(outs)]
             self.lines.append(f"return {', '.join(a.variable for a in outs)}")
@@ -540,6 +542,6 @@ class _Source:
             self.lines.append("return None")
 
 
-def make_kernel(lowering: Lowering, operator: Any, form: Form) -> Callable[..., Any]:
+def make_kernel(lowering: Lowering, operator: Any, variant: Variant) -> Callable[..., Any]:
     """The kernel of `operator` under `lowering`."""
-    return _Operation(lowering, operator, form).kernel()
+    return _Operation(lowering, operator, variant).kernel()

@@ -43,7 +43,7 @@ _BY_NUMPY: dict[str, Callable[[np.ndarray], Any]] = {"_to_copy": np.asarray, "al
 _programs = program_cache.new_cache()
 
 
-class _Step(NamedTuple):
+class _HostNode(NamedTuple):
     instruction: Instruction
     first: int
     """Number of its first result."""
@@ -90,9 +90,9 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return None if found is None else tensor_io.window(to_torch(found[1]), tensor)
 
 
-def _needed(number: int) -> list[_Step] | None:
+def _needed(number: int) -> list[_HostNode] | None:
     """The part of the trace that computes value `number`, or None if it needs a value that is not on the host."""
-    producers: dict[int, _Step] = {}
+    producers: dict[int, _HostNode] = {}
     for node in nodes(trace.code):
         array = None
         if node.is_parameter:
@@ -103,39 +103,39 @@ def _needed(number: int) -> list[_Step] | None:
             host = not node.draw and all(i < 0 or i in producers for i in node.inputs)
         if host:
             numbers = tuple(trace.floats[node.floats]), tuple(trace.ints[node.ints])
-            step = _Step(node.instruction, node.first, tuple(node.inputs), array, *numbers)
-            producers |= dict.fromkeys(node.results, step)
+            on_host = _HostNode(node.instruction, node.first, tuple(node.inputs), array, *numbers)
+            producers |= dict.fromkeys(node.results, on_host)
         for result, value_spec in enumerate(node.instruction.outs, node.first):
             if value_spec is not None and result in trace.known:
-                producers[result] = _Step(value_spec.parameter, result, (), trace.known[result], (), ())
+                producers[result] = _HostNode(value_spec.parameter, result, (), trace.known[result], (), ())
     if number not in producers:
         return None
-    needed: dict[int, _Step] = {}
+    needed: dict[int, _HostNode] = {}
     todo = [number]
     while todo:
-        step = producers[todo.pop()]
-        if step.first not in needed:
-            needed[step.first] = step
-            todo.extend(i for i in step.inputs if i >= 0)
+        on_host = producers[todo.pop()]
+        if on_host.first not in needed:
+            needed[on_host.first] = on_host
+            todo.extend(i for i in on_host.inputs if i >= 0)
     chosen = [needed[first] for first in sorted(needed)]
-    elements = sum(out.size for step in chosen for out in step.instruction.outs if out is not None)
+    elements = sum(out.size for node in chosen for out in node.instruction.outs if out is not None)
     return chosen if len(chosen) <= _MOST_OPERATIONS and elements <= _MOST_ELEMENTS else None
 
 
-def _by_numpy(chosen: list[_Step]) -> np.ndarray | None:
-    """The value of the last step, or None if that needs a program."""
+def _by_numpy(chosen: list[_HostNode]) -> np.ndarray | None:
+    """The value of the last node, or None if that needs a program."""
     values: dict[int, np.ndarray] = {}
-    for step in chosen:
-        found, name, result = step.array, step.instruction.name, step.instruction.outs[0]
+    for node in chosen:
+        found, name, result = node.array, node.instruction.name, node.instruction.outs[0]
         if found is None:
             if name not in _BY_NUMPY or result is None or result.dtype is not torch.bool:
                 return None
-            found = np.asarray(_BY_NUMPY[name](values[step.inputs[0]]), bool)
-        values[step.first] = found
+            found = np.asarray(_BY_NUMPY[name](values[node.inputs[0]]), bool)
+        values[node.first] = found
     return found
 
 
-def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> dict[int, np.ndarray]:
+def _evaluate(chosen: list[_HostNode], number: int, host: jax.Device) -> dict[int, np.ndarray]:
     """Value `number`, and those that tensors have and that are computed on the way, by number."""
     if (found := _by_numpy(chosen)) is not None:
         return {number: found}
@@ -147,19 +147,19 @@ def _evaluate(chosen: list[_Step], number: int, host: jax.Device) -> dict[int, n
     floats: list[float] = []
     ints: list[int] = []
     count = 0
-    for step in chosen:
-        for position in range(len(step.instruction.outs)):
-            renumbered[step.first + position] = count + position
-        if step.array is not None:
+    for node in chosen:
+        for position in range(len(node.instruction.outs)):
+            renumbered[node.first + position] = count + position
+        if node.array is not None:
             parameter_numbers.append(count)
-            parameter_specs += step.instruction.outs
-            arrays.append(step.array)
-        code += [step.instruction.id, *(renumbered[i] for i in step.inputs)]
-        floats += step.floats
-        ints += step.ints
-        count += len(step.instruction.outs)
+            parameter_specs += node.instruction.outs
+            arrays.append(node.array)
+        code += [node.instruction.id, *(renumbered[i] for i in node.inputs)]
+        floats += node.floats
+        ints += node.ints
+        count += len(node.instruction.outs)
     held = {buffer.number for buffer in trace.buffers() if buffer.number in renumbered}
-    wanted = sorted(held.difference(step.first for step in chosen if step.array is not None) | {number})
+    wanted = sorted(held.difference(node.first for node in chosen if node.array is not None) | {number})
     key = Key(code=tuple(code), wanted=tuple(renumbered[n] for n in wanted), spent=())
     with private_api.x64(), jax.default_device(host):
         program = _programs.get(key)

@@ -44,7 +44,7 @@ class IndexRule(NamedTuple):
     """How the indices of operations are checked."""
 
     operations: str
-    """ATen names of the functional forms, with overload."""
+    """ATen names of the functional variants, with overload."""
     argument: str
     position: int
     extent: Callable[..., int]
@@ -134,6 +134,6 @@ def _inplace(name: str) -> str:
 
 CHECKED: dict[str, Callable[[Kernel], Kernel]] = {
     "index.Tensor": check_several,
-    **{form: _checked(n, rule) for rule in RULES for n in rule.operations.split() for form in (n, _inplace(n))},
+    **{each: _checked(n, rule) for rule in RULES for n in rule.operations.split() for each in (n, _inplace(n))},
 }
-"""ATen name -> wrapper of its kernel; some have no in-place form."""
+"""ATen name -> wrapper of its kernel; some have no in-place variant."""

@@ -1,4 +1,4 @@
-"""Find operators of torch by name and by form, and collect kernels for them."""
+"""Find operators of torch by name and by variant, and collect kernels for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def functional_arguments(operator: Any) -> list[tuple[str, str]]:
 
 
 @functools.cache
-def functional_form(operator: Any) -> Any:
+def functional_variant(operator: Any) -> Any:
     """The overload of the same arguments that writes none of them; the operator itself if there is none."""
     library, _, name = operator._schema.name.partition("::")
     wanted = functional_arguments(operator)

@@ -313,7 +313,7 @@ ARGUMENT_WRAPPERS: dict[str, Callable[[Kernel], Kernel]] = {
 
 
 def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator with one ``out=`` tensor by its functional form; NotImplemented without one.
+    """Runs an operator with one ``out=`` tensor by its functional variant; NotImplemented without one.
 
     For overloads without a kernel: those of factories (`arange`), and of sizes that depend on data (`nonzero`).
     """
@@ -327,7 +327,7 @@ def into_out(operator: Any, args: Any, kwargs: Any) -> Any:
         same = functional_arguments(candidate)[: len(wanted)] == wanted
         ours = torch._C._dispatch_has_kernel_for_dispatch_key(candidate.name(), "PrivateUse1")
         if not ours or not same or extra not in ([], _FACTORY):
-            continue  # torch's own functional form may call this one
+            continue  # torch's own functional variant may call this one
         options = dict(kwargs)
         out = options.pop(outs[0])
         result = candidate(*args, **options, **({"dtype": out.dtype, "device": out.device} if extra else {}))

@@ -17,7 +17,7 @@ from xla_amp.lazy.graph.tape import Tape
 from xla_amp.lazy.graph.trace import instructions, trace
 
 _LIMIT = 256
-_forms: OrderedDict[tuple[int, ...], tuple[list[tuple[int, ...]], set[int]]] = OrderedDict()
+_seen: OrderedDict[tuple[int, ...], tuple[list[tuple[int, ...]], set[int]]] = OrderedDict()
 """Trace without integers -> integers of the instructions with a family at first, and which take data now."""
 
 
@@ -34,13 +34,13 @@ def replace() -> bool:
     code = list(trace.code)
     for node in present:
         code[node.at.code] = node.instruction.family.number  # type: ignore[union-attr]
-    form, integers = tuple(code), [node.instruction.integers for node in present]
-    if form not in _forms:
-        _forms[form] = integers, {n for n, node in enumerate(present) if node.instruction.family in trace.differing}
-        if len(_forms) > _LIMIT:
-            _forms.popitem(last=False)
-    _forms.move_to_end(form)
-    first, dynamic = _forms[form]
+    pattern, integers = tuple(code), [node.instruction.integers for node in present]
+    if pattern not in _seen:
+        _seen[pattern] = integers, {n for n, node in enumerate(present) if node.instruction.family in trace.differing}
+        if len(_seen) > _LIMIT:
+            _seen.popitem(last=False)
+    _seen.move_to_end(pattern)
+    first, dynamic = _seen[pattern]
     dynamic.update(n for n, (now, before) in enumerate(zip(integers, first, strict=True)) if now != before)
     if not dynamic:
         return False

@@ -129,31 +129,31 @@ def _one_by_one(
     context: Context,
 ) -> tuple[dict[int, Any], dict[int, str]]:
     """(wanted value number -> array, value number -> the failure that it depends on)."""
-    last_use = {number: step for step, node in enumerate(tape) for number in node.inputs}
+    last_use = {number: index for index, node in enumerate(tape) for number in node.inputs}
     last_use |= dict.fromkeys(wanted, len(tape))
     values: dict[int, Any] = {}
     lost: dict[int, str] = {}
-    kernels: dict[Instruction, Any] = {}
+    compiled: dict[Instruction, Any] = {}
     floats, (words, ints) = numbers[0], np.split(numbers[1], [2 * streams])
-    for step, node in enumerate(tape):
+    for index, node in enumerate(tape):
         instruction, draw, outs = node.instruction, node.draw, node.results
         if node.is_parameter:
             values[node.first] = arrays[node.at.parameters]
         elif (said := next((lost[number] for number in node.inputs if number in lost), None)) is not None:
             lost |= dict.fromkeys(outs, said)
         else:
-            kernel = kernels.get(instruction)
-            if kernel is None:
-                kernel = kernels[instruction] = jax.jit(functools.partial(_emit, instruction, context))
+            run = compiled.get(instruction)
+            if run is None:
+                run = compiled[instruction] = jax.jit(functools.partial(_emit, instruction, context))
             seed = words[2 * draw[0] : 2 * draw[0] + 2] + [0, draw[1]] if draw else np.zeros(2, np.int64)
             given = [values[number] if number >= 0 else None for number in node.inputs]
             try:
-                results = kernel(given, floats[node.floats], ints[node.ints], seed)
+                results = run(given, floats[node.floats], ints[node.ints], seed)
                 values |= zip(outs, jax.block_until_ready(results), strict=True)
             except Exception as error:
                 said = compiling.failure(instruction, given, error)
                 lost |= dict.fromkeys(outs, said)
         for number in (*node.inputs, *outs):
-            if last_use.get(number, step) <= step:
+            if last_use.get(number, index) <= index:
                 values.pop(number, None)
     return {number: values[number] for number in wanted if number in values}, lost

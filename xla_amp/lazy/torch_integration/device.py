@@ -19,7 +19,7 @@ from xla_amp.lazy import private_api
 from xla_amp.lazy.distributed import processes
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.ops import composites, dynamic_shape, memory, operators, rnn, sparse, torchvision, wrappers
-from xla_amp.lazy.ops.codegen import Form, make_kernel
+from xla_amp.lazy.ops.codegen import Variant, make_kernel
 from xla_amp.lazy.programs import executables, execute, mesh, pjrt
 from xla_amp.lazy.programs.execute import sync
 from xla_amp.lazy.programs.metrics import metrics
@@ -295,7 +295,7 @@ def _implement(namespace: str, name: str, kernel: Any, dispatch_key: str = "Priv
 
 
 def _install(lowering: Lowering) -> None:
-    """Installs the kernels of one lowering: the operation itself, its in-place and its ``out=`` form.
+    """Installs the kernels of one lowering: the operation itself, its in-place and its ``out=`` variant.
 
     Of an operator of a library that is not imported yet, the kernel is made at its first call.
     """
@@ -310,10 +310,10 @@ def _install(lowering: Lowering) -> None:
     kernel = make_kernel(lowering, operator, "functional")
     _implement(namespace, name, wrappers.wrap(kernel, lowering, operator))
     if not lowering.mutates:
-        for form, derived in _derived(namespace, base, overload, operator):
+        for variant, derived in _derived(namespace, base, overload, operator):
             key = f"{namespace}::{derived}"
             if derived not in table() and derived not in memory.KERNELS and key not in _installed:
-                _implement(namespace, derived, make_kernel(lowering, operators.find(key), form))
+                _implement(namespace, derived, make_kernel(lowering, operators.find(key), variant))
 
 
 def _later(lowering: Lowering) -> Any:
@@ -329,10 +329,10 @@ def _later(lowering: Lowering) -> Any:
     return first
 
 
-def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Form, str]]:
-    """(form, name) of the in-place and ``out=`` overloads that take the same arguments as `operator`."""
+def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tuple[Variant, str]]:
+    """(variant, name) of the in-place and ``out=`` overloads that take the same arguments as `operator`."""
     arguments = operators.functional_arguments(operator)
-    found: list[tuple[Form, str]] = []
+    found: list[tuple[Variant, str]] = []
     inplace = f"{base}_" + (f".{overload}" if overload else "")
     candidate = operators.find(f"{namespace}::{inplace}")
     if candidate is not None and operators.functional_arguments(candidate) == arguments:
@@ -343,7 +343,7 @@ def _derived(namespace: str, base: str, overload: str, operator: Any) -> list[tu
         if operators.functional_arguments(candidate) == arguments and any(
             a.is_out for a in candidate._schema.arguments
         ):
-            # The overload's name does not tell: add.Tensor's form is add.out, sum.dim_IntList's is sum.IntList_out.
+            # The overload's name does not tell: add.Tensor's variant is add.out, sum.dim_IntList's is sum.IntList_out.
             found.append(("out", f"{base}.{other}"))
     return found
 
@@ -370,11 +370,11 @@ def _missing(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _registered_name(operator: Any) -> str:
-    """The name under which `xla_amp.lowering.register` takes the operator: that of its functional form.
+    """The name under which `xla_amp.lowering.register` takes the operator: that of its functional variant.
 
-    The in-place and ``out=`` forms are derived from it (`_derived`).
+    The in-place and ``out=`` variants are derived from it (`_derived`).
     """
-    schema = operators.functional_form(operator)._schema
+    schema = operators.functional_variant(operator)._schema
     name: str
     library, _, name = schema.name.partition("::")
     overload: str = schema.overload_name

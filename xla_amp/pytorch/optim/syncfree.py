@@ -210,15 +210,15 @@ class SGD(_SyncFree, torch.optim.SGD):
         if momentum and dampening:
             for parameter in new:
                 self._unstepped[parameter] = torch.ones((), dtype=torch.float32, device=parameter.device)
-        step = master_weights.MasterUpdate(group.get("master"), parameters, gradients, states, *names)
-        gradients = step.gradients
+        update = master_weights.MasterUpdate(group.get("master"), parameters, gradients, states, *names)
+        gradients = update.gradients
         if isinstance(weight_decay, Tensor) or (momentum and dampening):
-            gradients = self._preprocessed(group, parameters, step, scaling)
+            gradients = self._preprocessed(group, parameters, update, scaling)
             grad_scale, weight_decay, dampening = None, 0.0, 0.0
         torch._fused_sgd_(
-            step.weights,
+            update.weights,
             gradients,
-            step.states.get("momentum_buffer", []),
+            update.states.get("momentum_buffer", []),
             weight_decay=weight_decay,
             momentum=momentum,
             lr=_number(group["lr"], parameters[0].device),
@@ -231,20 +231,20 @@ class SGD(_SyncFree, torch.optim.SGD):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
-        step.end(found_inf, unscaled=scaling.grad_scale is not None)
+        update.end(found_inf, unscaled=scaling.grad_scale is not None)
 
     def _preprocessed(
-        self, group: dict[str, Any], parameters: list[Tensor], step: master_weights.MasterUpdate, scaling: _Scaling
+        self, group: dict[str, Any], parameters: list[Tensor], update: master_weights.MasterUpdate, scaling: _Scaling
     ) -> list[Tensor]:
         """Gradients with scale, weight decay and dampening applied, where the fused kernel cannot apply them.
 
         Dampening starts with the second step, and only the device knows which step is the second.
         """
         if scaling.grad_scale is not None:
-            torch._foreach_div_(step.gradients, scaling.grad_scale)
+            torch._foreach_div_(update.gradients, scaling.grad_scale)
         sign = -1.0 if group["maximize"] else 1.0  # the kernel negates everything, weight decay included
         prepared = []
-        for parameter, weight, gradient in zip(parameters, step.weights, step.gradients, strict=True):
+        for parameter, weight, gradient in zip(parameters, update.weights, update.gradients, strict=True):
             decayed = gradient + weight * (group["weight_decay"] * sign)
             flag = self._unstepped.get(parameter)
             if group["momentum"] and group["dampening"]:
@@ -340,16 +340,16 @@ class Adam(_SyncFree, torch.optim.Adam):
         states = [self.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        step = master_weights.MasterUpdate(master, parameters, gradients, states, *names)
+        update = master_weights.MasterUpdate(master, parameters, gradients, states, *names)
         # torch's kernels take the count with this step included, and do not undo it when the step is skipped.
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         kernel(
-            step.weights,
-            step.gradients,
-            step.states["exp_avg"],
-            step.states["exp_avg_sq"],
-            step.states["max_exp_avg_sq"] if amsgrad else [],
+            update.weights,
+            update.gradients,
+            update.states["exp_avg"],
+            update.states["exp_avg_sq"],
+            update.states["max_exp_avg_sq"] if amsgrad else [],
             steps,
             amsgrad=amsgrad,
             lr=_number(group["lr"], parameters[0].device),
@@ -361,7 +361,7 @@ class Adam(_SyncFree, torch.optim.Adam):
             grad_scale=scaling.grad_scale,
             found_inf=scaling.found_inf,
         )
-        step.end(scaling.found_inf, unscaled=scaling.grad_scale is not None)
+        update.end(scaling.found_inf, unscaled=scaling.grad_scale is not None)
         if scaling.found_inf is not None:
             torch._foreach_sub_(steps, [scaling.found_inf] * len(steps))
 

@@ -151,7 +151,7 @@ def convert(
     `keep` gets the copy and what would run low, and returns for each node why it must stay float32, or empty.
     """
     _check_casts(policy)
-    progress.step("converting")
+    progress.tell("converting")
     copied = ir.copy(program.module)
     before = ir.bytecode(copied)
     if not ir.functions(copied):

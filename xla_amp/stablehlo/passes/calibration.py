@@ -97,7 +97,7 @@ def keep_reasons(
 
     largest = float(ml_dtypes.finfo(low).max)
     for start in range(0, len(numbers), _AT_ONCE):
-        progress.step("measuring operations on the samples", start, len(numbers))
+        progress.tell("measuring operations on the samples", start, len(numbers))
         part = {n: not propagation.wide.isdisjoint(wanted[n].outputs) for n in numbers[start : start + _AT_ONCE]}
         for number, measured in _measure(module, propagation.graph.classifier, part, low, given).items():
             why = measured.problem(low, largest, _MAX_ERROR if max_error is None else max_error)

@@ -1,6 +1,6 @@
 """Decide which nodes run low by propagating colours, as TensorFlow's grappler does.
 
-The steps, each linear in the size of the graph:
+The phases, each linear in the size of the graph:
 
 1. deny propagates forward through infer operations;
 2. a value that a loop adds to itself stays float32 (a running sum);
@@ -11,8 +11,8 @@ The steps, each linear in the size of the graph:
    float32 directly from its accumulator, unless an operation reads it low;
 6. clear operations whose operands are all low become low: the cast moves behind them and no value changes.
 
-References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for step 3's operands, TVM's ToMixedPrecision
-("follow"); for step 4, XLA's BFloat16Propagation.
+References: tensorflow/core/grappler/optimizers/auto_mixed_precision.cc; for phase 3's operands, TVM's ToMixedPrecision
+("follow"); for phase 4, XLA's BFloat16Propagation.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Propagation:
             if node.narrows:
                 node.low = True
 
-    # Step 0: constants.
+    # Phase 0: constants.
 
     def _constants(self) -> None:
         for node in self.nodes:
@@ -153,7 +153,7 @@ class Propagation:
                     if user.colour == "clear" and user.index is None and all(s in self.constant for s in user.inputs):
                         todo.extend((out, why) for out in user.outputs)
 
-    # Step 1.
+    # Phase 1.
 
     def _deny_forward(self) -> None:
         sources = [number for number, node in enumerate(self.nodes) if node.colour == "deny"]
@@ -189,7 +189,7 @@ class Propagation:
                     todo.append(number)
         return seen
 
-    # Step 2.
+    # Phase 2.
 
     def _running_sums(self) -> None:
         for cycle in _cycles(self.nodes, self.users):
@@ -199,7 +199,7 @@ class Propagation:
                     if self._free(node):
                         node.keep_reason = node.why = "a running sum in a loop: small terms would be lost"
 
-    # Steps 3 and 6.
+    # Phases 3 and 6.
 
     def _spread_arguments(self) -> set[int]:
         """Slots that hold an argument of the program broadcast to more elements, without arithmetic."""
@@ -258,7 +258,7 @@ class Propagation:
             return not self.nodes[source].keep_reason and (self.constant[slot] or not exact)
         return node.colour == "infer" and slot in self._spread
 
-    # Step 4.
+    # Phase 4.
 
     def _hoist_casts(self) -> None:
         chosen = {
@@ -285,7 +285,7 @@ class Propagation:
         users = [user for slot in self.nodes[number].outputs for user in self.users[slot]]
         return bool(users) and all(self.nodes[user].low or user in chosen for user in users)
 
-    # Step 5.
+    # Phase 5.
 
     def _accumulator_results(self, allowed: list[int]) -> None:
         feeding = self._before(allowed)

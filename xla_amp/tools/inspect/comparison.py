@@ -282,7 +282,7 @@ def compare(
     if not kinds[0]:
         raise ModuleError("A and B give no result: there is nothing to compare")
     runs = _Pair(first, second, arrays)
-    progress.step("running A, B and A in float64")
+    progress.tell("running A, B and A in float64")
     inputs_of, outputs_of = _names(a, first)
     before = names.updated(inputs_of, outputs_of)
     outputs = []
@@ -385,7 +385,7 @@ class _Pair:
         )
         found = []
         for number, ((left, right), in_a, in_b, exact) in enumerate(zip(pairs, *values, strict=True)):
-            progress.step("measuring operations", number, len(pairs))
+            progress.tell("measuring operations", number, len(pairs))
             site, other = sites_a[left], sites_b[right]
             types = site.element + site.type, other.element + other.type
             errors = measure(in_a[1], exact[1]), measure(in_b[1], exact[1])

@@ -79,7 +79,7 @@ class Original:
         found, before = [], 0.0
         noisy = self._noisy()
         for number in range(len(self._samples)) if only is None else only:
-            progress.step("measuring the achieved error", number, len(self._samples))
+            progress.tell("measuring the achieved error", number, len(self._samples))
             exact, own = self._results(number)
             errors = map(comparison.measure, converted(self._samples[number]), exact)
             judged = [

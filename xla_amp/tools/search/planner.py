@@ -342,7 +342,7 @@ class _Search:
             if timed and self.deadline is not None and time.monotonic() > self.deadline:
                 raise _OutOfTimeError
             tried = f"{len(plan)} of {len(self.candidates)} low, batch {batch}"
-            progress.step(f"{self.measurements.run} measured, now {tried}")
+            progress.tell(f"{self.measurements.run} measured, now {tried}")
             measured.append(self.measurements.errors(plan, batch))
             over = any(value > self.budget.get(name, math.inf) for name, value in measured[-1].items())
             if plan and (over or not all(map(math.isfinite, measured[-1].values()))):

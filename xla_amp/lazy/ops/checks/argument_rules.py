@@ -31,7 +31,7 @@ class ArgumentRule:
     """What operations expect of their arguments."""
 
     operations: str
-    """ATen names of the functional forms; one without overload is for all overloads that have the arguments."""
+    """ATen names of the functional variants; one without overload is for all overloads that have the arguments."""
     arguments: str
     """Names of what `holds` takes.  ``operands`` is the dtype that decides which kernel runs (`_dtype_of_operands`)."""
     expected: str
@@ -418,7 +418,7 @@ def check(operator: Any, arguments: Mapping[str, Any]) -> None:
     """Raises an error of the class that torch's CPU kernel raises for these arguments.
 
     Args:
-        operator: the functional or in-place form.
+        operator: the functional or in-place variant.
         arguments: by name, without ``out``.
 
     Raises:
