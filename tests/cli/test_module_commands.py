@@ -305,14 +305,6 @@ def test_as_a_program(folder):
     assert "Traceback" not in told.stderr
 
 
-def test_the_command_line_loads_no_framework_before_it_needs_one():
-    question = (
-        "import sys; from xla_amp import cli; cli.parser(); print([n for n in ('jax', 'torch') if n in sys.modules])"
-    )
-    told = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
-    assert told.stdout == "[]\n"
-
-
 def test_a_terminal_gets_colours_and_a_pipe_does_not(monkeypatch):
     columns, lines = ("name", "count"), [("a", "1"), ("bb", "22")]
     assert (

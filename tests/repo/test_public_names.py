@@ -122,10 +122,3 @@ def test_the_guide_lists_the_earlier_names():
     _, _, section = page.read_text().partition("\n## Earlier names of xla_amp\n")
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
     assert [(old.strip("`"), new.strip("`")) for old, new in rows] == list(table().items())
-
-
-@pytest.mark.parametrize(("use", "answer"), [("", ""), ("xla_amp.jax.autocast", "jax")])
-def test_names_load_on_first_use(use: str, answer: str):
-    program = f"import sys, xla_amp.jax\n{use}\nprint(*[name for name in ('jax', 'torch') if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == answer
