@@ -6,7 +6,6 @@ Each is a kernel for one ATen overload; the dispatcher calls it with the argumen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from xla_amp.lazy.graph.buffer import Buffer
 from xla_amp.lazy.graph.trace import add_parameter, cast, conversions, record, spec, trace
 from xla_amp.lazy.ops import host_eval
 from xla_amp.lazy.ops.checks import shape_inference
-from xla_amp.lazy.ops.operators import KernelTable
+from xla_amp.lazy.ops.operators import KernelTable, on_key
 from xla_amp.lazy.steps.loops import flush_if_full
 from xla_amp.lazy.tensors import dlpack_import, tensor_io, transfer
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
@@ -27,13 +26,7 @@ aten = torch.ops.aten
 KERNELS = KernelTable()
 """ATen name -> kernel."""
 
-_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-# torch's meta kernels create the alias without reading or bounds-checking the storage, which has no bytes here.
-_as_strided: Callable[..., torch.Tensor] = aten.as_strided.default._handle.redispatch_boxed
-_view: Callable[..., torch.Tensor] = aten.view.default._handle.redispatch_boxed
-_unfolded: Callable[..., torch.Tensor] = aten.unfold.default._handle.redispatch_boxed
-_view_as_real: Callable[..., torch.Tensor] = aten.view_as_real.default._handle.redispatch_boxed
-_view_as_complex: Callable[..., torch.Tensor] = aten.view_as_complex.default._handle.redispatch_boxed
+_as_strided = on_key("as_strided", "Meta")
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -104,29 +97,15 @@ def _set_empty(self: torch.Tensor) -> torch.Tensor:
 # -- views ------------------------------------------------------------------------------------------------------------
 
 
-@KERNELS.implements("as_strided")
-def _as_strided_view(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
-    return _as_strided(_META, self, size, stride, storage_offset)
+# torch's meta kernels create the alias without reading or bounds-checking the storage, which has no bytes here.
+KERNELS.update({name: on_key(name, "Meta") for name in ("unfold", "view", "view_as_complex", "view_as_real")})
+KERNELS["as_strided"] = _as_strided
 
 
 @KERNELS.implements("_reshape_alias")
 def _reshape_alias(self: torch.Tensor, size: Any, stride: Any) -> torch.Tensor:
-    return _as_strided(_META, self, size, stride, self.storage_offset())
-
-
-@KERNELS.implements("view")
-def _view_as(self: torch.Tensor, size: Any) -> torch.Tensor:
-    return _view(_META, self, size)
-
-
-@KERNELS.implements("view_as_real")
-def _real_view(self: torch.Tensor) -> torch.Tensor:
-    return _view_as_real(_META, self)
-
-
-@KERNELS.implements("view_as_complex")
-def _complex_view(self: torch.Tensor) -> torch.Tensor:
-    return _view_as_complex(_META, self)
+    view: torch.Tensor = _as_strided(self, size, stride, self.storage_offset())
+    return view
 
 
 @KERNELS.implements("_conj")
@@ -146,11 +125,6 @@ def _neg_view(self: torch.Tensor) -> torch.Tensor:
 def _as_strided_in_place(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
     offset = self.storage_offset() if storage_offset is None else storage_offset
     return tensor_io.set_geometry(self, self.untyped_storage(), offset, size, stride)
-
-
-@KERNELS.implements("unfold")
-def _unfold(self: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
-    return _unfolded(_META, self, dimension, size, step)
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

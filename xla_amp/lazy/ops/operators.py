@@ -31,6 +31,12 @@ def find(name: str) -> Any | None:
     return getattr(getattr(getattr(torch.ops, library or "aten"), base, None), overload or "default", None)
 
 
+def on_key(name: str, dispatch_key: str) -> Callable[..., Any]:
+    """The kernel that torch has for an operator on another dispatch key."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    return functools.partial(find(name)._handle.redispatch_boxed, keys)  # type: ignore[union-attr]
+
+
 def functional_arguments(operator: Any) -> list[tuple[str, str]]:
     """(name, type) of the operator's arguments without its ``out=`` ones."""
     return [(argument.name, str(argument.type)) for argument in operator._schema.arguments if not argument.is_out]

@@ -28,11 +28,8 @@ from xla_amp.lazy.tensors import tensor_io
 from xla_amp.lazy.tensors.tensor_io import DEVICE_TYPE
 
 aten = torch.ops.aten
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 _copy_sparse: Callable[..., torch.Tensor] = aten.copy_sparse_to_sparse_
-_make_unchecked: Callable[..., torch.Tensor] = (
-    aten._sparse_coo_tensor_with_dims_and_tensors.default._handle.redispatch_boxed
-)
+_make_unchecked = operators.on_key("_sparse_coo_tensor_with_dims_and_tensors", "SparseCPU")
 
 FROM_TORCH: Sequence[str] = (
     "_coalesced_",
@@ -97,8 +94,7 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
 def _make(indices: torch.Tensor, values: torch.Tensor, size: Sequence[int], coalesced: bool) -> torch.Tensor:
     """A sparse tensor of two tensors of the device, unchecked."""
     sparse_dims = indices.shape[0]
-    return _make_unchecked(
-        _CPU,
+    made: torch.Tensor = _make_unchecked(
         *(sparse_dims, len(size) - sparse_dims, list(size), indices, values),
         dtype=values.dtype,
         layout=torch.sparse_coo,
@@ -106,6 +102,7 @@ def _make(indices: torch.Tensor, values: torch.Tensor, size: Sequence[int], coal
         pin_memory=False,
         is_coalesced=coalesced,
     )
+    return made
 
 
 def _like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -200,19 +197,13 @@ def _joined(self: torch.Tensor, other: torch.Tensor, alpha: Any) -> torch.Tensor
     return _make(indices, torch.cat([self._values(), other_values]), self.shape, False)
 
 
-def _scaled(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`operation` of a sparse tensor and one number."""
+def _scaled(name: str) -> Callable[..., torch.Tensor]:
+    """``div`` or ``mul`` of a sparse tensor by one number; in place if the name ends so."""
+    operation = getattr(torch.Tensor, name)
 
     def scaled(self: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
-        return _like(self, operation(self._values(), _number(self, other, operation.__name__), **options))
-
-    return scaled
-
-
-def _scaled_in_place(operation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def scaled(self: torch.Tensor, other: Any, **options: Any) -> torch.Tensor:
-        operation(self._values(), _number(self, other, operation.__name__), **options)
-        return self
+        values = operation(self._values(), _number(self, other, name), **options)
+        return self if name.endswith("_") else _like(self, values)
 
     return scaled
 
@@ -337,15 +328,6 @@ def _unsupported(what: str) -> MissingLoweringError:
     )
 
 
-def _from_torch(name: str) -> Callable[..., Any]:
-    redispatch = operators.find(name)._handle.redispatch_boxed  # type: ignore[union-attr]
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        return redispatch(_CPU, *args, **kwargs)
-
-    return kernel
-
-
 KERNELS: dict[str, Callable[..., Any]] = {
     "_embedding_bag_backward": embedding_bag_backward,
     "embedding_sparse_backward": embedding_backward,
@@ -353,7 +335,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """ATen name -> kernel on dense tensors of the device."""
 
 SPARSE_KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {name: _from_torch(name) for name in FROM_TORCH}
+    {name: operators.on_key(name, "SparseCPU") for name in FROM_TORCH}
+    | {f"{name}.{kind}": _scaled(name) for name in ("div", "div_", "mul", "mul_") for kind in ("Scalar", "Tensor")}
     | {
         "_coalesce": coalesce,
         "_to_copy": to_copy,
@@ -361,14 +344,6 @@ SPARSE_KERNELS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "add.Tensor": add,
         "add_.Tensor": add_,
         "copy_": copy_,
-        "div.Scalar": _scaled(torch.div),
-        "div.Tensor": _scaled(torch.div),
-        "div_.Scalar": _scaled_in_place(torch.Tensor.div_),
-        "div_.Tensor": _scaled_in_place(torch.Tensor.div_),
-        "mul.Scalar": _scaled(torch.mul),
-        "mul.Tensor": _scaled(torch.mul),
-        "mul_.Scalar": _scaled_in_place(torch.Tensor.mul_),
-        "mul_.Tensor": _scaled_in_place(torch.Tensor.mul_),
         "neg": lambda self: _like(self, -self._values()),
         "sparse_mask": sparse_mask,
     }

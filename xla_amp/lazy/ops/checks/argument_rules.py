@@ -450,7 +450,7 @@ def check_out(operation: str, results: Sequence[torch.dtype], outs: Sequence[tor
     for result, out in zip(results, outs, strict=True):
         if not torch.can_cast(result, out) or (operation in _EXACT_OUT.split() and result is not out):
             error = TypeError if operation == "cat" else RuntimeError
-            raise error(f"{operation}: the result is {result}, which an out tensor of {out} does not store")
+            raise error(f"{operation}: expected a tensor that stores its {result}, but got one of {out}")
 
 
 def check_inplace(functional: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
