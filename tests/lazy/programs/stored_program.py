@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import jax
 import torch
@@ -13,6 +14,30 @@ import torch.nn.functional as F
 from torch import nn
 
 import xla_amp
+from xla_amp import xla_model as xm
+
+
+def together(rank: int, sharded: str, folder: str) -> None:
+    """A step in which two processes add their gradients, or that both run on their devices."""
+    device = xla_amp.xla_device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(device)
+    optimizer = xla_amp.syncfree.AdamW(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(0 if sharded else rank)
+    x, y = torch.randn(8, 8, generator=data).to(device), torch.randint(4, (8,), generator=data).to(device)
+    if sharded:
+        mesh = xla_amp.make_mesh({"data": 4})
+        xla_amp.mark_sharding(x, mesh, ("data", None))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if not sharded:
+            xm.reduce_gradients(optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    Path(folder, f"{rank}.json").write_text(json.dumps({"losses": losses, **xla_amp.metrics()}))
 
 
 def main(sharded: str = "", start: str = "") -> None:
@@ -51,4 +76,7 @@ def main(sharded: str = "", start: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["together"]:
+        xla_amp.launch(together, 2, args=tuple(sys.argv[2:]), timeout=300)
+    else:
+        main(*sys.argv[1:])

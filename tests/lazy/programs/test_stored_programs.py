@@ -117,6 +117,24 @@ def test_programs_on_a_mesh_are_stored(tmp_path: Path) -> None:
     assert warm["programs_loaded"] == cold["compilations"] > 0
 
 
+@pytest.mark.parametrize("sharded", ["", pytest.param("sharded", marks=pytest.mark.exhaustive)])
+def test_programs_of_several_processes_are_stored(tmp_path: Path, sharded: str) -> None:
+    environment = {**os.environ, "XLA_AMP_CACHE": str(tmp_path / "cache")}
+    if sharded:
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    found = []
+    for _ in ("cold", "warm"):
+        done = forked.run(PROGRAM, "together", sharded, tmp_path, environment=environment)
+        assert done.returncode == 0, done.stderr
+        found.append([json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)])
+    for cold, warm in zip(*found, strict=True):
+        assert cold["losses"] == warm["losses"]
+        assert (cold["programs_loaded"], cold["programs_not_stored"], warm["compilations"]) == (0, 0, 0)
+        assert warm["programs_loaded"] == cold["compilations"] > 0
+    (first, second) = found[0]
+    assert (first["losses"] == second["losses"]) == bool(sharded)
+
+
 def test_the_default_folder_is_the_users_own(tmp_path: Path) -> None:
     found = start(XLA_AMP_CACHE="", XDG_CACHE_HOME=str(tmp_path))
     own = tmp_path / "xla_amp"

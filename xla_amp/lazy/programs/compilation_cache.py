@@ -29,8 +29,9 @@ def compilation_cache(
     Without a call that is ``XDG_CACHE_HOME/xla_amp`` (``~/.cache/xla_amp``); ``XLA_AMP_CACHE`` names another folder, or
     ``off``.  The name of a stored program is a digest of all that shapes it, so a hit needs no tracing, lowering or
     compiling, and gives bitwise the same results.  Programs with functions that other processes cannot recognize, such
-    as a user's JAX function, are not stored.  Programs that several processes run together are in JAX's own cache
-    (``jax_compilation_cache_dir``) below a folder that was named, and otherwise not stored.
+    as a user's JAX function, are not stored.  Programs that several processes run together are stored for each of them
+    on a CPU; elsewhere they are in JAX's own cache (``jax_compilation_cache_dir``) below a folder that was named, and
+    otherwise not stored.
 
     A user who can write to the folder can run code in every process that reads it, so it is made for this user alone
     (0700).

@@ -110,7 +110,8 @@ def _machine() -> tuple[Any, ...]:
     processor = hardware.processor()
     # XLA:CPU's code uses the instructions that the CPU has, and splits work by the count of threads.
     cpu = (platform.machine(), processor.name, sorted(processor.flags), processor.cores)
-    return versions, device.platform, str(device.device_kind), client.platform_version, count, cpu
+    kind = device.platform, str(device.device_kind), client.platform_version
+    return versions, kind, count, device.id, device.process_index, cpu
 
 
 def source_files() -> list[Path]:

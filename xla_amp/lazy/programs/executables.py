@@ -1,7 +1,8 @@
 """Executables of programs: read from the disk (`disk`), or compiled and stored there.
 
 A stored executable needs neither JAX's tracing nor its lowering: its name is the program's content (`content`).
-Programs that several processes run together are compiled by `jax.jit` in each: they have no stored executables.
+Of a program that several processes run together each stores a separate executable, on a CPU.  Other platforms share the
+work of a compilation between the processes, which must not begin in some of them only: JAX's cache is used.
 """
 
 from __future__ import annotations
@@ -93,8 +94,17 @@ def make_ready(program: XlaProgram, arguments: Sequence[Any]) -> None:
     program.call = _Launch(compiled, program.jitted)
 
 
+def first_call(program: XlaProgram, *arguments: Any) -> Any:
+    """`make_ready`, and the call."""
+    make_ready(program, arguments)
+    return program.call(*arguments)
+
+
 def _name(program: XlaProgram, arguments: Sequence[Any]) -> str | None:
     try:
+        if pjrt.platform() != "cpu" and (mesh.replicas or mesh.spans_processes()):
+            compilation_cache.start_jax_cache(named=True)
+            raise content.NoDescriptionError("collectives between processes")
         return content.digest(program, arguments)
     except content.NoDescriptionError as error:
         _log.info("a program is not stored on the disk: it contains %s", error)
@@ -121,7 +131,8 @@ def _load(folder: disk.Folder, name: str, devices: list[jax.Device]) -> jax.stag
 
 def _store(folder: disk.Folder, name: str, compiled: jax.stages.Compiled) -> None:
     executable: Any = compiled.runtime_executable()
-    if list(executable.local_devices()) != _devices():
+    here = [device for device in _devices() if device.process_index == jax.process_index()]
+    if list(executable.local_devices()) != here:
         metrics.programs_not_stored += 1  # it would be loaded for other devices
         return
     try:

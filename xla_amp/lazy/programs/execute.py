@@ -21,14 +21,12 @@ from xla_amp.lazy.graph.buffer import Buffer, Poisoned
 from xla_amp.lazy.graph.trace import trace
 from xla_amp.lazy.programs import (
     causes,
-    compilation_cache,
     dynamic_ints,
     executables,
     memory_layout,
     mesh,
     pjrt,
     program_cache,
-    progress,
 )
 from xla_amp.lazy.programs.compile import NO_SHARDINGS, Key, Shardings, XlaProgram, build
 from xla_amp.lazy.programs.metrics import metrics
@@ -287,11 +285,10 @@ def _first_run(run: _Flush, program: XlaProgram, floats: np.ndarray, ints: np.nd
         program.overwritten = tuple(index_of[id(buffer)] for buffer in run.targets[: run.overwritten])
         program_admitted(program, (donated, kept, floats, ints))
     if mesh.replicas or mesh.spans_processes():
-        compilation_cache.start_jax_cache(named=True)
-        metrics.compilations += 1
-        with progress.compiling(program.operations, events.user_location(), stores=False):
-            return execute(program, run.arrays, floats, ints)
-    executables.make_ready(program, _placed(donated, kept, floats, ints))
+        # After the processes have agreed on the program (`running_together`).
+        program.call = functools.partial(executables.first_call, program)
+    else:
+        executables.make_ready(program, _placed(donated, kept, floats, ints))
     return execute(program, run.arrays, floats, ints)
 
 
