@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 import torch
+from lazy_device import COMPILED, counted, jax_events
 from networks import NETWORKS, build, loss_of, losses
 
 import xla_amp
@@ -62,23 +61,6 @@ def test_twenty_fp32_steps_match_torch_on_the_cpu(network: str, optimizer: str, 
 # ---- one executable, no host sync ------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def xla_compilations() -> Iterator[list[str]]:
-    """Names of the compilations that JAX itself reports meanwhile."""
-    seen: list[str] = []
-    open_ = True
-
-    def listen(name: str, seconds: float, **_: Any) -> None:
-        if open_ and name == "/jax/core/compile/backend_compile_duration":
-            seen.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        open_ = False
-
-
 class Trainer:
     """An AMP loop with a schedule that passes through 0, 0.5 and 1 times the learning rate."""
 
@@ -113,16 +95,13 @@ def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, d
     for _ in range(3):
         trainer.step()
         xla_amp.sync()
-    before = xla_amp.metrics()
-    with xla_compilations() as compilations, jax.transfer_guard("disallow"):
+    with jax_events() as events, counted() as counts, jax.transfer_guard("disallow"):
         for _ in range(6):
             trainer.step()
             xla_amp.sync()
-    after = xla_amp.metrics()
-    spent = {name: after[name] - before[name] for name in after}
-    assert spent["executions"] == 6
+    assert counts.executions == 6
     expected_to_change = ("executions", "operations", "host_values", "programs_kept", "program_bytes")
-    assert {name: spent[name] for name in spent if name not in expected_to_change} == {
+    assert {name: count for name, count in counts.values.items() if name not in expected_to_change} == {
         "programs_dropped": 0,
         "programs_loaded": 0,
         "programs_not_stored": 0,
@@ -132,7 +111,7 @@ def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, d
         "host_to_device": 0,
         "fallbacks": 0,
     }
-    assert compilations == []
+    assert COMPILED not in events
     values = losses(trainer.history)
     assert all(value == value for value in values)
 
@@ -140,26 +119,20 @@ def test_a_steady_amp_step_is_one_executable_without_host_sync(optimizer: str, d
 def test_the_counters_see_a_host_sync_and_a_compilation() -> None:
     trainer = Trainer("mlp", "sgd", torch.bfloat16)
     trainer.step()
-    before = xla_amp.metrics()
-    with xla_compilations() as compilations:
+    with jax_events() as events, counted() as counts:
         trainer.history[-1].item()
-    after = xla_amp.metrics()
-    assert after["host_syncs"] == before["host_syncs"] + 1
-    assert after["compilations"] == before["compilations"] + 1
-    assert compilations
+    assert (counts.host_syncs, counts.compilations) == (1, 1)
+    assert COMPILED in events
 
 
 def test_a_loop_that_never_syncs_runs_one_executable_per_step() -> None:
     trainer = Trainer("mlp", "adamw", torch.float16)
     for _ in range(4):
         trainer.step()
-    before = xla_amp.metrics()
-    for _ in range(10):
-        trainer.step()
-    after = xla_amp.metrics()
-    assert after["executions"] - before["executions"] == 10
-    assert after["compilations"] == before["compilations"]
-    assert after["host_syncs"] == before["host_syncs"]
+    with counted() as counts:
+        for _ in range(10):
+            trainer.step()
+    assert (counts.executions, counts.compilations, counts.host_syncs) == (10, 0, 0)
 
 
 # ---- skipping --------------------------------------------------------------------------------------------------------
