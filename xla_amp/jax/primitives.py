@@ -38,7 +38,7 @@ PrimitiveKind: TypeAlias = Literal[
 ``clear``          compares or selects: no tensor is rounded for it, and numbers adopt the dtype of the others
 ``conversion``     an explicit change of dtype or precision by the user: bound as it is
 ``fixed_dtype``    gets the dtypes that it was traced with, since its sub-jaxpr or kernel exists for those only
-the others         contain jaxprs; each has a form in `xla_amp.jax.rebind` and a rule in `...higher_order.handlers`
+the others         contain jaxprs; each has a row in `xla_amp.jax.rebind` and a rule in `...higher_order.handlers`
 """
 
 

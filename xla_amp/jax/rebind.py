@@ -1,4 +1,4 @@
-"""Evaluate jaxprs equation by equation; bind primitives that contain jaxprs again, or evaluate them step by step.
+"""Evaluate jaxprs equation by equation; bind primitives that contain jaxprs again, or evaluate them.
 
 The table at the end is the only code that knows how the parameters, operands and results of such a primitive follow
 from what is inside.  What is inside may take further operands and return further results:
@@ -151,7 +151,7 @@ class Rebinding(NamedTuple):
         return compat.bind(self.eqn.primitive, operands, {**self.eqn.params, **params, **self.changed})
 
 
-class Steps(NamedTuple):
+class Evaluating(NamedTuple):
     """A primitive that is evaluated jaxpr by jaxpr."""
 
     params: Mapping[str, Any]
@@ -165,7 +165,7 @@ class Steps(NamedTuple):
 def bind(eqn: Any, operands: Sequence[Any], insides: Sequence[Any], further: int = 0, **changed: Any) -> list[Any]:
     """Binds the primitive of an equation with others inside; the arguments are those of `Rebinding`."""
     new = Rebinding(eqn, list(operands), tuple(insides), further, changed)
-    return FORMS[info(eqn.primitive.name).kind].bind(new)
+    return BINDINGS[info(eqn.primitive.name).kind].bind(new)
 
 
 def _bind_call(new: Rebinding) -> list[Any]:
@@ -186,7 +186,7 @@ def _bind_call(new: Rebinding) -> list[Any]:
     return new.bind([*consts, *new.operands], params)
 
 
-def _step_call(given: Steps) -> list[Any]:
+def _evaluate_call(given: Evaluating) -> list[Any]:
     return given.run(inner(given.params), given.operands)
 
 
@@ -197,7 +197,7 @@ def _bind_scan(new: Rebinding) -> list[Any]:
     return new.bind([*body.consts, *new.operands], params)
 
 
-def _step_scan(given: Steps) -> list[Any]:
+def _evaluate_scan(given: Evaluating) -> list[Any]:
     body, length = given.params["jaxpr"], given.params["length"]
     consts, carry, xs = scanned(given.params, given.operands)
     carried = len(carry)
@@ -229,7 +229,7 @@ def _bind_while(new: Rebinding) -> list[Any]:
     return new.bind([*condition.consts, *of_condition, *body.consts, *others], params)
 
 
-def _step_while(given: Steps) -> list[Any]:
+def _evaluate_while(given: Evaluating) -> list[Any]:
     condition, body, carry = looped(given.params, given.operands)
     for number in itertools.count():
         with given.iteration(number, "while (its condition)"):
@@ -272,7 +272,7 @@ def _with_all_constants(
     return compat.trace(run_branch, [compat.typeof(value) for value in (*consts, *operands)], branch.jaxpr.debug_info)
 
 
-def _step_cond(given: Steps) -> list[Any]:
+def _evaluate_cond(given: Evaluating) -> list[Any]:
     branches, (index, *rest) = given.params["branches"], given.operands
     return given.run(branches[min(max(int(index), 0), len(branches) - 1)], rest)
 
@@ -298,7 +298,7 @@ def _bind_shard_map(new: Rebinding) -> list[Any]:
     return _sharded(new.eqn.params, new.operands, function)
 
 
-def _step_shard_map(given: Steps) -> list[Any]:
+def _evaluate_shard_map(given: Evaluating) -> list[Any]:
     return _sharded(given.params, given.operands, lambda *values: given.run(inner(given.params), values))
 
 
@@ -326,24 +326,24 @@ def manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(params["newly_manual_axes"] or params["mesh"].shape)
 
 
-class _Form(NamedTuple):
+class _Binding(NamedTuple):
     """How the primitives of a kind contain jaxprs."""
 
     bind: Callable[[Rebinding], list[Any]]
-    steps: Callable[[Steps], list[Any]]
+    evaluate: Callable[[Evaluating], list[Any]]
     """Their results, evaluated on concrete values."""
 
 
-FORMS: Final[Mapping[str | None, _Form]] = MappingProxyType(
+BINDINGS: Final[Mapping[str | None, _Binding]] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _Form(_bind_call, _step_call)
+            ("call", "checkpoint", "composite", "custom_vmap", "linear_call"), _Binding(_bind_call, _evaluate_call)
         ),
-        **dict.fromkeys(("custom_jvp", "custom_vjp"), _Form(_bind_custom, _step_call)),
-        "cond": _Form(_bind_cond, _step_cond),
-        "scan": _Form(_bind_scan, _step_scan),
-        "shard_map": _Form(_bind_shard_map, _step_shard_map),
-        "while": _Form(_bind_while, _step_while),
+        **dict.fromkeys(("custom_jvp", "custom_vjp"), _Binding(_bind_custom, _evaluate_call)),
+        "cond": _Binding(_bind_cond, _evaluate_cond),
+        "scan": _Binding(_bind_scan, _evaluate_scan),
+        "shard_map": _Binding(_bind_shard_map, _evaluate_shard_map),
+        "while": _Binding(_bind_while, _evaluate_while),
     }
 )
 """For each `PrimitiveKind` of `xla_amp.jax.primitives` whose primitives contain jaxprs: how."""

@@ -186,9 +186,9 @@ class _Watch(Finder):
     def evaluate(self, primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
         """The results of one primitive; looks into those that contain jaxprs."""
         row = info(primitive.name)
-        if row.kind in rebind.FORMS:
+        if row.kind in rebind.BINDINGS:
             try:
-                return rebind.FORMS[row.kind].steps(rebind.Steps(params, operands, self.run, self.iteration))
+                return rebind.BINDINGS[row.kind].evaluate(rebind.Evaluating(params, operands, self.run, self.iteration))
             except jax.errors.ConcretizationTypeError:
                 self._only_results(primitive, ": devices may take different ways in it")
             except NotImplementedError as error:
