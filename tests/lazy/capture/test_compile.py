@@ -464,10 +464,10 @@ def test_options_that_change_when_an_audit_is_due(optimizer, option, value, devi
     assert step.replays == 16 - changed_at - 2 + 8  # what was to be an audit began another capture
 
 
-def test_forms_are_bounded(device):
+def test_captures_are_bounded(device):
     step = xla_amp.compile(lambda x, n: x + n, limit=2)
     x = torch.zeros(2, device=device)
-    with pytest.warns(UserWarning, match="captured in 2 forms, its limit"):
+    with pytest.warns(UserWarning, match="captured 2 times, its limit"):
         assert [step(x, n).tolist()[0] for n in range(5)] == [0, 1, 2, 3, 4]
 
 

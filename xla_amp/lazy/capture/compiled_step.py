@@ -205,8 +205,8 @@ class Compiled(Generic[_Arguments, _Result]):
         if len(self._cache) >= self._limit:
             if not self._limit_reported:
                 self._limit_reported = True
-                forms = f"it has been captured in {len(self._cache)} forms, its limit"
-                self._report(f"{forms}; {self._difference(call, values)}")
+                captures = f"it has been captured {len(self._cache)} times, its limit"
+                self._report(f"{captures}; {self._difference(call, values)}")
             return None
         if self._cache:
             causes.captured_again(events.user_location(), self._difference(call, values))
