@@ -49,7 +49,6 @@ REFUSED = {
     "nan": "computes nan for add.*, a number that changes",
     "many_values": "more than 4,000 Python values, most of them in many, a list .200,000 items.; keep that in a tensor",
     "large_array": "its 4,000,000 bytes on the host are too many; move them to the device",
-    "counts": "it changes count from . to .",
 }
 """Programs that are not captured -> the words of the warning."""
 QUICK = (
@@ -136,11 +135,6 @@ def module():
 @program
 def module_container():
     return lambda x: x * settings.T["k"][0], lambda: put(settings.T["k"], 0, 7.0)
-
-
-@program
-def a_getattr():
-    return lambda x: x * settings.ALPHA, lambda: setattr(settings, "ALPHA", settings.ALPHA + 1)
 
 
 @program
@@ -861,18 +855,6 @@ def many_values():
 def large_array():
     values = np.ones(1_000_000, np.float32)
     return lambda x: x * float(values[0]), lambda: put(values, 0, 5)
-
-
-@program
-def counts():
-    count = 0
-
-    def f(x):
-        nonlocal count
-        count += 1
-        return x * 2
-
-    return f, lambda: None
 
 
 def is_same(one, other):
