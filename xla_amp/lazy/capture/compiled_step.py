@@ -165,7 +165,7 @@ class Compiled(Generic[_Arguments, _Result]):
         watched = events.decided.listeners or execute.flush_begins.listeners or is_in_torch_dispatch_mode()
         if self._given_up or trace.eager or watched:
             return self._step(*args, **kwargs)
-        flat_args, tree = _flatten(args, kwargs)
+        flat_args, tree = tree_flatten((args, kwargs))
         try:
             entry = self._find_entry(flat_args, tree)
         except NotReplayableError as reason:  # a value that cannot be compared
@@ -273,16 +273,6 @@ class Compiled(Generic[_Arguments, _Result]):
 def _require_the_lazy_device() -> None:
     base.require_lazy("compile()", "torch_xla.compile")
     base.select().device()
-
-
-_PYTREE_LEAVES = tensor_io.PLAIN.union((bool, int, float, str, type(None)))
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """``tree_flatten((args, kwargs))``, with a fast path for flat arguments."""
-    if not kwargs and _PYTREE_LEAVES.issuperset(map(type, args)):
-        return list(args), len(args)
-    return tree_flatten((args, kwargs))
 
 
 def _tensors(flat_args: list[Any]) -> list[torch.Tensor]:

@@ -49,10 +49,11 @@ class Formula(NamedTuple):
 
 ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 UNARY = ("neg", "pos", "abs")
-COMPARISONS = ("lt", "le", "eq", "ne", "ge", "gt")
+CONDITIONS = ("lt", "le", "eq", "ne", "ge", "gt", "bool")
 OPERATIONS: Mapping[str, Callable[..., Any]] = {
-    name: getattr(operator, name) for name in (*ARITHMETIC, *UNARY, *COMPARISONS, "truth")
+    name: getattr(operator, name, operator.truth) for name in (*ARITHMETIC, *UNARY, *CONDITIONS)
 }
+"""Name of a method of floats, without the underscores -> its function."""
 
 Term: TypeAlias = Hyperparameter | Formula | float
 Values: TypeAlias = Mapping[Hyperparameter, float]
@@ -86,42 +87,25 @@ def _value(value: Any) -> Any:
     return float(value) if type(value) is SymbolicFloat else value
 
 
-_NUMBERS = (int, float, SymbolicFloat)
+def _method(name: str, reflected: bool) -> Callable[..., Any]:
+    """The method of `SymbolicFloat` for an operation of `OPERATIONS`."""
 
-
-def _arithmetic(name: str, reflected: bool) -> Callable[[SymbolicFloat, Any], Any]:
-    function = OPERATIONS[name]
-
-    def method(self: SymbolicFloat, other: Any) -> Any:
-        if type(other) not in _NUMBERS:
+    def method(self: SymbolicFloat, *others: Any) -> Any:
+        if any(type(other) not in (int, float, SymbolicFloat) for other in others):
             return NotImplemented
-        left, right = (other, self) if reflected else (self, other)
-        return self.numbers.symbol(function(_value(left), _value(right)), Formula(name, (_term(left), _term(right))))
+        operands = (*others, self) if reflected else (self, *others)
+        formula = Formula(name, tuple(map(_term, operands)))
+        if name in CONDITIONS:
+            return self.numbers.compare(formula)
+        return self.numbers.symbol(OPERATIONS[name](*map(_value, operands)), formula)
 
     return method
 
 
-def _unary(name: str) -> Callable[[SymbolicFloat], SymbolicFloat]:
-    return lambda self: self.numbers.symbol(OPERATIONS[name](float(self)), Formula(name, (self.term,)))
-
-
-def _comparison(name: str) -> Callable[[SymbolicFloat, Any], Any]:
-    def method(self: SymbolicFloat, other: Any) -> Any:
-        if type(other) not in _NUMBERS:
-            return NotImplemented
-        return self.numbers.compare(name, self.term, _term(other))
-
-    return method
-
-
+for _name in OPERATIONS:
+    setattr(SymbolicFloat, f"__{_name}__", _method(_name, reflected=False))
 for _name in ARITHMETIC:
-    setattr(SymbolicFloat, f"__{_name}__", _arithmetic(_name, reflected=False))
-    setattr(SymbolicFloat, f"__r{_name}__", _arithmetic(_name, reflected=True))
-for _name in UNARY:
-    setattr(SymbolicFloat, f"__{_name}__", _unary(_name))
-for _name in COMPARISONS:
-    setattr(SymbolicFloat, f"__{_name}__", _comparison(_name))
-setattr(SymbolicFloat, "__bool__", lambda self: self.numbers.compare("truth", self.term))  # noqa: B010  (a type for mypy)
+    setattr(SymbolicFloat, f"__r{_name}__", _method(_name, reflected=True))
 
 
 # ---- a recorded call -------------------------------------------------------------------------------------------------
@@ -172,9 +156,8 @@ class CallNumbers:
         self._terms.setdefault(float(value), {})[term] = None
         return result
 
-    def compare(self, operation: str, *terms: Term) -> bool:
+    def compare(self, formula: Formula) -> bool:
         """The outcome of a comparison of the true values."""
-        formula = Formula(operation, terms)
         return self.conditions.setdefault(formula, evaluate(formula, self.values))
 
     def resolve(self, floats: list[float]) -> None:

@@ -398,9 +398,8 @@ class Walk:
                 self._value(item, f"{label}.{name}")
 
     def _nn_module(self, value: torch.nn.Module, label: str) -> None:
-        tree = self._known.get(id(value))
-        if tree is None:
-            tree = self._known[id(value)] = ModuleTree(value, label)
+        tree = self._known.setdefault(id(value), ModuleTree(value, label))
+        known = bool(tree.modules)
         tree.update(self._names)
         self.trees.append(tree)
         self._add(ModuleTree, tree.members, label)
@@ -408,7 +407,8 @@ class Walk:
         for module in tree.modules:
             self._seen.setdefault(id(module), (len(self._seen), module))
         for kind, name in tree.kinds.items():
-            self._names.update(_names_of_class(kind))
+            if not known:
+                self._names.update(_names_of_class(kind))
             self._kind(kind, name)
         for name, item in tree.open:
             self._value(item, name)
