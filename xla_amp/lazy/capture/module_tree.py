@@ -7,6 +7,7 @@ submodules, names of buffers and hooks that it had when it was read, only values
 from __future__ import annotations
 
 import weakref
+from collections.abc import Set
 from itertools import chain
 from operator import is_
 from typing import Any, Final
@@ -57,7 +58,7 @@ class ModuleTree:
         self._sizes: list[int] = []
         self._objects: list[Any] = []
 
-    def update(self, names: frozenset[str]) -> None:
+    def update(self, names: Set[str]) -> None:
         """Reads the modules if one of them has another object than before.
 
         Args:
@@ -76,7 +77,7 @@ class ModuleTree:
         keys, values = chain.from_iterable(self._tables), chain.from_iterable(map(dict.values, self._compared))
         return list(map(len, self._tables)), [*map(type, self.modules), *map(vars, self.modules), *keys, *values]
 
-    def _read(self, names: frozenset[str]) -> None:
+    def _read(self, names: Set[str]) -> None:
         self.modules, self.kinds, self.open, self.hooked = [], {}, [], []
         members: list[tuple[str, Any]] = []
         values: list[tuple[str, Any]] = []

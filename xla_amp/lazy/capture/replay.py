@@ -71,7 +71,7 @@ class Replay:
             )
         if item.is_conj() or item.is_neg():
             raise NotReplayableError("it returns a view that is conjugated or negated; call resolve_conj() on it")
-        buffer, offset = tensor_io.buffer_of(item), item.storage_offset()
+        buffer, offset = tensor_io.buffer_of(item), int(item.storage_offset())
         geometry = item.dtype, tuple(item.shape), item.stride(), offset
         for index, tensor in enumerate(tensors):
             if tensor is item:
