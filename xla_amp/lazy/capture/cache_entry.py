@@ -104,10 +104,8 @@ class CacheEntry:
             raise NotReplayableError(f"it returns a Python value that changes: {last.plain} and then {run.plain}")
         storages = guards.storages(after)
         require_replaced(last, run, storages)
-        replay, numbers = (
-            Replay(last, run, result, tensors),
-            ReplayNumbers(last.numbers, run.numbers, run.code, guards.scalers),
-        )
+        replay = Replay(last, run, result, tensors)
+        numbers = ReplayNumbers(last.numbers, run.numbers, run.code, guards.scalers)
         if self._replay is not None:
             self._audit_at *= AUDIT
         self._replay, self._numbers, self._storages = replay, numbers, storages
