@@ -94,8 +94,6 @@ class Values:
     kept: list[Any] = dataclasses.field(default_factory=list)
     """What is compared by identity, so that no other object gets its id."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Values) and self.found == other.found
 
