@@ -253,15 +253,6 @@ def test_a_function_called_in_every_step_is_compiled_once(x, w):
     assert len(traces) == 1
 
 
-def test_products_of_other_dtypes_stay_as_they_are(x):
-    integers, complex_ = jnp.ones((4, 4), jnp.int32), jnp.ones((4, 4), jnp.complex64)
-    assert autocast(lambda a: a @ a)(integers).dtype == jnp.int32
-    assert autocast(lambda a: a @ a)(complex_).dtype == jnp.complex64
-    with jax.enable_x64(True):
-        wide = jnp.ones((4, 4), jnp.float64)
-        assert contractions(autocast(lambda a: a @ a), wide) == {("f64", "f64"): 1}
-
-
 def test_a_float32_result_of_low_operands_is_kept(x):
     low = x.astype(jnp.bfloat16)
     product = autocast(lambda a: jnp.matmul(a, a.T, preferred_element_type=jnp.float32))

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-import jax.scipy.special
 import jax_sweep
-import numpy as np
 import pytest
-
-from xla_amp.jax import autocast
 
 
 @pytest.mark.exhaustive
@@ -33,13 +28,3 @@ def test_the_sweep_sees_what_is_worse():
     assert row.error > 0
     assert jax_sweep.beyond_bound([row._replace(low=0)])
     assert jax_sweep.beyond_bound([row._replace(error=0.1)])
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [(jax.scipy.special.owens_t, (0.3, 0.7)), (jax.scipy.linalg.pascal, (9,)), (jax.scipy.linalg.invpascal, (9,))],
-)
-def test_products_of_special_functions_stay_float32(function, arguments):
-    arguments = jax.tree.map(lambda x: jnp.float32(x) if isinstance(x, float) else x, arguments)
-    assert autocast(function, policy="tpu").report(*arguments).low == ()
-    np.testing.assert_array_equal(autocast(function, policy="tpu")(*arguments), function(*arguments))

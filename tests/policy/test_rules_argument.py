@@ -66,16 +66,6 @@ def test_jax() -> None:
     assert [each.used[0] for each in report.records if each.operation == "matmul"] == ["float32", "float32"]
 
 
-def test_stablehlo() -> None:
-    program = jax.jit(routed).lower(jnp.ones((4, 4)))
-    (product,) = (
-        each
-        for each in stablehlo.autocast(program, rules=RULES, strict=True).report.operations
-        if each.operation == "dot_general"
-    )
-    assert (product.module, product.after, product.layer) == ("router", "float32", "context")
-
-
 def test_a_rule_that_matches_nothing_is_reported_when_the_region_closes() -> None:
     x = torch.ones(2, 2)
     missing: Any = {"module:*.never_there": "fp32"}
