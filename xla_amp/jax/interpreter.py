@@ -465,11 +465,6 @@ class HigherOrderCall:
     """Whether it belongs to the optimizer of a training step."""
 
     @property
-    def primitive(self) -> Any:
-        """The primitive."""
-        return self.eqn.primitive
-
-    @property
     def params(self) -> dict[str, Any]:
         """Its parameters."""
         params: dict[str, Any] = self.eqn.params
